@@ -1,0 +1,193 @@
+"""Stand-ins for the parts of torch.cuda that megatron.core needs on a machine without CUDA.
+
+Every entry below was left out in turn to see what breaks; its reason is stated where it is made. The factories are
+wrapped one by one instead of through a TorchFunctionMode: a mode is thread-local (the reduction chain runs on a
+thread of its own) and costs a fifth of a small model's step.
+"""
+
+import contextlib
+import functools
+import logging
+import sys
+import warnings
+
+import torch
+
+_CPU = torch.device("cpu")
+
+# Functions that make a tensor on the device named in their keyword `device`: megatron.core says "cuda" or
+# torch.cuda.current_device() in all of them.
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+
+
+def install_stand_ins() -> None:
+    """Replace what megatron.core needs at run time, for the rest of the process."""
+    # Handed to factories as `device=`, and used as the index of default_generators.
+    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.set_device = lambda device: None
+    # Called after transfers and around timers; CPU operations have ended when they return.
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.empty_cache = lambda: None
+    # Moves tensors to the device: they are there.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, device=None: self
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _replace_random()
+    _replace_autocast()
+    # The optimizers choose masters by the *name* of a parameter's type.
+    torch.Tensor.type = _type_with_cuda_names(torch.Tensor.type)
+    # Made, though not used, by modules that overlap copies on CUDA.
+    torch.cuda.Stream = _Stream
+    torch.cuda.Event = _Event
+    torch.cuda.current_stream = lambda device=None: _Stream()
+    torch.cuda.default_stream = lambda device=None: _Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    # One generator serves as CPU's and as device's here, so forking it always looks to the tracker as if the
+    # CPU's had moved.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+@contextlib.contextmanager
+def import_stand_ins():
+    """Replace what megatron.core needs only while it is imported."""
+    compile_function = torch.compile
+    # Fused functions are decorated at import; compiling each takes seconds on a CPU and gains nothing there.
+    torch.compile = _identity_compile
+    try:
+        with warnings.catch_warnings():
+            # Neither library exists for CPUs, so their absence is no news.
+            warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|apex).*")
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            import megatron.core.jit
+
+            megatron.core.jit.disable_jit_fuser()  # for modules imported later than this
+            yield
+    finally:
+        torch.compile = compile_function
+
+
+def _identity_compile(model=None, **kwargs):
+    return model if model is not None else lambda function: function
+
+
+def _names_cuda(device) -> bool:
+    return device is not None and not isinstance(device, int) and str(device).startswith("cuda")
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def on_cpu(*args, **kwargs):
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _replace_random() -> None:
+    # The random-number tracker gives every tensor-parallel rank a state of its own through these. Without
+    # manual_seed all ranks would silently draw the same numbers; without _lazy_call set states are never set.
+    generator = torch.default_generator
+
+    class _Generators:
+        def __getitem__(self, device):
+            return generator
+
+    torch.cuda.default_generators = _Generators()
+    torch.cuda.manual_seed = torch.cuda.random.manual_seed = lambda seed: generator.manual_seed(int(seed)) and None
+    torch.cuda.manual_seed_all = torch.cuda.random.manual_seed_all = torch.cuda.manual_seed
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cuda": generator.get_state()
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda new_state, device="cuda": (
+        generator.set_state(new_state) and None
+    )
+    torch.cuda._lazy_call = lambda function, **kwargs: function()
+
+
+def _replace_autocast() -> None:
+    # megatron.core names "cuda" in autocast regions and custom functions: on a CPU they would silently not cast.
+    class _Autocast(torch.autocast):
+        def __init__(self, device_type, *args, **kwargs):
+            super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    torch.autocast = torch.amp.autocast = _Autocast
+    torch.amp.custom_fwd = _with_cpu_device_type(torch.amp.custom_fwd)
+    torch.amp.custom_bwd = _with_cpu_device_type(torch.amp.custom_bwd)
+
+
+def _with_cpu_device_type(decorator):
+    @functools.wraps(decorator)
+    def for_cpu(*args, device_type, **kwargs):
+        return decorator(*args, device_type="cpu" if device_type == "cuda" else device_type, **kwargs)
+
+    return for_cpu
+
+
+def _type_with_cuda_names(tensor_type):
+    @functools.wraps(tensor_type)
+    def named_type(self, dtype=None, *args, **kwargs):
+        result = tensor_type(self, dtype, *args, **kwargs)
+        if dtype is None and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return named_type
+
+
+class _Stream:
+    """A stream that runs everything at once, which is what a CPU does."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def synchronize(self):
+        pass
+
+
+class _Event:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass

@@ -1,0 +1,134 @@
+"""Repairs of megatron-core 0.16.1 where neither Transformer Engine nor Apex is installed.
+
+The wheel's paths through torch's own AdamW and norms are little used and have faults, on CPU and on CUDA alike. Each
+repair wraps one function, states the fault, and is skipped where the better library is present.
+"""
+
+import functools
+
+import torch
+
+
+def apply() -> None:
+    """Apply all repairs that this installation needs. megatron.core must be importable."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
+
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _repair_initial_state(optimizer)
+        _repair_distributed_optimizer(distrib_optimizer.DistributedOptimizer)
+    if not random.HAVE_TE:
+        _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
+    _repair_torch_norm(torch_norm.WrappedTorchNorm)
+
+
+def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that torch's Adam, AdamW or SGD would create in its first step, where it is missing."""
+    if isinstance(optimizer, torch.optim.Adam):
+        names = ("exp_avg", "exp_avg_sq")
+    elif isinstance(optimizer, torch.optim.SGD):
+        names = ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
+    else:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if isinstance(optimizer, torch.optim.Adam):
+                state.setdefault("step", torch.tensor(0.0))
+            for name in names:
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(param.data)
+
+
+def _repair_initial_state(optimizer_module) -> None:
+    """Loading a checkpoint first creates the optimizer's state: for Adam without the counter `step`, without which
+    the next step dies where the checkpoint has none, and for SGD by calling None."""
+    initialise = optimizer_module.MegatronOptimizer.__init__
+
+    @functools.wraps(initialise)
+    def initialise_with_state(self, optimizer, config, init_state_fn=None):
+        def init_state(inner_optimizer, *args):
+            complete_optimizer_state(inner_optimizer)
+
+        torch_optimizer = isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD))
+        initialise(self, optimizer, config, init_state if torch_optimizer else init_state_fn)
+
+    optimizer_module.MegatronOptimizer.__init__ = initialise_with_state
+
+
+def _repair_distributed_optimizer(optimizer_class) -> None:
+    """torch's AdamW keeps a step counter per parameter; the distributed optimizer handles it wrongly in three places.
+
+    state_dict() wants the counter although it appears only with the first step; load_state_dict() puts one shared
+    tensor into all states, so that each of n parameters advances it and the second step after a resume is silently
+    wrong; and loading a parameter's state looks for a saved `step`, which is never saved per parameter.
+    """
+    state_dict = optimizer_class.state_dict
+    load_state_dict = optimizer_class.load_state_dict
+    set_states = optimizer_class._set_main_param_and_optimizer_states
+
+    @functools.wraps(state_dict)
+    def state_dict_with_step(self):
+        complete_optimizer_state(self.optimizer)
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            # A rank that owns nothing has no counter to report; its neighbours' is merged in on loading.
+            return _state_dict_of_nothing(self)
+        return state_dict(self)
+
+    @functools.wraps(load_state_dict)
+    def load_state_dict_with_own_steps(self, state):
+        load_state_dict(self, state)
+        for param_state in self.optimizer.state.values():
+            param_state["step"] = param_state["step"].detach().clone()
+
+    @functools.wraps(set_states)
+    def set_states_without_step(self, model_param, tensors):
+        group_index, group_order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group_index]["params"][group_order]
+        return set_states(self, model_param, {"step": self.optimizer.state[main_param]["step"], **tensors})
+
+    optimizer_class.state_dict = state_dict_with_step
+    optimizer_class.load_state_dict = load_state_dict_with_own_steps
+    optimizer_class._set_main_param_and_optimizer_states = set_states_without_step
+
+
+def _state_dict_of_nothing(optimizer) -> dict:
+    inner = optimizer.optimizer.state_dict()
+    groups = [{k: v for k, v in group.items() if k != "params"} | {"step": 0.0} for group in inner["param_groups"]]
+    state = {"optimizer": {"param_groups": groups}}
+    if optimizer.grad_scaler:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return state
+
+
+def _repair_checkpoint_without_output(checkpoint_class) -> None:
+    """`fp8=False` is read as "FP8 is on" (it asks `is not None`), and then calls into Transformer Engine."""
+    initialise = checkpoint_class.__init__
+
+    @functools.wraps(initialise)
+    def initialise_with_flag(self, fp8=False):
+        initialise(self, fp8=fp8 or None)
+
+    checkpoint_class.__init__ = initialise_with_flag
+
+
+def _repair_torch_norm(norm_class) -> None:
+    """Torch's norms are refused under sequence parallelism, although only a mark on their parameters is missing:
+    each rank sees a part of the sequence, so their gradients must be summed over the tensor-parallel group, which
+    megatron.core does for parameters marked `sequence_parallel`."""
+    build = norm_class.__new__
+
+    def build_for_sequence_parallel(cls, config, *args, **kwargs):
+        if not config.sequence_parallel:
+            return build(cls, config, *args, **kwargs)
+        config.sequence_parallel = False
+        try:
+            norm = build(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = True
+        for param in norm.parameters():
+            param.sequence_parallel = True
+        return norm
+
+    norm_class.__new__ = build_for_sequence_parallel

@@ -1,0 +1,47 @@
+"""Order of installation: stand-ins, then megatron.core, then repairs."""
+
+import sys
+
+from megatron.backend.device import is_cuda
+
+_installed = False
+
+
+def is_installed() -> bool:
+    """True once `install` has run in this process."""
+    return _installed
+
+
+def install() -> None:
+    """Make megatron.core usable in this process. Call before the first `import megatron.core`; again is free.
+
+    Raises:
+        RuntimeError: on a machine without CUDA, if megatron.core was imported earlier: it has then bound names of
+            `torch.cuda` that nobody can replace any more.
+    """
+    global _installed
+    if _installed:
+        return
+    from megatron.backend import cpu
+
+    if is_cuda():
+        _import_core()
+    else:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError(
+                "megatron.core was imported before megatron.backend.install(): call install() first, at the top of "
+                "the program, since without CUDA megatron.core needs stand-ins at import time."
+            )
+        cpu.install_stand_ins()
+        with cpu.import_stand_ins():
+            _import_core()
+    from megatron.backend import fixes
+
+    fixes.apply()
+    _installed = True
+
+
+def _import_core() -> None:
+    import megatron.core
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
