@@ -1,0 +1,141 @@
+"""What the executor asks of a stage and of its weight update.
+
+A schedule must not know what it drives: a megatron.core chunk, any ``nn.Module`` or a stage that only sleeps. So the
+executor speaks two small protocols. A `Stage` computes: forward, recompute, backward, and which weight version its
+parameters show. A `WeightUpdate` owns what lies between a batch's last backward and the weights made from it: the
+reductions, which run on a background thread, and the optimizer step.
+
+Order of the calls on one rank, for one batch::
+
+    begin_batch(info)        before the batch's first forward: choose its loss scale
+    begin_backward(info)     before its first backward: choose its gradient buffer
+    reduce_grad(version)     chain thread, after its last backward   (only if data parallel)
+    reduce_embed(version)    chain thread                            (only tied embeddings, first and last stage)
+    reduce_norm(version, ..) chain thread
+    step(version)            main thread, after what was posted before it: makes `version` = batch + 1
+
+Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only completes the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+EVALUATION_BATCH = -1
+"""Batch number of the microbatches of an evaluation: ``take_losses(EVALUATION_BATCH)`` returns their sums."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of the tensor that one edge of the pipeline carries per microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch: `index` counts over the whole run, `position` from 0 inside its batch."""
+
+    index: int
+    batch: int
+    position: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """One batch: `index` over the whole run, its microbatches per pipeline, its samples over all replicas."""
+
+    index: int
+    num_microbatches: int
+    num_samples: int
+
+
+@dataclass
+class BatchReport:
+    """What became of one batch; equal on every rank of the job except `learning_rate` where groups differ."""
+
+    batch: int
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    overflow: bool = False
+    skipped: bool = False
+    loss_scale: float = 1.0
+    learning_rate: float = 0.0
+    num_samples: int = 0
+    wishes: int = 0
+    nan: bool = False
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """One stage of the model on this rank. All calls come from the main thread, except `take_losses`."""
+
+    index: int
+    num_stages: int
+    input_spec: TensorSpec | None
+    """What arrives per microbatch; None on the first stage."""
+    output_spec: TensorSpec | None
+    """What leaves per microbatch; None on the last stage."""
+    loss_names: tuple[str, ...]
+    """Names of the losses, the same on every stage, so that ranks without losses can take part in their sum."""
+
+    def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        """Forward with what backward needs saved. Returns the output, contiguous and detached (None on the last stage)."""
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        """Run the forward of `microbatch` again from its saved input, with its random state, for the backward."""
+
+    def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
+        """Accumulate weight gradients; return the gradient of the input (None on the first stage); drop what was saved."""
+
+    def free_output(self, microbatch: Microbatch) -> None:
+        """The output is on its way (the channel keeps the storage alive until it is read): drop the stage's hold on it."""
+
+    def load_version(self, version: int) -> None:
+        """Show weight `version` in the parameters; called before every forward, recompute and backward."""
+
+    def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        """Forward for evaluation: nothing is saved."""
+
+    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
+        """Remove and return the loss sums of `batch`, name -> (numerator, denominator); {} but on the last stage.
+
+        Called on the chain thread (main thread for an evaluation), while the main thread may run the next batch.
+        """
+
+
+@runtime_checkable
+class WeightUpdate(Protocol):
+    """The path from a batch's gradients to the next weight version, one per rank."""
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        """The first forward of the batch on this rank follows."""
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        """The first backward of the batch on this rank follows: its gradients go to a buffer of their own."""
+
+    def reduce_grad(self, version: int) -> None:
+        """Chain thread: reduce the gradients that make `version` over the data-parallel replicas; return when done."""
+
+    def reduce_embed(self, version: int) -> None:
+        """Chain thread: add up the gradients of the tied embeddings of the first and the last stage."""
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and wishes."""
+
+    def step(self, version: int) -> BatchReport:
+        """Make weight `version` from the gradients of batch ``version - 1``; the chain has been waited for.
+
+        The report may be completed later, by a `reduce_norm` that the program places after the step.
+        """
