@@ -1,0 +1,136 @@
+"""The arguments inside a checkpoint: written, compared before anything is loaded, and taken over on request.
+
+A checkpoint holds the run's arguments under 'args', as Megatron-LM's do. Loading weights into a model of another shape
+would fail deep inside, tensor by tensor; comparing the arguments first names what the user has to change.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from megatron.training.checkpoint.errors import CheckpointError
+
+# What decides the shape or the meaning of the weights. Left column: Megatron's name, so that its checkpoints compare too.
+MODEL_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "normalization",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "apply_layernorm_1p",
+    "untie_embeddings_and_output_weights",
+    "num_experts",
+)
+# Taken over by --use-checkpoint-args as well, but free to differ when a checkpoint is loaded.
+_SOFT_MODEL_ARGUMENTS = (
+    "seq_length",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "layernorm_epsilon",
+    "norm_epsilon",
+    "attention_dropout",
+    "hidden_dropout",
+    "apply_query_key_layer_scaling",
+    "padded_vocab_size",
+)
+# Taken over where the command line gives none.
+_TOKENIZER_ARGUMENTS = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "tiktoken_pattern",
+)
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
+_OF_ONE_RANK = ("rank", "local_rank")
+
+
+def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Namespace:
+    """Copy of the arguments that any program can unpickle: plain values only, paths as text; `position` overrides."""
+    values = {name: value for name, value in vars(args).items() if _is_plain(value)}
+    values.update({name: str(value) for name, value in vars(args).items() if hasattr(value, "__fspath__")})
+    return argparse.Namespace(**{**values, **position})
+
+
+def without_rank(common_state: dict) -> dict:
+    """The part of a checkpoint's common state that must be equal on all ranks."""
+    args = argparse.Namespace(**{k: v for k, v in vars(common_state["args"]).items() if k not in _OF_ONE_RANK})
+    return {**common_state, "args": args}
+
+
+def check_same_model(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
+    """Raise CheckpointError naming the first argument in which the model to be loaded into differs from the saved one.
+
+    Arguments that either side does not know, or leaves at None, are not compared.
+    """
+    for name, here, there in _differences(args, saved):
+        raise CheckpointError(
+            f"checkpoint {path} holds another model: {name} is {there!r} there and {here!r} here. "
+            f"Set it to {there!r}, or pass --use-checkpoint-args to take the model's arguments from the checkpoint."
+        )
+
+
+def _differences(args: argparse.Namespace, saved: argparse.Namespace | None) -> Iterator[tuple[str, object, object]]:
+    learned = getattr(args, "position_embedding_type", None) == "learned_absolute"
+    for name in MODEL_ARGUMENTS + (("max_position_embeddings",) if learned else ()):
+        here, there = getattr(args, name, None), getattr(saved, name, None)
+        if here is None or there is None or here == there:
+            continue
+        if name in ("rotary_base", "rotary_percent", "rotary_interleaved") and learned:
+            continue
+        if name == "num_query_groups" and not getattr(args, "group_query_attention", False):
+            continue
+        yield name, here, there
+    if not _same_vocabulary(args, saved):
+        yield "padded_vocab_size", args.padded_vocab_size, saved.padded_vocab_size
+
+
+def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None) -> bool:
+    """The vocabulary is padded to a multiple that depends on the tensor-parallel degree, so two padded sizes of one
+    vocabulary may differ: they can belong together if some size is padded to either."""
+    low, high = 0, float("inf")
+    for side in (args, saved):
+        padded = getattr(side, "padded_vocab_size", None)
+        if padded is None:
+            return True
+        multiple = (getattr(side, "make_vocab_size_divisible_by", None) or 1) * (
+            getattr(side, "tensor_model_parallel_size", None) or 1
+        )
+        low, high = max(low, padded - multiple), min(high, padded)
+    return low < high
+
+
+def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
+    """--use-checkpoint-args: set the model's arguments in `args` to the saved ones; tokenizer arguments only where unset."""
+    if saved is None:
+        raise CheckpointError(
+            f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
+        )
+    for name in MODEL_ARGUMENTS + _SOFT_MODEL_ARGUMENTS:
+        if hasattr(saved, name):
+            setattr(args, name, getattr(saved, name))
+    for name in _TOKENIZER_ARGUMENTS:
+        if getattr(args, name, None) is None and hasattr(saved, name):
+            setattr(args, name, getattr(saved, name))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return type(value) is dict and all(_is_plain(item) for pair in value.items() for item in pair)
+    return type(value) in _PLAIN

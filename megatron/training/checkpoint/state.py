@@ -1,0 +1,91 @@
+"""What a checkpoint holds, as the sharded state dict that megatron.core writes and reads.
+
+The entries and keys are those of Megatron-LM's torch_dist format, so weights written by either program load in the
+other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_param_scheduler', 'rng_state',
+'num_floating_point_operations_so_far'. Two entries are ours, and Megatron-LM ignores them:
+
+- 'previous_version': under the 2bw policy two weight versions are alive between two batches, and the next batch still
+  uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
+- 'pipeline': the weight policy, the number of the next microbatch, and what the weight update keeps beyond the
+  optimizer (the table of loss scales).
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron.backend.fixes import complete_optimizer_state
+
+FORMAT_VERSION = 3.0
+PREVIOUS_VERSION_PREFIX = "previous_version."
+
+
+def sharding_metadata(args: argparse.Namespace) -> dict:
+    """How the distributed optimizer's state is laid out; megatron.core changes the dict, so every call makes a new one."""
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if getattr(args, "use_distributed_optimizer", False):
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model chunk inside megatron.core's wrappers (data parallel, half precision)."""
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def model_key(index: int, num_chunks: int) -> str:
+    """Name of a chunk's entry: 'model', or 'model0', 'model1', ... where a rank holds several."""
+    return "model" if num_chunks == 1 else f"model{index}"
+
+
+def model_state(chunks: Sequence[torch.nn.Module], metadata: dict) -> dict[str, ShardedStateDict]:
+    """Sharded weights of each chunk, under its entry's name. The data are the parameters themselves."""
+    return {
+        model_key(index, len(chunks)): unwrap(chunk).sharded_state_dict(metadata=dict(metadata))
+        for index, chunk in enumerate(chunks)
+    }
+
+
+def previous_version_state(
+    model: dict[str, ShardedStateDict], tensors: dict[int, torch.Tensor]
+) -> dict[str, ShardedStateDict]:
+    """The model's entries with the data of another weight version.
+
+    Args:
+        model: what `model_state` returned.
+        tensors: id of a parameter -> its data in that version, of the parameter's shape.
+    """
+    result: dict[str, ShardedStateDict] = {}
+    for entry, chunk_state in model.items():
+        result[entry] = {
+            name: replace(
+                sharded,
+                key=PREVIOUS_VERSION_PREFIX + sharded.key,
+                data=tensors[id(sharded.data)].detach().view(sharded.data.shape),
+            )
+            for name, sharded in chunk_state.items()
+            if isinstance(sharded, (ShardedTensor, ShardedTensorFactory)) and id(sharded.data) in tensors
+        }
+    return result
+
+
+def optimizer_state(
+    optimizer: MegatronOptimizer, model: dict[str, ShardedStateDict], metadata: dict, *, is_loading: bool
+) -> ShardedStateDict:
+    """Sharded optimizer state, in terms of the model's entries. Every state exists, also before the first update."""
+    complete_state(optimizer)
+    return optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
+
+
+def complete_state(optimizer: MegatronOptimizer) -> None:
+    """Make what torch's optimizers make in their first step, so that saving and loading find the same tensors."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if inner.optimizer is not None:
+            complete_optimizer_state(inner.optimizer)

@@ -1,0 +1,303 @@
+"""Saving and loading training runs: the face of `megatron.training.checkpoint`.
+
+    writer = CheckpointWriter(args.save)
+    save_checkpoint(writer, args=args, position=position, chunks=..., optimizer=..., scheduler=..., update=...)
+    writer.finish()                                                     # before the process ends
+    position = load_checkpoint(args=args, chunks=..., optimizer=..., scheduler=..., update=...)
+
+Both are collective over all ranks, and are called where the pipeline is drained. Format and directory layout are those
+of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
+"""
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron.training.checkpoint import arguments, directory
+from megatron.training.checkpoint.agreement import agreed, on_rank_zero
+from megatron.training.checkpoint.errors import CheckpointError
+from megatron.training.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
+from megatron.training.checkpoint.random_state import restore_random_state, sharded_random_state
+from megatron.training.checkpoint.state import (
+    FORMAT_VERSION,
+    PREVIOUS_VERSION_PREFIX,
+    complete_state,
+    model_state,
+    optimizer_state,
+    previous_version_state,
+    sharding_metadata,
+    unwrap,
+)
+from megatron.training.checkpoint.writer import CheckpointWriter
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointPosition",
+    "CheckpointWriter",
+    "apply_checkpoint_arguments",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointPosition:
+    """Where in the run a checkpoint stands. Everything counts over the whole run, from 0.
+
+    `next_microbatch` is the number that the next microbatch gets in the pipeline program.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    next_microbatch: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+
+
+class WeightVersions(Protocol):
+    """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.versions)."""
+
+    newest: int
+    window: int
+
+    def load(self, version: int) -> None: ...
+
+    def slot_of(self, version: int) -> int: ...
+
+    def reset(self, *versions: int) -> None: ...
+
+    def live(self) -> list[int]: ...
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]: ...
+
+    def restore(self, mapping: dict[int, dict[str, torch.Tensor]]) -> None: ...
+
+
+class WeightUpdate(Protocol):
+    """What is asked of the pipeline's weight update beyond its optimizer."""
+
+    versions: WeightVersions
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+def save_checkpoint(
+    writer: CheckpointWriter,
+    *,
+    args: argparse.Namespace,
+    position: CheckpointPosition,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: object | None = None,
+    update: WeightUpdate | None = None,
+    on_saved: Callable[[Path], None] | None = None,
+) -> None:
+    """Save the run, drained, as the checkpoint of `position.iteration`, and make it the latest.
+
+    Args:
+        args: honours `no_save_optim`, `no_save_rng`, `async_save`, `use_distributed_optimizer`; stored as 'args'.
+        chunks: this rank's model chunks, wrapped or not; the newest weight version is stored as the model.
+        update: under 2bw its versions hold the older weights, which are stored too.
+        on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
+            another thread.
+
+    Raises:
+        CheckpointError: on every rank, if any could not write (with `async_save`: from the next save or
+            `writer.finish()`). Earlier checkpoints are untouched.
+    """
+    metadata = sharding_metadata(args)
+    if update is not None:
+        update.versions.load(update.versions.newest)
+    model = model_state(chunks, metadata)
+    state = {
+        "args": arguments.saved_arguments(
+            args,
+            iteration=position.iteration,
+            consumed_train_samples=position.consumed_train_samples,
+            consumed_valid_samples=position.consumed_valid_samples,
+            skipped_train_samples=position.skipped_train_samples,
+        ),
+        "checkpoint_version": FORMAT_VERSION,
+        "iteration": position.iteration,
+        "num_floating_point_operations_so_far": position.num_floating_point_operations_so_far,
+        "pipeline": {"next_microbatch": position.next_microbatch, "update": update.state_dict() if update else None},
+        CHECKSUMS_ENTRY: True,
+        **model,
+    }
+    if optimizer is not None and not args.no_save_optim:
+        state["optimizer"] = optimizer_state(optimizer, model, metadata, is_loading=False)
+        if scheduler is not None:
+            state["opt_param_scheduler"] = scheduler.state_dict()
+    if not args.no_save_rng:
+        state["rng_state"] = sharded_random_state()
+    if (older := _older_version(update)) is not None:
+        state["previous_version"] = previous_version_state(model, _by_parameter(chunks, update.versions, older))
+    writer.write(
+        state, position.iteration, content_metadata=metadata, asynchronous=bool(args.async_save), on_saved=on_saved
+    )
+
+
+def load_checkpoint(
+    *,
+    args: argparse.Namespace,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: object | None = None,
+    update: WeightUpdate | None = None,
+) -> CheckpointPosition | None:
+    """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.
+
+    Degrees of tensor, pipeline and data parallelism may differ from those it was saved with. Honours `ckpt_step`,
+    `finetune` (weights only, the run starts at 0), `no_load_optim`, `no_load_rng`, `ckpt_fully_parallel_load`.
+
+    Returns:
+        Where to go on; None if the directory holds no checkpoint at all (the run then starts from its initial weights).
+
+    Raises:
+        CheckpointError: on every rank: damaged, missing, or of another model. Nothing falls back to an older one.
+    """
+    location = on_rank_zero(lambda: directory.locate(args.load, step=args.ckpt_step))
+    if location is None:
+        return None
+    with agreed():
+        common = read_common_state(location)
+        arguments.check_same_model(args, common.get("args"), location.path)
+    reader = CheckpointReader(location)
+    starts_anew = args.finetune or location.is_release
+    position = CheckpointPosition() if starts_anew else _position(common)
+    metadata = {**sharding_metadata(args), **(common.get("content_metadata") or {})}
+    model = model_state(chunks, metadata)
+    request: dict = dict(model)
+    with_optimizer = optimizer is not None and not starts_anew and not args.no_load_optim
+    if with_optimizer:
+        request["optimizer"] = optimizer_state(optimizer, model, metadata, is_loading=True)
+    random_state = sharded_random_state()
+    with_random = not starts_anew and not args.no_load_rng
+    if with_random and reader.holds(random_state):
+        request["rng_state"] = random_state
+    elif with_random:
+        _log_once("random number generators start from the seed: the checkpoint has none for these parallel degrees")
+    if _takes_two_versions(update) and not starts_anew and reader.holds_prefix(PREVIOUS_VERSION_PREFIX):
+        empty = {id(parameter): torch.empty_like(parameter.data) for parameter in _parameters(chunks)}
+        request["previous_version"] = previous_version_state(model, empty)
+    state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
+    for entry, chunk in zip(model, chunks, strict=True):
+        _load_module(unwrap(chunk), state[entry])
+    if update is not None:
+        _restore_versions(update.versions, chunks, model, state.get("previous_version"), position.iteration)
+    if with_optimizer:
+        optimizer.load_state_dict(state["optimizer"])
+        complete_state(optimizer)
+        if scheduler is not None:
+            scheduler.load_state_dict(state["opt_param_scheduler"])
+        if update is not None and (extra := (state.get("pipeline") or {}).get("update")) is not None:
+            update.load_state_dict(extra)
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    if "rng_state" in request:
+        restore_random_state(state["rng_state"])
+    return position
+
+
+def apply_checkpoint_arguments(args: argparse.Namespace) -> None:
+    """--use-checkpoint-args: take the model's arguments from the checkpoint of `args.load`, before anything is built.
+
+    Not collective; every rank reads for itself. Raises CheckpointError where there is no checkpoint to take them from.
+    """
+    location = directory.locate(args.load, step=args.ckpt_step) if args.load else None
+    if location is None:
+        raise CheckpointError(f"--use-checkpoint-args needs a checkpoint, and --load {args.load} holds none")
+    arguments.apply_saved_arguments(args, read_common_state(location).get("args"), location.path)
+
+
+def _position(common: dict) -> CheckpointPosition:
+    saved = common.get("args")
+    return CheckpointPosition(
+        iteration=common["iteration"],
+        consumed_train_samples=getattr(saved, "consumed_train_samples", 0),
+        consumed_valid_samples=getattr(saved, "consumed_valid_samples", 0),
+        skipped_train_samples=getattr(saved, "skipped_train_samples", 0),
+        next_microbatch=(common.get("pipeline") or {}).get("next_microbatch", 0),
+        num_floating_point_operations_so_far=common.get("num_floating_point_operations_so_far", 0.0),
+    )
+
+
+def _load_module(module: torch.nn.Module, state: dict) -> None:
+    """Strict, but for Transformer Engine's extra states, which a checkpoint of another implementation lacks."""
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
+    assert not misfit, f"sharded state and module disagree about {misfit[:4]}"
+
+
+def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    return [parameter for chunk in chunks for parameter in chunk.parameters()]
+
+
+def _takes_two_versions(update: WeightUpdate | None) -> bool:
+    return update is not None and update.versions.window > 1
+
+
+def _older_version(update: WeightUpdate | None) -> int | None:
+    """The version before the newest, where it is alive and not the same weights."""
+    if update is None:
+        return None
+    versions = update.versions
+    older = versions.newest - 1
+    if older not in versions.live() or versions.slot_of(older) == versions.slot_of(versions.newest):
+        return None
+    return older
+
+
+def _names_of_parameters(chunks: Sequence[torch.nn.Module], versions: WeightVersions) -> dict[int, str]:
+    """id of a parameter -> its name in the version table. The newest version must be the one shown."""
+    names = {tensor.data_ptr(): name for name, tensor in versions.tensors(versions.newest).items()}
+    return {
+        id(parameter): names[parameter.data_ptr()]
+        for parameter in _parameters(chunks)
+        if parameter.data_ptr() in names and parameter.numel()
+    }
+
+
+def _by_parameter(chunks: Sequence[torch.nn.Module], versions: WeightVersions, version: int) -> dict[int, torch.Tensor]:
+    tensors = versions.tensors(version)
+    return {parameter: tensors[name] for parameter, name in _names_of_parameters(chunks, versions).items()}
+
+
+def _restore_versions(
+    versions: WeightVersions,
+    chunks: Sequence[torch.nn.Module],
+    model: dict,
+    older: dict | None,
+    iteration: int,
+) -> None:
+    """The weights just loaded become the version that `iteration` batches have made, and the older one that before it.
+
+    Without an older one (saved under another policy, or a skipped update) both versions are the same weights.
+    """
+    if older is None:
+        both = [iteration - 1, iteration] if iteration > 0 and versions.window > 1 else [iteration]
+        versions.reset(*both)
+        return
+    names = _names_of_parameters(chunks, versions)
+    newest_tensors = versions.tensors(versions.newest)
+    older_tensors = dict(newest_tensors)
+    for entry, chunk_state in older.items():
+        for name, tensor in chunk_state.items():
+            older_tensors[names[id(model[entry][name].data)]] = tensor
+    versions.restore({iteration - 1: older_tensors, iteration: newest_tensors})
+
+
+def _log_once(message: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        logger.warning(message)
