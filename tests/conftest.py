@@ -1,0 +1,39 @@
+"""What holds for every test: one thread, fixed seeds, GPU tests only where there is a GPU, no worker left over."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import random
+import sys
+
+import pytest
+
+from tests import workers
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """Seed the generators that the test module has loaded (the pure rooms' tests never load torch)."""
+    random.seed(workers.SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(workers.SEED)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(workers.SEED)
+        sys.modules["torch"].set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_sessionfinish():
+    workers.close_all()
