@@ -1,0 +1,1 @@
+"""Training: command line, initialisation, data, models, the loop, checkpoints. Entry point: `loop.pretrain`."""

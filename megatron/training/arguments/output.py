@@ -1,0 +1,66 @@
+"""Flags of checkpoints and of everything that a run reports."""
+
+from megatron.training.arguments.specification import Group, integer, negation, option, switch
+
+CHECKPOINT = Group("checkpoint", "Saving and loading.", (
+    option("--save", str, None, "Directory to save checkpoints in.", metavar="DIR"),
+    option("--save-interval", integer, None, "Iterations between checkpoints."),
+    option("--load", str, None, "Directory to load the latest checkpoint from; an empty one starts anew.", metavar="DIR"),
+    option("--pretrained-checkpoint", str, None, "Start from these weights where --load holds nothing yet.",
+           metavar="DIR"),
+    option("--ckpt-step", integer, None, "Load this iteration instead of the latest."),
+    switch("--no-save-optim", "Save no optimizer state."),
+    switch("--no-save-rng", "Save no random state."),
+    switch("--no-load-optim", "Load no optimizer state."),
+    switch("--no-load-rng", "Load no random state."),
+    switch("--finetune", "Load only weights and start at iteration 0."),
+    switch("--use-checkpoint-args", "Take the model's shape from the checkpoint."),
+    switch("--use-mp-args-from-checkpoint-args", "With --use-checkpoint-args: also take the parallel degrees."),
+    switch("--exit-on-missing-checkpoint", "End if --load holds no checkpoint."),
+    option("--ckpt-format", str, "torch_dist", "Format of checkpoints.", choices=("torch_dist", "torch", "zarr")),
+    switch("--async-save", "Write checkpoints beside training."),
+    switch("--use-dist-ckpt", "Accepted: checkpoints are always distributed ones."),
+    switch("--auto-detect-ckpt-format", "Accepted: torch_dist is the only format."),
+    switch("--ckpt-fully-parallel-save", "Accepted: on by default.", dest="ckpt_fully_parallel_save_deprecated"),
+    negation("--no-ckpt-fully-parallel-save", "ckpt_fully_parallel_save",
+             "The first data parallel rank writes everything."),
+    switch("--ckpt-fully-parallel-load", "Each data parallel rank reads a share and passes it on."),
+    switch("--ckpt-assume-constant-structure", "Reuse the plan of the first save."),
+    option("--dist-ckpt-strictness", str, "assume_ok_unexpected", "What to do where checkpoint and model name different "
+                                                                  "tensors.",
+           choices=("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
+                    "return_unexpected", "return_all", "ignore_all")),
+))
+
+LOGGING = Group("logging", "What a run prints and records.", (
+    option("--log-interval", integer, 100, "Iterations between log lines."),
+    switch("--log-throughput", "Print TFLOP/s per GPU."),
+    switch("--log-progress", "Append progress to progress.txt in --save."),
+    option("--logging-level", integer, None, "Level of Python's logging (10 debug, 20 info, 30 warning)."),
+    option("--metrics-file", str, None, "JSON lines with full-precision values per iteration and evaluation; a resumed "
+                                        "run appends.", metavar="FILE"),
+    option("--tensorboard-dir", str, None, "Directory of TensorBoard's event files.", metavar="DIR"),
+    option("--tensorboard-log-interval", integer, 1, "Iterations between TensorBoard values."),
+    option("--tensorboard-queue-size", integer, 1000, "Pending events before TensorBoard writes."),
+    switch("--log-timers-to-tensorboard", "Also record iteration times."),
+    negation("--no-log-loss-scale-to-tensorboard", "log_loss_scale_to_tensorboard", "No loss scale in TensorBoard."),
+    negation("--no-log-learnig-rate-to-tensorboard", "log_learning_rate_to_tensorboard",
+             "No learning rate in TensorBoard.", aliases=("--no-log-learning-rate-to-tensorboard",)),
+    switch("--log-validation-ppl-to-tensorboard", "Also record validation perplexity."),
+    switch("--log-memory-to-tensorboard", "Also record peak memory."),
+    switch("--log-world-size-to-tensorboard", "Also record the world size."),
+    option("--timing-log-level", integer, 0, "Accepted without effect; use --pipeline-timeline for where time goes.",
+           choices=(0, 1, 2)),
+    option("--timing-log-option", str, "minmax", "Accepted without effect, as --timing-log-level.",
+           choices=("max", "minmax", "all")),
+    option("--wandb-project", str, "", "Weights & Biases project; empty: off."),
+    option("--wandb-entity", str, "", "Weights & Biases entity."),
+    option("--wandb-exp-name", str, "", "Weights & Biases name of the run."),
+    option("--wandb-save-dir", str, "", "Where Weights & Biases keeps local files."),
+    switch("--profile", "Profile the iterations from --profile-step-start to --profile-step-end."),
+    switch("--use-pytorch-profiler", "With --profile: PyTorch's profiler (trace into --tensorboard-dir) instead of "
+                                     "nsys ranges."),
+    option("--profile-step-start", integer, 10, "First iteration to profile."),
+    option("--profile-step-end", integer, 12, "Iteration at which profiling ends."),
+    option("--profile-ranks", integer, [0], "Ranks to profile.", nargs="+"),
+))

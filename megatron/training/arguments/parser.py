@@ -1,0 +1,124 @@
+"""From the flag records to an argparse parser whose errors are one sentence."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+
+from megatron.training.arguments import data, model, output, parallel, refusals, training
+from megatron.training.arguments.specification import Flag, Group
+
+GROUPS: tuple[Group, ...] = (
+    model.GROUP, parallel.PIPELINE, parallel.DISTRIBUTED, training.BATCH, training.REGULARIZATION,
+    training.LEARNING_RATE, training.PRECISION, training.RECOMPUTE, data.DATA, data.TOKENIZER,
+    output.CHECKPOINT, output.LOGGING, refusals.GROUP,
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def add_groups(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
+    """Add each group's flags. Defaults are suppressed: `parse_args` fills them, so that it knows what was given."""
+    for group in groups:
+        target = parser.add_argument_group(group.title, group.description)
+        for flag in group.flags:
+            target.add_argument(*flag.names, dest=flag.dest, help=_help(flag), default=argparse.SUPPRESS, **_how(flag))
+
+
+def _how(flag: Flag) -> dict:
+    if flag.stores is not None:
+        return {"action": "store_true" if flag.stores else "store_false"}
+    how = {"type": flag.type, "nargs": flag.nargs, "metavar": flag.metavar, "choices": flag.choices}
+    if flag.metavar is None and flag.choices is None:
+        how["metavar"] = {"integer": "N", "number": "X"}.get(getattr(flag.type, "__name__", ""), "VALUE")
+    return how
+
+
+def describe_default(flag: Flag) -> str:
+    """The default in words, empty where there is none to name."""
+    if flag.stores is not None or flag.default in (None, "", []):
+        return ""
+    if isinstance(flag.default, list):
+        return " ".join(map(str, flag.default))
+    return f"{flag.default:g}" if isinstance(flag.default, float) else str(flag.default)
+
+
+def _help(flag: Flag) -> str:
+    default = describe_default(flag)
+    text = flag.help if not default or flag.refused else f"{flag.help} Default: {default}."
+    return text.replace("%", "%%")
+
+
+def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS) -> argparse.ArgumentParser:
+    """The parser with all groups; its `error` raises ValueError."""
+    parser = _Parser(prog=prog, allow_abbrev=False, description="Train a GPT through a pipeline program.",
+                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=118))
+    add_groups(parser, groups)
+    return parser
+
+
+def fill_defaults(namespace: argparse.Namespace, groups: Sequence[Group]) -> argparse.Namespace:
+    """Record which destinations were given (`given`), then fill the rest with their defaults."""
+    namespace.given = tuple(sorted(vars(namespace)))
+    for group in groups:
+        for flag in group.flags:
+            if not hasattr(namespace, flag.dest):
+                default = list(flag.default) if isinstance(flag.default, list) else flag.default
+                setattr(namespace, flag.dest, default)
+    return namespace
+
+
+def refuse(namespace: argparse.Namespace, groups: Sequence[Group]) -> None:
+    """Raise ValueError for the first refused flag that was given with a value that asks for something; drop the rest."""
+    for group in groups:
+        for flag in group.flags:
+            if flag.refused and flag.dest in namespace.given and getattr(namespace, flag.dest) not in flag.neutral:
+                value = getattr(namespace, flag.dest)
+                shown = flag.name if flag.stores is not None else f"{flag.name} {_plain(value)}"
+                raise ValueError(f"{shown}: {flag.refused}")
+            if flag.refused and not flag.neutral:
+                delattr(namespace, flag.dest)  # nothing reads it
+
+
+def _plain(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse all of `argv`; ValueError names an unknown flag and the known one nearest to it."""
+    namespace, extra = parser.parse_known_args(argv)
+    if extra:
+        first = next((word for word in extra if word.startswith("--")), extra[0])
+        if not first.startswith("--"):
+            raise ValueError(f"'{first}' belongs to no flag; write every value after its flag")
+        name = first.split("=")[0]
+        known = [word for action in parser._actions for word in action.option_strings]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see --help for all flags"
+        raise ValueError(f"{name} is not a known flag; {hint}")
+    return namespace
+
+
+def parse_args(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py",
+               defaults: dict | None = None) -> argparse.Namespace:
+    """Parse a command line into one namespace with Megatron-LM's names.
+
+    Args:
+        argv: words after the program's name; None takes them from `sys.argv`.
+        prog: the program's name in `--help`.
+        defaults: defaults of this program that differ from the table's.
+
+    The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
+    other: see `rules.validate_args`. Raises ValueError with one sentence.
+    """
+    parser = build_parser(prog)
+    namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
+    for name, value in (defaults or {}).items():
+        if not hasattr(namespace, name):
+            setattr(namespace, name, value)
+    fill_defaults(namespace, GROUPS)
+    refuse(namespace, GROUPS)
+    return namespace

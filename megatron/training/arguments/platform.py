@@ -1,0 +1,65 @@
+"""What the machine allows: flags that need CUDA, Transformer Engine or Apex.
+
+A default that the machine cannot serve is turned off and noted once. What the user asked for by name is refused.
+Pure: the machine is described by a record, so that the CUDA cases are tested without CUDA.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """What is there. `num_local_devices` counts CUDA devices of this node (0 without CUDA)."""
+
+    is_cuda: bool
+    has_transformer_engine: bool
+    has_apex: bool
+    num_local_devices: int = 0
+
+
+def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
+    """Set what depends on the machine in `args`; returns notes for the log (one sentence each).
+
+    Raises ValueError for a flag that the user gave and the machine cannot serve.
+    """
+    notes: list[str] = []
+    _choose_implementation(args, platform)
+    uses_engine = args.transformer_impl == "transformer_engine"
+    where = "Transformer Engine" if platform.is_cuda else "CUDA"
+    for flag, is_asked in {
+        "--apply-layernorm-1p": args.apply_layernorm_1p,
+        "--tp-comm-overlap": args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
+        "--cross-entropy-fusion-impl te": args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
+        f"--attention-backend {args.attention_backend}": args.attention_backend in ("flash", "fused"),
+    }.items():
+        if is_asked and not uses_engine:
+            raise ValueError(f"{flag} needs {where} with --transformer-impl transformer_engine; leave the flag out")
+    if args.profile and not platform.is_cuda and not args.use_pytorch_profiler:
+        raise ValueError("--profile marks ranges for nsys, which needs CUDA; add --use-pytorch-profiler")
+    if args.distributed_backend == "nccl" and not platform.is_cuda:
+        raise ValueError("--distributed-backend nccl needs CUDA; use gloo or leave the flag out")
+    if not platform.is_cuda:
+        args.use_cpu_initialization = True
+
+    def turn_off(name: str, available: bool, reason: str) -> None:
+        if getattr(args, name) and not available:
+            setattr(args, name, False)
+            notes.append(f"{name} is off: {reason}")
+
+    turn_off("gradient_accumulation_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
+    turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
+    turn_off("masked_softmax_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
+    turn_off("persist_layer_norm", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
+    if args.position_embedding_type != "rope":
+        args.apply_rope_fusion = False
+    return [note for note in notes if not note.startswith("apply_rope") or args.position_embedding_type == "rope"]
+
+
+def _choose_implementation(args: argparse.Namespace, platform: Platform) -> None:
+    can_use_engine = platform.is_cuda and platform.has_transformer_engine
+    if args.transformer_impl is None:
+        args.transformer_impl = "transformer_engine" if can_use_engine else "local"
+    elif args.transformer_impl == "transformer_engine" and not can_use_engine:
+        missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"
+        raise ValueError(f"--transformer-impl transformer_engine needs {missing}; use --transformer-impl local")

@@ -1,0 +1,75 @@
+"""Flags of Megatron-LM that parse here and are refused by name, each with what to do instead."""
+
+from megatron.training.arguments.specification import Flag, Group, integer, refused
+
+_EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a dense model."
+_FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
+_VIRTUAL = "interleaved virtual stages are not built; use --pipeline-schedule 2bw, which has no bubble."
+_CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
+_FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
+_OFFLOAD = "moving state to host memory is not supported; use --use-distributed-optimizer or recomputation."
+_PRECISION = "the precision-aware optimizer is not supported; leave the flag out (FP32 masters)."
+_GRAPH = "CUDA graphs cannot follow the switch between weight versions; leave the flag out."
+_NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, the program places all transfers."
+_CLUSTER = "this cluster service is not connected; leave the flag out."
+_RERUN = "results are not recomputed to find faults; leave the flag out."
+_ENCODER = "only decoder-only models are built here; use --num-layers and --seq-length."
+
+
+def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, ...]:
+    return tuple(refused(name, reason, takes=takes) for name in names)
+
+
+GROUP = Group("refused", "Known from Megatron-LM. Each parses, and using it is an error that says what to do.", (
+    refused("--context-parallel-size", _CONTEXT, takes=None, kind=integer, default=1, neutral=(1,)),
+    refused("--expert-model-parallel-size", _EXPERTS, takes=None, kind=integer, default=1, neutral=(1,)),
+    refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, default=None, neutral=(1,)),
+    refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
+    refused("--rerun-mode", _RERUN, takes=None, default="disabled", neutral=("disabled",)),
+    refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
+    *_list(_EXPERTS, "--num-experts", "--moe-router-load-balancing-type", "--moe-router-topk", "--moe-aux-loss-coeff",
+           "--moe-z-loss-coeff", "--moe-token-dispatcher-type", "--moe-ffn-hidden-size", "--moe-layer-freq",
+           "--moe-expert-capacity-factor", "--moe-shared-expert-intermediate-size", takes=None),
+    *_list(_EXPERTS, "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-pad-expert-input-to-capacity"),
+    *_list("multi-latent attention is not supported; use --group-query-attention.", "--multi-latent-attention"),
+    *_list("multi-token prediction is not supported; leave the flag out.", "--mtp-num-layers", takes=None),
+    *_list(_FP8, "--fp8-format", "--fp8-recipe", "--fp8-margin", "--fp8-interval", "--fp8-amax-history-len",
+           "--fp8-amax-compute-algo", "--fp4-format", takes=None),
+    *_list(_FP8, "--fp8-param-gather", "--no-fp8-wgrad", "--first-last-layers-bf16"),
+    *_list(_VIRTUAL, "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+           "--microbatch-group-size-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout", takes=None),
+    *_list("rank orders other than tp-cp-ep-dp-pp are not built; leave the flag out.", "--use-tp-pp-dp-mapping"),
+    *_list("an embedding stage of its own is not built; use --decoder-first-pipeline-num-layers with fewer layers.",
+           "--standalone-embedding-stage"),
+    *_list(_CONTEXT, "--cp-comm-type", takes="+"),
+    *_list(_FSDP, "--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
+    *_list(_OFFLOAD, "--optimizer-cpu-offload", "--fine-grained-activation-offloading"),
+    *_list(_OFFLOAD, "--optimizer-offload-fraction", "--cpu-offloading-num-layers", takes=None),
+    *_list(_PRECISION, "--use-precision-aware-optimizer"),
+    *_list(_PRECISION, "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype", takes=None),
+    *_list(_GRAPH, "--enable-cuda-graph", "--external-cuda-graph", "--te-rng-tracker"),
+    *_list(_NATIVE, "--use-ring-exchange-p2p", "--defer-embedding-wgrad-compute", "--delay-wgrad-compute",
+           "--overlap-param-gather-with-optimizer-step", "--scatter-gather-tensors-in-pipeline"),
+    *_list("saved activations are not distributed over tensor ranks; use --sequence-parallel.",
+           "--distribute-saved-activations"),
+    *_list("all replicas start from the same weights; leave the flag out.", "--data-parallel-random-init"),
+    *_list("only megatron.core models are built; leave the flag out.", "--use-legacy-models"),
+    *_list("layer specifications from files are not loaded; edit megatron/training/models.py.", "--spec", takes="+"),
+    *_list(_ENCODER, "--encoder-num-layers", "--decoder-num-layers", "--encoder-seq-length", "--decoder-seq-length",
+           takes=None),
+    *_list("validation always takes --eval-iters batches; leave the flag out.", "--full-validation",
+           "--multiple-validation-sets"),
+    *_list(_RERUN, "--check-for-spiky-loss", "--check-for-large-grads", "--result-rejected-tracker-filename"),
+    *_list("the value is not computed, as it would need another reduction; read grad_norm in --metrics-file.",
+           "--log-params-norm", "--log-num-zeros-in-grad"),
+    *_list("use --pipeline-timeline, which shows where each rank's time goes.", "--log-straggler"),
+    *_list(_CLUSTER, "--enable-one-logger", "--enable-ft-package", "--inprocess-restart", "--use-sharp", "--nccl-ub"),
+    *_list(_CLUSTER, "--nccl-communicator-config-path", takes=None),
+    *_list("checkpoints are always kept; delete old ones outside of the run.", "--save-retain-interval", takes=None),
+    *_list("only --save-interval saves; leave the flag out.", "--non-persistent-save-interval",
+           "--non-persistent-ckpt-type", "--non-persistent-global-ckpt-dir", takes=None),
+    *_list("torch_dist is the only format; leave the flag out.", "--ckpt-convert-format", takes=None),
+    *_list("asynchronous saves use a worker for each save; leave the flag out.", "--use-persistent-ckpt-worker"),
+    *_list("the data position is kept as consumed samples; leave the flag out.", "--dataloader-save", takes=None),
+    *_list("dropout is the only noise; leave the flag out.", "--moe-input-jitter-eps", takes=None),
+))

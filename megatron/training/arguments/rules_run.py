@@ -1,0 +1,182 @@
+"""Rules about the run: batches, schedule, optimizer, learning rate, data, checkpoints, logging."""
+
+import argparse
+import importlib.util
+
+from megatron.pipeline.schedules import Schedule
+from megatron.training.batch_sizes import BatchSizes
+
+
+def length(args: argparse.Namespace) -> None:
+    if args.train_iters is not None and args.train_samples is not None:
+        raise ValueError("--train-iters and --train-samples exclude each other; keep one")
+    if args.train_iters is None and args.train_samples is None and not args.skip_train:
+        raise ValueError("--train-iters or --train-samples is needed")
+
+
+def batches(args: argparse.Namespace) -> None:
+    """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples`, `train_iters`."""
+    per_microbatch = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = per_microbatch
+    args.batch_sizes = BatchSizes(
+        global_batch_size=args.global_batch_size, samples_per_microbatch=per_microbatch,
+        rampup=tuple(args.rampup_batch_size) if args.rampup_batch_size else None,
+        round_down=args.decrease_batch_size_if_needed,
+    )
+    if args.train_samples is not None:
+        args.train_iters = args.batch_sizes.iterations_for(args.train_samples)
+        if args.train_iters == 0:
+            raise ValueError(f"--train-samples {args.train_samples} is less than one batch")
+    if args.train_iters is None:
+        args.train_iters = 0
+
+
+def schedule(args: argparse.Namespace) -> None:
+    """The schedule accepts every batch size of the run."""
+    if args.pipeline_2bw_single_gradient_buffer and args.pipeline_schedule != "2bw":
+        raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
+    if args.pipeline_schedule == "pipedream":
+        _pipedream(args)
+    program = pipeline_schedule(args)
+    for num_microbatches in sorted(set(args.batch_sizes.all_num_microbatches())):
+        program.validate(num_microbatches)
+
+
+def pipeline_schedule(args: argparse.Namespace) -> Schedule:
+    """The schedule that `args` ask for."""
+    return Schedule.preset(
+        args.pipeline_schedule, num_stages=args.pipeline_model_parallel_size, recompute=args.pipeline_recompute,
+        extra_warmup=args.pipeline_extra_warmup, data_parallel=args.data_parallel_size > 1,
+        tied_embeddings=not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1,
+    )
+
+
+def _pipedream(args: argparse.Namespace) -> None:
+    if args.clip_grad > 0:
+        raise ValueError("--pipeline-schedule pipedream updates each stage by itself, so there is no global norm to "
+                         "clip with; add --clip-grad 0")
+    if args.fp16:
+        raise ValueError("--pipeline-schedule pipedream updates each stage by itself, so an overflow elsewhere would be "
+                         "seen too late for --fp16; use --bf16")
+    if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
+        raise ValueError("--pipeline-schedule pipedream gives first and last stage different delays, so their embeddings "
+                         "cannot stay tied; add --untie-embeddings-and-output-weights")
+
+
+def optimizer(args: argparse.Namespace) -> None:
+    if args.start_weight_decay is not None or args.end_weight_decay is not None:
+        if args.start_weight_decay is None or args.end_weight_decay is None:
+            raise ValueError("--start-weight-decay and --end-weight-decay belong together")
+        if not 0 <= args.start_weight_decay <= args.end_weight_decay:
+            raise ValueError("--start-weight-decay must be at least 0 and at most --end-weight-decay")
+    elif args.weight_decay_incr_style != "constant":
+        raise ValueError(f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
+                         f"--end-weight-decay")
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay is not None and args.start_weight_decay != args.end_weight_decay:
+            raise ValueError("--weight-decay-incr-style constant needs equal --start-weight-decay and "
+                             "--end-weight-decay")
+        if args.start_weight_decay is None:
+            args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer")
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        raise ValueError("--overlap-param-gather needs --overlap-grad-reduce")
+
+
+def learning_rate(args: argparse.Namespace) -> None:
+    if args.skip_train:
+        args.lr = args.lr or 0.0
+    if args.lr is None:
+        raise ValueError("--lr is needed")
+    for low, high in (("min_lr", "lr"), ("lr_warmup_init", "lr"), ("decoupled_min_lr", "decoupled_lr")):
+        small, large = getattr(args, low), getattr(args, high)
+        if small is not None and large is not None and small > large:
+            raise ValueError(f"--{low.replace('_', '-')} {small} is greater than --{high.replace('_', '-')} {large}")
+    by_samples = args.train_samples is not None
+    wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(args, f"{name}_{wrong}"):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag}-{wrong} does not fit --train-{right}; use --{flag}-{right}")
+    if args.lr_warmup_fraction is not None:
+        if args.lr_warmup_iters or args.lr_warmup_samples:
+            raise ValueError("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples exclude each other")
+        if not 0 <= args.lr_warmup_fraction < 1:
+            raise ValueError(f"--lr-warmup-fraction {args.lr_warmup_fraction} must be at least 0 and less than 1")
+    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+        raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{right}")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+    decay = (args.lr_decay_samples or args.train_samples) if by_samples else (args.lr_decay_iters or args.train_iters)
+    warmup = args.lr_warmup_samples if by_samples else args.lr_warmup_iters
+    if not args.skip_train and warmup >= decay:
+        raise ValueError(f"a warm-up of {warmup} {right} is not shorter than the decay of {decay} {right}; shorten "
+                         f"--lr-warmup-{right} or set --lr-decay-{right}")
+
+
+def loss(args: argparse.Namespace) -> None:
+    if args.eval_iters and args.eval_interval is None:
+        raise ValueError("--eval-iters needs --eval-interval")
+
+
+def data(args: argparse.Namespace) -> None:
+    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(args, name)]
+    sources = [name for name in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(args, name)]
+    sources += ["train_data_path"] if per_split else []
+    flags = ["--" + name.replace("_", "-") for name in sources] + (["--mock-data"] if args.mock_data else [])
+    if not flags:
+        raise ValueError("no data: give --data-path, --train-data-path, --data-args-path or --mock-data")
+    if len(flags) > 1:
+        raise ValueError(f"{' and '.join(flags)} exclude each other; keep one")
+    splits_itself = per_split or args.per_split_data_args_path
+    if args.split is not None and splits_itself:
+        raise ValueError("--split belongs to --data-path; data given per split is not split again")
+    if args.split is None and not splits_itself:
+        args.split = "969, 30, 1"
+    if args.dataloader_type != "single":
+        raise ValueError(f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles "
+                         f"already")
+
+
+def tokenizer(args: argparse.Namespace) -> None:
+    if args.tokenizer_type is None:
+        if not (args.vocab_file and args.merge_file):
+            raise ValueError("--tokenizer-type is needed (or --vocab-file and --merge-file for GPT-2's)")
+        args.tokenizer_type = "GPT2BPETokenizer"
+    needs = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": ("vocab_size",), "ByteLevelTokenizer": ()}
+    for name in needs.get(args.tokenizer_type, ("tokenizer_model",)):
+        if getattr(args, name) is None:
+            raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}")
+
+
+def checkpoint(args: argparse.Namespace) -> None:
+    if args.ckpt_format != "torch_dist":
+        raise ValueError(f"--ckpt-format {args.ckpt_format} is not supported; use torch_dist")
+    if args.save_interval is not None and args.save is None:
+        raise ValueError("--save-interval needs --save")
+    if args.async_save and args.save is None:
+        raise ValueError("--async-save needs --save")
+    for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
+        if getattr(args, name) not in (None, False) and args.load is None and args.pretrained_checkpoint is None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --load")
+
+
+def logging(args: argparse.Namespace) -> None:
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--wandb-project needs the package wandb, which is not installed; install it or leave the flag "
+                         "out")
+    if args.wandb_project and not args.wandb_exp_name:
+        raise ValueError("--wandb-project needs --wandb-exp-name")
+    if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard-dir needs the package tensorboard, which is not installed; install it or leave "
+                         "the flag out")
+    if args.profile and args.profile_step_end <= args.profile_step_start:
+        raise ValueError(f"--profile-step-end {args.profile_step_end} must come after --profile-step-start "
+                         f"{args.profile_step_start}")
+    if args.log_progress and args.save is None:
+        raise ValueError("--log-progress needs --save")
+
+
+RULES = (length, batches, schedule, optimizer, learning_rate, loss, data, tokenizer, checkpoint, logging)

@@ -1,0 +1,108 @@
+"""What a command line flag is, as data.
+
+Problem: Megatron-LM's users bring scripts with hundreds of flags. Each must parse, and then either work or be
+refused by name with a remedy; help and documentation must not drift from what the parser accepts.
+
+Solution: a flag is a small frozen record and a group is a list of them. The parser, `--help`, `docs/flags.md` and
+the refusals are all derived from these records (parser.py, refusals in rules.py, reference.py).
+"""
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag. `stores` makes it a switch (no value follows); `refused` names why it cannot be used here and the
+    remedy, and then `neutral` lists the values that ask for nothing and are let through."""
+
+    names: tuple[str, ...]
+    help: str
+    dest: str
+    type: Callable[[str], Any] | None = None
+    default: Any = None
+    choices: tuple[Any, ...] | None = None
+    nargs: int | str | None = None
+    stores: bool | None = None
+    metavar: str | tuple[str, ...] | None = None
+    refused: str | None = None
+    neutral: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Flags that belong together, in the order in which `--help` shows them."""
+
+    title: str
+    description: str
+    flags: tuple[Flag, ...]
+
+
+def _destination(name: str) -> str:
+    name = name.lstrip("-").replace("-", "_")
+    return f"pipeline_{name}" if name[0].isdigit() else name  # --2bw-...: an attribute cannot start with a digit
+
+
+def option(
+    name: str,
+    kind: Callable[[str], Any],
+    default: Any,
+    text: str,
+    *,
+    aliases: Iterable[str] = (),
+    dest: str | None = None,
+    choices: tuple[Any, ...] | None = None,
+    nargs: int | str | None = None,
+    metavar: str | tuple[str, ...] | None = None,
+) -> Flag:
+    """A flag that takes a value (or several, by `nargs`)."""
+    return Flag(names=(name, *aliases), help=text, dest=dest or _destination(name), type=kind, default=default,
+                choices=choices, nargs=nargs, metavar=metavar)
+
+
+def switch(name: str, text: str, *, aliases: Iterable[str] = (), dest: str | None = None) -> Flag:
+    """A flag that turns something on; off by default."""
+    return Flag(names=(name, *aliases), help=text, dest=dest or _destination(name), default=False, stores=True)
+
+
+def negation(name: str, dest: str, text: str, *, aliases: Iterable[str] = ()) -> Flag:
+    """A flag such as `--no-rope-fusion` that turns off `dest`, which is on by default."""
+    return Flag(names=(name, *aliases), help=text, dest=dest, default=True, stores=False)
+
+
+def refused(
+    name: str, reason: str, *, takes: int | str | None = 0, kind: Callable[[str], Any] = str,
+    default: Any = None, neutral: tuple[Any, ...] = (), aliases: Iterable[str] = (),
+) -> Flag:
+    """A flag of Megatron-LM that parses and is then refused with `reason`, which ends in what to do instead.
+
+    `takes` is 0 for a switch, None for one value, else argparse's nargs. A value in `neutral` passes.
+    """
+    is_switch = takes == 0
+    return Flag(
+        names=(name, *aliases), help=f"Refused: {reason}", dest=_destination(name), type=None if is_switch else kind,
+        default=False if is_switch else default, nargs=None if is_switch else takes,
+        stores=True if is_switch else None, refused=reason, neutral=neutral,
+    )
+
+
+def integer(text: str) -> int:
+    """A whole number, with a message that says what was wrong."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """A real number, with a message that says what was wrong."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None

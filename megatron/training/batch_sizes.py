@@ -1,0 +1,97 @@
+"""How many samples the next batch has: constant, or growing (`--rampup-batch-size`).
+
+The arithmetic is Megatron's: over RAMPUP samples the batch grows from START to the global batch size in equal steps of
+INCREMENT samples, each held for the same number of samples. A pure function of the consumed samples, so that a resumed
+run goes on where it stopped. No torch in here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """Sizes of all batches of a run.
+
+    Args:
+        global_batch_size: samples in a batch over all replicas, after the ramp-up.
+        samples_per_microbatch: microbatch size x data parallel size.
+        rampup: (start, increment, samples) or None.
+        round_down: shrink a batch to a multiple of `samples_per_microbatch` instead of refusing it.
+
+    Raises ValueError where a size does not divide.
+    """
+
+    global_batch_size: int
+    samples_per_microbatch: int
+    rampup: tuple[int, int, int] | None = None
+    round_down: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rampup is not None:
+            start, increment, samples = self.rampup
+            if start < 1 or increment < 1 or samples < 0:
+                raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be at "
+                                 f"least 1 and SAMPLES at least 0")
+            if start > self.global_batch_size or (self.global_batch_size - start) % increment:
+                raise ValueError(f"--rampup-batch-size {start} {increment} {samples} does not reach --global-batch-size "
+                                 f"{self.global_batch_size} in whole steps; choose START + k x INCREMENT equal to it")
+        for size in self.all_sizes():
+            if size < self.samples_per_microbatch or (size % self.samples_per_microbatch and not self.round_down):
+                what = "a batch of the ramp-up" if size != self.global_batch_size else "--global-batch-size"
+                raise ValueError(f"{what} ({size}) is not divisible by micro batch size x data parallel size "
+                                 f"({self.samples_per_microbatch}); choose a multiple of it or fewer data parallel ranks")
+
+    def all_sizes(self) -> list[int]:
+        """The sizes that occur, in order, before rounding."""
+        if self.rampup is None:
+            return [self.global_batch_size]
+        start, increment, _ = self.rampup
+        return list(range(start, self.global_batch_size + 1, increment))
+
+    def all_num_microbatches(self) -> list[int]:
+        """The numbers of microbatches (of one replica) that occur, in order."""
+        return [size // self.samples_per_microbatch for size in self.all_sizes()]
+
+    def num_microbatches(self, consumed_samples: int) -> int:
+        """Microbatches (of one replica) of the batch that starts after `consumed_samples`."""
+        return self._nominal(consumed_samples) // self.samples_per_microbatch
+
+    def num_samples(self, consumed_samples: int) -> int:
+        """Samples over all replicas of the batch that starts after `consumed_samples`."""
+        return self.num_microbatches(consumed_samples) * self.samples_per_microbatch
+
+    def _nominal(self, consumed_samples: int) -> int:
+        if self.rampup is None:
+            return self.global_batch_size
+        start, increment, samples = self.rampup
+        num_steps = (self.global_batch_size - start) // increment
+        if num_steps == 0 or consumed_samples > samples or samples == 0:
+            return self.global_batch_size
+        return min(start + int(consumed_samples / (samples / num_steps)) * increment, self.global_batch_size)
+
+    def _growing(self) -> Iterator[tuple[int, int]]:
+        """(iterations, samples) before each batch until the size stays constant."""
+        consumed = iteration = 0
+        yield 0, 0
+        while self.rampup is not None and consumed <= self.rampup[2]:
+            consumed += self.num_samples(consumed)
+            iteration += 1
+            yield iteration, consumed
+
+    def samples_after(self, num_iterations: int) -> int:
+        """Samples that the first `num_iterations` batches consume."""
+        iteration = consumed = 0
+        for iteration, consumed in self._growing():
+            if iteration == num_iterations:
+                return consumed
+        return consumed + (num_iterations - iteration) * self.num_samples(consumed)
+
+    def iterations_for(self, num_samples: int) -> int:
+        """Whole batches that `num_samples` samples suffice for."""
+        iteration = consumed = 0
+        for next_iteration, next_consumed in self._growing():
+            if next_consumed > num_samples:
+                return iteration
+            iteration, consumed = next_iteration, next_consumed
+        return iteration + (num_samples - consumed) // self.num_samples(consumed)

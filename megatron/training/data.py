@@ -1,0 +1,148 @@
+"""From datasets to the microbatches that a stage computes on.
+
+Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel size)
++ data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the batch size
+and any schedule see the same samples. Only the first tensor parallel rank of the first and the last stage reads; it
+broadcasts to its tensor group.
+"""
+
+import argparse
+import signal
+from collections.abc import Iterator
+
+import torch
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.training.datasets import needs_data
+
+_FIRST_STAGE = ("tokens", "position_ids")
+_LAST_STAGE = ("labels", "loss_mask")
+
+
+class SequentialSampler:
+    """Yields the sample numbers of one data parallel rank's microbatches, from `consumed_samples` on.
+
+    Args:
+        num_samples: length of the dataset.
+        consumed_samples: samples that were taken before, over all replicas.
+        micro_batch_size: samples in a microbatch.
+        data_parallel_rank, data_parallel_size: this replica and how many there are.
+    """
+
+    def __init__(self, *, num_samples: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int,
+                 data_parallel_size: int) -> None:
+        self.num_samples, self.consumed_samples = num_samples, consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.stride = micro_batch_size * data_parallel_size
+        self.offset = micro_batch_size * data_parallel_rank
+
+    def __len__(self) -> int:
+        return max(self.num_samples - self.consumed_samples, 0) // self.stride
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in range(len(self)):
+            start = self.consumed_samples + index * self.stride + self.offset
+            yield list(range(start, start + self.micro_batch_size))
+
+
+def _start_worker(_: int) -> None:
+    """A loading process must die from SIGTERM, which its parent takes as a wish, and leave SIGINT to the parent."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class MicrobatchIterator:
+    """Microbatches of one dataset on this rank, as dictionaries of tensors on the device.
+
+    Keys, for microbatch size b and sequence length s: on the first stage `tokens` and `position_ids` (int64 [b, s]), on
+    the last `labels` (int64 [b, s]) and `loss_mask` (float32 [b, s]); with `--reset-attention-mask` on every stage
+    `attention_mask` (bool [b, 1, s, s], True where masked). A stage that needs none gets {}.
+
+    Args:
+        dataset: None on ranks that do not read.
+        name: how errors call the data.
+        consumed_samples: where to start.
+        vocab_size: ids at or beyond it raise ValueError.
+    """
+
+    def __init__(self, args: argparse.Namespace, dataset, *, name: str, consumed_samples: int, vocab_size: int) -> None:
+        self.args, self.name, self.vocab_size = args, name, vocab_size
+        self.next_sample = consumed_samples
+        keys = _FIRST_STAGE if parallel_state.is_pipeline_first_stage() else ()
+        keys += _LAST_STAGE if parallel_state.is_pipeline_last_stage() else ()
+        self.keys = keys + (("attention_mask",) if args.reset_attention_mask else ())
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.source = parallel_state.get_tensor_model_parallel_src_rank()
+        self.reads = needs_data(args) and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.loader = iter(self._loader(dataset)) if self.reads else None
+
+    def _loader(self, dataset) -> torch.utils.data.DataLoader:
+        sampler = SequentialSampler(
+            num_samples=len(dataset), consumed_samples=self.next_sample, micro_batch_size=self.args.micro_batch_size,
+            data_parallel_rank=parallel_state.get_data_parallel_rank(), data_parallel_size=self.args.data_parallel_size,
+        )
+        return torch.utils.data.DataLoader(
+            dataset, batch_sampler=sampler, num_workers=self.args.num_workers, pin_memory=backend.is_cuda(),
+            persistent_workers=self.args.num_workers > 0, worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # the loader draws a seed; not from the generator that dropout uses
+        )
+
+    def __iter__(self) -> "MicrobatchIterator":
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        batch = self._read() if self.reads else None
+        first, self.next_sample = self.next_sample, self.next_sample + self.args.micro_batch_size * self.args.data_parallel_size
+        if batch is not None:
+            self._check(batch, first)
+        return {key: self._share(key, batch) for key in self.keys}
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        try:
+            return next(self.loader)
+        except StopIteration:
+            raise ValueError(f"the {self.name} data ends at sample {self.next_sample}; give more data or shorten the "
+                             f"run") from None
+
+    def _check(self, batch: dict[str, torch.Tensor], first: int) -> None:
+        for key in ("tokens", "labels"):
+            if key in self.keys:
+                smallest, largest = batch[key].min().item(), batch[key].max().item()
+                if smallest < 0 or largest >= self.vocab_size:
+                    wrong = smallest if smallest < 0 else largest
+                    raise ValueError(f"token id {wrong} in the {self.name} data (samples from {first}) is beyond the "
+                                     f"vocabulary of {self.vocab_size}; use the tokenizer that the data was made with")
+
+    def _share(self, key: str, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
+        device = backend.device()
+        if batch is not None:
+            tensor = batch[key].to(device, non_blocking=True)
+        else:
+            size, length = self.args.micro_batch_size, self.args.seq_length
+            shape = (size, 1, length, length) if key == "attention_mask" else (size, length)
+            dtype = {"attention_mask": torch.bool, "loss_mask": torch.float32}.get(key, torch.int64)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        if self.args.tensor_model_parallel_size > 1:
+            torch.distributed.broadcast(tensor, self.source, group=self.tensor_group)
+        return tensor
+
+
+def gpt_inputs(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """(tokens, labels, loss_mask, attention_mask, position_ids) of a microbatch; None where the stage has none."""
+    return tuple(batch.get(key) for key in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"))
+
+
+def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Megatron's loss function of a language model.
+
+    Args:
+        loss_mask: float32 [b, s], 0 where a token does not count.
+        output: cross entropy of each token, [b, s].
+
+    Returns (sum of losses, number of tokens, {"lm loss": tensor [sum, tokens]}), the last for the log, detached.
+    """
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(output.reshape(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    report = torch.stack([total.detach().clone(), num_tokens.to(total.dtype)])
+    return total, num_tokens, {"lm loss": report}

@@ -1,0 +1,55 @@
+"""Is a .bin/.idx pair what it says it is? Checked at the start of a run, in constant time per pair.
+
+A truncated or empty file otherwise shows itself hours later, in the middle of an epoch, as a wrong slice or a crash.
+The layout is that of megatron.core's IndexedDataset: a header (magic, version, dtype code, number of sequences, number of
+documents), then lengths (int32), byte offsets (int64) and document ends (int64).
+"""
+
+import os
+import struct
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+_HEADER_SIZE = 34
+
+
+def check_indexed_dataset(prefix: str) -> int:
+    """Check `prefix`.idx and `prefix`.bin against each other; returns the number of tokens.
+
+    Raises ValueError naming the file and what is wrong with it.
+    """
+    index, binary = f"{prefix}.idx", f"{prefix}.bin"
+    for path in (index, binary):
+        if not os.path.isfile(path):
+            raise ValueError(f"data file {path} does not exist; give the prefix of a .bin/.idx pair as --data-path")
+    size = os.path.getsize(index)
+    if size == 0:
+        raise ValueError(f"data file {index} is empty; run tools/preprocess_data.py again")
+    with open(index, "rb") as stream:
+        header = stream.read(_HEADER_SIZE)
+        if header[: len(_MAGIC)] != _MAGIC[: len(header)]:
+            raise ValueError(f"data file {index} is no index of a dataset; give the prefix of a .bin/.idx pair")
+        if len(header) < _HEADER_SIZE:
+            raise ValueError(f"data file {index} is truncated; run tools/preprocess_data.py again")
+        version, code, num_sequences, num_documents = struct.unpack("<QBQQ", header[len(_MAGIC):])
+        if version != 1 or code not in _ITEM_SIZES:
+            raise ValueError(f"data file {index} has version {version} and dtype {code}, which are not known")
+        if num_sequences == 0:
+            raise ValueError(f"data file {index} has no sequences; was the text empty?")
+        expected = _HEADER_SIZE + 12 * num_sequences + 8 * num_documents
+        if size < expected:
+            raise ValueError(f"data file {index} is truncated: {size} of {expected} bytes; run tools/preprocess_data.py "
+                             f"again")
+        stream.seek(_HEADER_SIZE + 4 * (num_sequences - 1))
+        (last_length,) = struct.unpack("<i", stream.read(4))
+        stream.seek(_HEADER_SIZE + 4 * num_sequences + 8 * (num_sequences - 1))
+        (last_offset,) = struct.unpack("<q", stream.read(8))
+    expected = last_offset + last_length * _ITEM_SIZES[code]
+    size = os.path.getsize(binary)
+    if size != expected:
+        what = "empty" if size == 0 else "truncated" if size < expected else "longer than its index says"
+        raise ValueError(f"data file {binary} is {what}: {size} of {expected} bytes; run tools/preprocess_data.py again")
+    num_tokens = expected // _ITEM_SIZES[code]
+    if num_tokens == 0:
+        raise ValueError(f"data file {binary} has no tokens; was the text empty?")
+    return num_tokens

@@ -1,0 +1,125 @@
+"""Which datasets a run reads: from flags to megatron.core's GPT datasets for training, validation and test."""
+
+import argparse
+import json
+import os
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.training.data_files import check_indexed_dataset
+
+Blend = tuple[list[str], list[float] | None]
+SPLITS = ("training", "validation", "test")
+
+
+def parse_blend(words: list[str] | None) -> Blend | None:
+    """`--data-path`'s value: prefixes, or weights and prefixes in turn. Raises ValueError for a weight that is not one."""
+    if not words:
+        return None
+    weights = []
+    for word in words[0::2]:
+        try:
+            weights.append(float(word))
+        except ValueError:
+            return list(words), None
+    prefixes = words[1::2]
+    if len(words) == 1 or len(prefixes) != len(weights):
+        return list(words), None
+    if min(weights) < 0 or sum(weights) <= 0:
+        raise ValueError(f"--data-path has the weights {' '.join(words[0::2])}; they must not be negative or all 0")
+    return list(prefixes), weights
+
+
+def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
+    """(one blend that is split, or None; a blend per split, or None). Both None mean mock data."""
+    if args.mock_data:
+        return None, None
+    if args.data_args_path:
+        return parse_blend(_read(args.data_args_path).split()), None
+    if args.per_split_data_args_path:
+        try:
+            per_split = json.loads(_read(args.per_split_data_args_path))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--per-split-data-args-path {args.per_split_data_args_path} is not JSON: {error}") from error
+        return None, [parse_blend(per_split.get(name)) for name in ("train", "valid", "test")]
+    if args.data_path:
+        return parse_blend(args.data_path), None
+    return None, [parse_blend(paths) for paths in (args.train_data_path, args.valid_data_path, args.test_data_path)]
+
+
+def _read(path: str) -> str:
+    if not os.path.isfile(path):
+        raise ValueError(f"file {path} does not exist")
+    with open(path, encoding="utf-8") as stream:
+        return stream.read()
+
+
+def num_samples(args: argparse.Namespace) -> list[int]:
+    """Samples that training, validation and test take over the whole run, as Megatron-LM counts them."""
+    train = args.train_samples or args.batch_sizes.samples_after(args.train_iters)
+    per_evaluation = args.eval_iters * args.global_batch_size
+    return [train, (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation]
+
+
+def needs_data(args: argparse.Namespace) -> bool:
+    """Whether this rank's stage reads samples: the first and the last, and all where attention masks come from them."""
+    is_end = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    return is_end or args.reset_attention_mask
+
+
+def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+    """The three datasets, each None where it is not needed on this rank or its split is empty. Collective over all ranks.
+
+    Raises ValueError, on every rank alike, for files that are missing, empty or truncated, and for a split without
+    documents that the run needs.
+    """
+    blend, per_split = blends(args)
+    prefixes = [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]
+    for prefix in prefixes:
+        check_indexed_dataset(prefix)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=per_split,
+        split=None if per_split else args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,  # the plain causal mask is left to the attention
+    )
+    wanted = num_samples(args)
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if config.mock else GPTDataset, wanted, lambda: needs_data(args) and _reads_for_tensor_group(),
+        config,
+    )
+    try:
+        datasets = builder.build()
+    except (AssertionError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
+                         f"{error or type(error).__name__}; give more text or shorten --seq-length") from error
+    if needs_data(args) and _reads_for_tensor_group():
+        _check_lengths(args, datasets, wanted)
+    return datasets
+
+
+def _reads_for_tensor_group() -> bool:
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _check_lengths(args: argparse.Namespace, datasets: list, wanted: list[int]) -> None:
+    for name, dataset, number in zip(SPLITS, datasets, wanted, strict=True):
+        if number == 0 or (name == "training" and args.skip_train):
+            continue
+        length = 0 if dataset is None else len(dataset)
+        if length == 0 and name == "training":
+            raise ValueError("the training split has no documents; change --split or give more text")
+        if 0 < length < number:
+            raise ValueError(f"the {name} data holds {length} samples but the run takes {number}; give the parts of the "
+                             f"blend weights, so that they are repeated, or shorten the run")

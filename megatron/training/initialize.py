@@ -1,0 +1,100 @@
+"""Start-up of a rank: machine, process groups, seeds.
+
+Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A single process
+needs no launcher and opens no port.
+"""
+
+import argparse
+import importlib.util
+import os
+import random
+from datetime import timedelta
+
+import numpy
+import torch
+from megatron import backend
+from megatron.core import parallel_state, tensor_parallel
+from megatron.training.arguments import Platform
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+
+
+def environment_ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the environment; (0, 1, 0) without a launcher. Raises ValueError."""
+    values = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        text = os.environ.get(name, default)
+        if not text.isdigit():
+            raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
+        values.append(int(text))
+    rank, world_size, local_rank = values
+    if rank >= world_size:
+        raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world_size}; start through torchrun")
+    return rank, world_size, local_rank
+
+
+def this_platform() -> Platform:
+    """What this machine offers."""
+    has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return Platform(
+        is_cuda=backend.is_cuda(),
+        has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
+        num_local_devices=torch.cuda.device_count() if backend.is_cuda() else 0,
+    )
+
+
+def initialize(args: argparse.Namespace) -> None:
+    """Join the job and set up megatron.core's process groups and random states.
+
+    Sets `args.distributed_backend`, `args.local_rank`, `args.params_dtype`. Raises ValueError with one sentence where the
+    rendezvous fails or the backend does not fit the machine.
+    """
+    rank, world_size, local_rank = environment_ranks()
+    args.local_rank = local_rank
+    if backend.is_cuda():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    args.distributed_backend = backend.process_group_backend(args.distributed_backend)
+    if not torch.distributed.is_initialized():
+        _join(args, rank, world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    set_seeds(args.seed)
+
+
+def _join(args: argparse.Namespace, rank: int, world_size: int) -> None:
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    try:
+        if world_size == 1:
+            store = torch.distributed.HashStore()
+        else:
+            store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise ValueError(f"port in use: {where} belongs to another program; choose another --master-port") from error
+        raise ValueError(f"rank {rank} found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
+                         f"MASTER_ADDR, MASTER_PORT and that all {world_size} processes were started") from error
+    store.set_timeout(timeout)
+    torch.distributed.init_process_group(args.distributed_backend, store=store, rank=rank, world_size=world_size,
+                                         timeout=timeout)
+
+
+def set_seeds(seed: int) -> None:
+    """Seed every generator. The same on all pipeline and data parallel ranks: weights must not depend on the degrees, and
+    dropout sets its own state per layer and sample."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def shut_down() -> None:
+    """Leave the job in order."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

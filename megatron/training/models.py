@@ -1,0 +1,131 @@
+"""The GPT model, with weights that do not depend on how many stages hold it.
+
+Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's first weights depend on
+how many layers were built before it on the same rank. Runs at p=1 and p=4 then start from different models, and nothing
+that follows can be compared.
+
+Solution: every layer, the embedding and the output layer draw from a stream of their own, seeded by the run's seed and the
+layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the full matrix and
+cuts it, so the weights do not depend on the tensor parallel size either.
+"""
+
+import argparse
+import dataclasses
+
+import torch
+from megatron import backend
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import get_pg_rank
+from megatron.training.initialize import set_seeds
+
+_STREAM = 1_000_003  # distance of the seeds of neighbouring layers: beyond what tensor ranks and offsets add
+
+
+class SeededTransformerLayer(TransformerLayer):
+    """A layer whose weights depend on the run's seed and its global number only."""
+
+    seed = 0
+
+    def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **options) -> None:
+        groups = options.get("pg_collection")
+        stage = get_pg_rank(groups.pp) if groups is not None else None
+        offset = get_transformer_layer_offset(config, options.get("vp_stage"), stage)
+        set_seeds(self.seed + _STREAM * (layer_number + offset))
+        super().__init__(config, submodules, layer_number, **options)
+
+
+def layer_spec(args: argparse.Namespace) -> ModuleSpec:
+    """What a transformer layer is made of, with the seeded layer class."""
+    if args.transformer_impl == "transformer_engine":
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
+    return dataclasses.replace(spec, module=seeded)
+
+
+def gpt_model(args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True,
+              post_process: bool = True, vp_stage: int | None = None, parallel_output: bool = True) -> GPTModel:
+    """Build the part of the GPT that this rank holds.
+
+    `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves them.
+    """
+    set_seeds(args.seed)
+    tied = not args.untie_embeddings_and_output_weights
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(args),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=parallel_output,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+    )
+    if post_process and not tied:
+        _initialize_output_layer(args, config, model)
+    set_seeds(args.seed)
+    return model
+
+
+def _initialize_output_layer(args: argparse.Namespace, config: TransformerConfig, model: GPTModel) -> None:
+    """Draw the output layer anew, from its own stream: megatron.core drew it after this rank's layers."""
+    set_seeds(args.seed + _STREAM * (config.num_layers + 1))
+    layer = tensor_parallel.ColumnParallelLinear(
+        config.hidden_size, args.padded_vocab_size, config=config, init_method=config.init_method, bias=False,
+    )
+    with torch.no_grad():
+        model.output_layer.weight.copy_(layer.weight)
+
+
+def build_chunks(provider, config: TransformerConfig) -> list[torch.nn.Module]:
+    """This rank's model chunks, on its device and in its dtype.
+
+    Args:
+        provider: Megatron's contract, `provider(pre_process, post_process) -> module`.
+
+    Returns a list of one (one stage per rank).
+    """
+    model = provider(
+        parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage(),
+    )
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model.to(backend.device())
+    return [Float16Module(config, model) if config.fp16 or config.bf16 else model]
+
+
+def wrap_for_training(chunks: list[torch.nn.Module], config: TransformerConfig,
+                      ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+    """Give each chunk megatron.core's gradient buffers, and all replicas the same weights."""
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped
+
+
+def num_parameters(chunks: list[torch.nn.Module]) -> int:
+    """Elements of this rank's parameters."""
+    return sum(parameter.nelement() for chunk in chunks for parameter in chunk.parameters())

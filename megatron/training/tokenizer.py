@@ -1,0 +1,146 @@
+"""Text to token ids and back: which tokenizer `--tokenizer-type` names.
+
+megatron.core brings SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE needs a network
+even with local files, and it cannot open a single `tokenizer.json`; both are read here through the `tokenizers` package.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+from collections import OrderedDict
+
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+
+_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
+_PACKAGES = {
+    "SentencePieceTokenizer": "sentencepiece", "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece", "HuggingFaceTokenizer": "transformers", "TikTokenizer": "tiktoken",
+    "GPT2BPETokenizer": "tokenizers",
+}
+
+
+class FastTokenizer(MegatronTokenizerBase):
+    """A `tokenizers.Tokenizer` with the face that megatron.core's datasets expect.
+
+    Args:
+        path: where it came from; part of the identity of sample indices.
+        core: the loaded tokenizer.
+    Raises ValueError if it has no end-of-document token.
+    """
+
+    def __init__(self, path: str, core) -> None:
+        super().__init__(path, {"library": "tokenizers"})
+        self.core = core
+        found = [token for token in _END_OF_DOCUMENT if core.token_to_id(token) is not None]
+        if not found:
+            raise ValueError(f"{path} has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
+        self.eod_token = found[0]
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.core.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self.core.decode(list(ids), skip_special_tokens=False)
+
+    def apply_chat_template(self, *args, **kwargs):
+        raise ValueError("this tokenizer has no chat template; use a Hugging Face directory as --tokenizer-model")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.core.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.core.get_vocab(with_added_tokens=True)
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        return {number: token for token, number in self.vocab.items()}
+
+    @property
+    def eod(self) -> int:
+        return self.core.token_to_id(self.eod_token)
+
+    eos = eos_id = eod
+
+    @property
+    def unique_identifiers(self) -> OrderedDict:
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        return OrderedDict(**{"class": name, "tokenizer_path": self.path})
+
+
+def build_tokenizer(args: argparse.Namespace) -> MegatronTokenizerBase:
+    """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
+    kind = args.tokenizer_type
+    package = _PACKAGES.get(kind)
+    if package and importlib.util.find_spec(package) is None:
+        raise ValueError(f"--tokenizer-type {kind} needs the package {package}, which is not installed")
+    for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
+        if kind == "GPT2BPETokenizer" and not os.path.isfile(path):
+            raise ValueError(f"{flag} {path} does not exist")
+    if package and kind != "GPT2BPETokenizer":
+        _check_model(args)
+    try:
+        return _load(args)
+    except ValueError:
+        raise
+    except Exception as error:  # each library has its own errors for a file that is not its own
+        source = args.tokenizer_model or args.vocab_file
+        raise ValueError(f"--tokenizer-type {kind} cannot read {source}: {error or type(error).__name__}") from error
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    path = args.tokenizer_model
+    looks_local = os.path.sep in path or path.startswith(".") or path.endswith((".json", ".model"))
+    if not os.path.exists(path) and (args.tokenizer_type != "HuggingFaceTokenizer" or looks_local):
+        if args.tokenizer_type == "HuggingFaceTokenizer" and path.count(os.path.sep) == 1 and path[0] not in "./":
+            return  # an organisation/name of the Hugging Face hub
+        raise ValueError(f"--tokenizer-model {path} does not exist")
+
+
+def _load(args: argparse.Namespace) -> MegatronTokenizerBase:
+    kind, path = args.tokenizer_type, args.tokenizer_model
+    if kind == "GPT2BPETokenizer":
+        return _gpt2(args.vocab_file, args.merge_file)
+    if kind == "NullTokenizer":
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=args.vocab_size)
+    if kind == "ByteLevelTokenizer":
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"})
+    if kind == "TikTokenizer":
+        options = {"vocab_size": args.vocab_size} if args.vocab_size else {}
+        return MegatronTokenizer.from_pretrained(
+            path, {"library": "tiktoken"}, pattern=args.tiktoken_pattern or "v2",
+            num_special_tokens=args.tiktoken_num_special_tokens, special_tokens=args.tiktoken_special_tokens, **options)
+    if kind == "HuggingFaceTokenizer":
+        if os.path.isfile(path):
+            from tokenizers import Tokenizer
+
+            return FastTokenizer(path, Tokenizer.from_file(path))
+        return MegatronTokenizer.from_pretrained(path, {"library": "huggingface"}, use_fast=True)
+    return MegatronTokenizer.from_pretrained(path, {"library": "sentencepiece"}, legacy=False)
+
+
+def _gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
+    from tokenizers import AddedToken, ByteLevelBPETokenizer
+
+    with open(vocab_file, encoding="utf-8") as stream:
+        vocab = json.load(stream)
+    tokenizer = ByteLevelBPETokenizer(vocab_file, merge_file, add_prefix_space=False)
+    if "<|endoftext|>" in vocab:
+        tokenizer._tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    return FastTokenizer(vocab_file, tokenizer._tokenizer)
+
+
+def padded_vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
+    """Rows of the embedding: the vocabulary, at least `--vocab-size`, up to a multiple of
+    `--make-vocab-size-divisible-by` x tensor parallel size. A size that a checkpoint has set is kept."""
+    size = vocab_size(args, tokenizer)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-size // multiple) * multiple
+
+
+def vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
+    """Token ids that may occur in the data."""
+    return max(tokenizer.vocab_size, args.vocab_size or 0) + args.vocab_extra_ids

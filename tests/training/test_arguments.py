@@ -1,0 +1,173 @@
+"""The command line: what parses, what follows from what, and what is refused with which sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments import build_parser, parse_args, reference
+from megatron.training.arguments.parser import GROUPS
+from tests.training.arguments_helper import CPU, GPU, arguments, words
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_defaults_are_megatrons():
+    """What the user leaves out has Megatron-LM's value."""
+    args = arguments()
+    expected = {
+        "attention_dropout": 0.1, "hidden_dropout": 0.1, "weight_decay": 0.01, "clip_grad": 1.0, "adam_beta1": 0.9,
+        "adam_beta2": 0.999, "adam_eps": 1e-8, "lr_decay_style": "linear", "min_lr": 0.0, "init_method_std": 0.02,
+        "seed": 1234, "eval_iters": 100, "eval_interval": 1000, "log_interval": 100, "norm_epsilon": 1e-5,
+        "initial_loss_scale": 2.0**32, "loss_scale_window": 1000.0, "hysteresis": 2, "rotary_base": 10000,
+        "make_vocab_size_divisible_by": 128, "num_workers": 2, "optimizer": "adam", "sgd_momentum": 0.9,
+        "distributed_timeout_minutes": 10, "position_embedding_type": "learned_absolute", "ckpt_format": "torch_dist",
+        "pipeline_schedule": "flush", "normalization": "LayerNorm", "add_bias_linear": True,
+    }  # fmt: skip
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_values_that_follow():
+    """Sizes that the user leaves out follow from the others as in Megatron-LM."""
+    args = arguments("--swiglu --hidden-size 96 --num-attention-heads 6 --num-layers 4")
+    assert args.ffn_hidden_size == 256 and args.kv_channels == 16
+    assert arguments().ffn_hidden_size == 256
+    assert arguments("--bf16").accumulate_allreduce_grads_in_fp32
+    assert not arguments("--bf16 --grad-reduce-in-bf16").accumulate_allreduce_grads_in_fp32
+    assert not arguments("--fp16").check_for_nan_in_loss_and_grad
+    assert arguments("--fp16 --loss-scale 64").check_for_nan_in_loss_and_grad
+    assert arguments(without="--global-batch-size", world_size=4).global_batch_size == 4
+    assert arguments("--train-samples 83", without="--train-iters").train_iters == 10
+
+
+@pytest.mark.parametrize(
+    "extra, without, message",
+    [
+        ("--foo 1", "", "--foo is not a known flag; see --help"),
+        ("--num-layer 2", "", "did you mean --num-layers?"),
+        ("--num-layers two", "", "--num-layers: 'two' is not a whole number"),
+        ("stray", "", "'stray' belongs to no flag"),
+        ("", "--hidden-size", "--hidden-size is needed"),
+        ("", "--lr", "--lr is needed"),
+        ("", "--train-iters", "--train-iters or --train-samples is needed"),
+        ("--train-samples 100", "", "exclude each other"),
+        ("--micro-batch-size 0", "", "--micro-batch-size 0 must be greater than 0"),
+        ("--micro-batch-size 3", "", "--global-batch-size (8) is not divisible by"),
+        ("--hidden-size 66", "", "--hidden-size 66 is not divisible by --num-attention-heads 4"),
+        ("--seq-length 64", "", "--seq-length 64 is beyond --max-position-embeddings 32"),
+        ("--pipeline-model-parallel-size 3", "", "start a multiple of 3 processes"),
+        ("--group-query-attention --num-query-groups 3", "", "is not divisible by --num-query-groups 3"),
+        ("--fp16 --bf16", "", "--fp16 and --bf16 exclude each other"),
+        ("--loss-scale 8", "", "--loss-scale needs --fp16"),
+        ("--recompute-granularity full", "", "needs --recompute-method and --recompute-num-layers"),
+        ("--recompute-granularity selective --recompute-modules mlp", "", "never returns"),
+        ("--pipeline-schedule pipedream --global-batch-size 1", "", "add --clip-grad 0"),
+        ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
+        ("--2bw-single-gradient-buffer", "", "needs --pipeline-schedule 2bw"),
+        ("--overlap-param-gather", "", "needs --use-distributed-optimizer"),
+        ("--min-lr 1", "", "--min-lr 1.0 is greater than --lr 0.001"),
+        ("--lr-warmup-iters 10", "", "a warm-up of 10 iters is not shorter"),
+        ("--lr-decay-samples 10", "", "--lr-decay-samples does not fit --train-iters"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "", "exclude each other"),
+        ("--lr-decay-style WSD", "", "needs --lr-wsd-decay-iters"),
+        ("--rampup-batch-size 2 4 100", "", "does not reach --global-batch-size 8 in whole steps"),
+        ("--data-path a --data-cache-path b", "", "--data-path and --mock-data exclude each other"),
+        ("", "--mock-data", "no data: give --data-path"),
+        ("--train-data-path a --split 1,1,1", "--mock-data", "--split belongs to --data-path"),
+        ("--tokenizer-type HuggingFaceTokenizer", "", "needs --tokenizer-model"),
+        ("", "--tokenizer-type", "--tokenizer-type is needed"),
+        ("--save-interval 5", "", "--save-interval needs --save"),
+        ("--finetune", "", "--finetune needs --load"),
+        ("--ckpt-format zarr", "", "use torch_dist"),
+        ("--dataloader-type cyclic", "", "use single"),
+        ("--wandb-project x", "", "--wandb-project needs"),
+        ("--transformer-impl transformer_engine", "", "use --transformer-impl local"),
+        ("--apply-layernorm-1p", "", "--apply-layernorm-1p needs CUDA"),
+        ("--distributed-backend nccl", "", "--distributed-backend nccl needs CUDA"),
+        ("--profile", "", "add --use-pytorch-profiler"),
+    ],
+)
+def test_errors_are_one_sentence(extra, without, message):
+    """A wrong command line is one sentence with value and remedy, whichever rule finds it."""
+    with pytest.raises(ValueError) as error:
+        arguments(extra, without=without)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_refused_flag_says_what_to_do():
+    """Each flag in the table of refusals parses, is refused by its name, and its sentence ends with a remedy."""
+    refused = [flag for group in GROUPS for flag in group.flags if flag.refused]
+    assert len(refused) > 50
+    for flag in refused:
+        value = "" if flag.stores is not None else "7"
+        with pytest.raises(ValueError) as error:
+            parse_args(words(f"{flag.name} {value}"))
+        assert str(error.value).startswith(flag.name)
+        assert ";" in flag.refused or "use " in flag.refused
+    for flag in refused:
+        for value in flag.neutral:
+            parse_args(words(f"{flag.name} {value}"))
+
+
+def test_stages_and_layers():
+    """Layers are split as megatron.core does, and a split that does not come out even is refused."""
+    with pytest.raises(ValueError, match="--num-layers 4 is not divisible by --pipeline-model-parallel-size 3"):
+        arguments("--pipeline-model-parallel-size 3", world_size=3)
+    args = arguments("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2", world_size=3)
+    assert args.data_parallel_size == 1
+    with pytest.raises(ValueError, match="does not come out even"):
+        arguments("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2", world_size=4)
+
+
+def test_schedule_is_checked_for_every_batch_size():
+    """2bw needs m >= p in every batch, also at the start of a ramp-up, and says so before anything starts."""
+    arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4", world_size=4)
+    with pytest.raises(ValueError):
+        arguments(
+            "--pipeline-schedule 2bw --pipeline-model-parallel-size 4 --rampup-batch-size 2 2 100", world_size=4
+        )
+
+
+def test_platform_turns_off_defaults_and_refuses_wishes():
+    """Fusions that CUDA packages provide are on there and off here; the implementation follows what is installed."""
+    here, there = arguments(platform=CPU), arguments("--position-embedding-type rope", platform=GPU)
+    assert (here.transformer_impl, there.transformer_impl) == ("local", "transformer_engine")
+    assert not here.gradient_accumulation_fusion and there.gradient_accumulation_fusion
+    assert not here.masked_softmax_fusion and there.apply_rope_fusion
+    assert here.use_cpu_initialization and not there.use_cpu_initialization
+    assert arguments("--transformer-impl local", platform=GPU).transformer_impl == "local"
+
+
+def test_help_is_complete():
+    """`--help` shows every flag under its group."""
+    text = build_parser().format_help()
+    for group in GROUPS:
+        assert group.title in text
+        for flag in group.flags:
+            assert all(name in text for name in flag.names)
+
+
+def test_no_flag_twice():
+    """No two records share a name or a destination, so that none overwrites another."""
+    flags = [flag for group in GROUPS for flag in group.flags]
+    names = [name for flag in flags for name in flag.names]
+    assert len(set(names)) == len(names)
+    destinations = [flag.dest for flag in flags]
+    assert len(set(destinations)) == len(destinations)
+
+
+def test_flags_page_is_current():
+    """docs/flags.md is what the parser's records render to."""
+    page = (ROOT / "docs" / "flags.md").read_text()
+    assert page == reference.render(), "run: python -m megatron.training.arguments.reference > docs/flags.md"
+
+
+def test_parsing_needs_no_torch():
+    """A wrong command line is refused in well under a second: parsing imports neither torch nor megatron.core."""
+    code = (
+        "import sys; import megatron.training.arguments; "
+        "assert not {'torch', 'megatron.core', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)

@@ -1,0 +1,63 @@
+"""Batch sizes: constant and ramped up."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.batch_sizes import BatchSizes
+
+
+def sizes(**changes) -> BatchSizes:
+    return BatchSizes(**{"global_batch_size": 16, "samples_per_microbatch": 2, **changes})
+
+
+def test_constant():
+    """Without a ramp-up every batch has the global size."""
+    assert sizes().num_microbatches(0) == sizes().num_microbatches(10**9) == 8
+    assert sizes().samples_after(5) == 80 and sizes().iterations_for(95) == 5
+
+
+def test_ramp_up_holds_each_size_equally_long():
+    """START 4, INCREMENT 4, 48 samples: three steps of 16 samples, then the full size; as Megatron-LM counts."""
+    schedule, consumed, seen = sizes(rampup=(4, 4, 48)), 0, []
+    for _ in range(10):
+        seen.append(schedule.num_samples(consumed))
+        consumed += seen[-1]
+    assert seen == [4, 4, 4, 4, 8, 8, 12, 12, 16, 16]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(0, 200), st.integers(0, 60))
+def test_iterations_and_samples_agree(start, increment, steps, samples, iterations):
+    """`samples_after` is the running sum of the batches, and `iterations_for` its inverse."""
+    schedule = BatchSizes(global_batch_size=2 * (start + steps * increment), samples_per_microbatch=2,
+                          rampup=(2 * start, 2 * increment, samples))  # fmt: skip
+    consumed = 0
+    for _ in range(iterations):
+        consumed += schedule.num_samples(consumed)
+    assert schedule.samples_after(iterations) == consumed
+    assert schedule.iterations_for(consumed) == iterations
+    assert schedule.iterations_for(consumed + schedule.num_samples(consumed) - 1) == iterations
+
+
+def test_agrees_with_megatron_core():
+    """The same sizes as megatron.core's own calculator."""
+    from megatron import backend
+
+    backend.install()
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    theirs = RampupBatchsizeNumMicroBatchesCalculator(32, 2, 2, False, 1, 8, 4, 100)
+    ours = BatchSizes(global_batch_size=32, samples_per_microbatch=4, rampup=(8, 4, 100))
+    for consumed in range(0, 150, 4):
+        theirs.update(consumed, consistency_check=True)
+        assert ours.num_microbatches(consumed) == theirs.get()
+
+
+def test_what_does_not_divide_is_refused_or_rounded():
+    """A size that the replicas cannot share is refused by its number, or rounded down on request."""
+    with pytest.raises(ValueError, match=r"a batch of the ramp-up \(5\) is not divisible"):
+        sizes(global_batch_size=8, rampup=(5, 3, 10))
+    assert sizes(global_batch_size=17, round_down=True).num_samples(0) == 16
+    with pytest.raises(ValueError, match="--global-batch-size"):
+        sizes(global_batch_size=1, round_down=True)

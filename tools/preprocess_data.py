@@ -1,0 +1,257 @@
+"""Turn JSON lines into Megatron's .bin/.idx pairs.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 4
+
+Each line is a JSON object; each of `--json-keys` becomes `PREFIX_KEY_document.bin` and `.idx`, which `--data-path
+PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not depend on the number of workers. They
+appear under their names only when they are complete.
+"""
+
+import argparse
+import collections
+import glob
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.path.pardir))
+
+from megatron.training.arguments import data as data_flags  # noqa: E402
+from megatron.training.arguments.parser import (  # noqa: E402
+    build_parser,
+    fill_defaults,
+    parse_known,
+)
+from megatron.training.arguments.specification import Group, integer, option, refused, switch  # noqa: E402
+
+INPUT = Group("input and output", "What is read and written.", (
+    option("--input", str, None, "File with one JSON object a line; a pattern such as 'part-*.jsonl' names several.",
+           metavar="FILE"),
+    option("--output-prefix", str, None, "Start of the names of the written files.", metavar="PREFIX"),
+    option("--json-keys", str, ["text"], "Keys of the objects that hold text.", nargs="+", metavar="KEY"),
+    option("--workers", integer, 1, "Processes that tokenize."),
+    switch("--append-eod", "End each document with the end-of-document token."),
+    option("--log-interval", integer, 1000, "Documents between lines of progress (where output is no terminal)."),
+    refused("--split-sentences", "documents are kept whole, as GPT needs them; leave the flag out."),
+    refused("--keep-newlines", "newlines are always kept; leave the flag out."),
+    refused("--partitions", "all input is read in one pass; use --workers.", takes=None, kind=integer, default=1,
+            neutral=(1,)),
+    refused("--dataset-impl", "the only format is mmap; leave the flag out.", takes=None, default="mmap",
+            neutral=("mmap",)),
+))
+GROUPS = (INPUT, data_flags.TOKENIZER)
+
+_CHUNK = 64  # lines that go to a worker at once
+_encoder = None
+
+
+class _Encoder:
+    """What a worker does with a line."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from megatron.training.tokenizer import build_tokenizer
+
+        self.keys, self.append_eod = args.json_keys, args.append_eod
+        self.tokenizer = build_tokenizer(args)
+
+    def encode(self, where: str, line: str) -> tuple[dict[str, list[int]], int]:
+        """({key: token ids}, bytes read) of one line. Raises ValueError with file and line."""
+        try:
+            document = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise ValueError(f"{where}: not a JSON object but {type(document).__name__}")
+        ids = {}
+        for key in self.keys:
+            text = document.get(key)
+            if not isinstance(text, str):
+                raise ValueError(f"{where}: no text under the key '{key}'; see --json-keys")
+            try:
+                tokens = list(self.tokenizer.tokenize(text)) if text else []
+            except ValueError as error:
+                raise ValueError(f"{where}: cannot be tokenized: {error}") from error
+            if tokens and self.append_eod:
+                tokens.append(self.tokenizer.eod)
+            ids[key] = tokens
+        return ids, len(line)
+
+
+def _start_worker(args: argparse.Namespace) -> None:
+    global _encoder
+    _encoder = _Encoder(args)
+
+
+def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[int]], int] | str]:
+    results = []
+    for item in items:
+        try:
+            results.append(_encoder.encode(*item))
+        except ValueError as error:
+            return [*results, str(error)]
+    return results
+
+
+def lines(paths: list[str]) -> Iterator[tuple[str, str]]:
+    """("file:line", text) of all lines that are not empty, in order."""
+    for path in paths:
+        with open(path, encoding="utf-8", newline="\n") as stream:
+            try:
+                for number, line in enumerate(stream, start=1):
+                    if line.strip():
+                        yield f"{path}:{number}", line
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Flags of this tool. Raises ValueError."""
+    from megatron.training.arguments.parser import refuse
+    from megatron.training.arguments.rules_run import tokenizer as tokenizer_rule
+
+    parser = build_parser("preprocess_data.py", GROUPS)
+    parser.description = "Turn JSON lines into Megatron's .bin/.idx pairs."
+    args = fill_defaults(parse_known(parser, sys.argv[1:] if argv is None else argv), GROUPS)
+    refuse(args, GROUPS)
+    for name in ("input", "output_prefix"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is needed")
+    if args.workers < 1 or args.log_interval < 1:
+        raise ValueError("--workers and --log-interval must be at least 1")
+    tokenizer_rule(args)
+    args.paths = sorted(glob.glob(args.input)) if glob.has_magic(args.input) else [args.input]
+    for path in args.paths or [args.input]:
+        if not os.path.isfile(path):
+            raise ValueError(f"--input {path} does not exist")
+    folder = os.path.dirname(args.output_prefix) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"--output-prefix {args.output_prefix}: the directory {folder} does not exist")
+    return args
+
+
+class _Progress:
+    """A bar on a terminal, else a line every `log_interval` documents."""
+
+    def __init__(self, total_bytes: int, log_interval: int) -> None:
+        self.start, self.log_interval = time.monotonic(), log_interval
+        self.documents = self.bytes = 0
+        self.bar = None
+        if sys.stderr.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.bar = Progress(TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[documents]} documents"),
+                                TimeRemainingColumn())
+            self.task = self.bar.add_task("", total=total_bytes, documents=0)
+            self.bar.start()
+
+    def add(self, num_bytes: int) -> None:
+        self.documents += 1
+        self.bytes += num_bytes
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.bytes, documents=self.documents)
+        elif self.documents % self.log_interval == 0:
+            elapsed = time.monotonic() - self.start
+            sys.stderr.write(f"{self.documents} documents, {self.documents / elapsed:.0f} documents/s, "
+                             f"{self.bytes / elapsed / 2**20:.1f} MiB/s\n")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def preprocess(args: argparse.Namespace) -> dict[str, int]:
+    """Write the pairs; returns the number of documents and tokens. Raises ValueError; then no file is left behind."""
+    from megatron import backend
+
+    backend.install()
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from megatron.training.tokenizer import build_tokenizer, vocab_size
+
+    dtype = DType.optimal_dtype(vocab_size(args, build_tokenizer(args)))
+    finals = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
+    partials = {key: f"{final}.{os.getpid()}.partial" for key, final in finals.items()}
+    counts = {"documents": 0, "tokens": 0}
+    progress = _Progress(sum(map(os.path.getsize, args.paths)), args.log_interval)
+    try:
+        builders = {key: IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for key, path in partials.items()}
+        for result in _encoded(args):
+            if isinstance(result, str):
+                raise ValueError(result)
+            documents, num_bytes = result
+            for key, tokens in documents.items():
+                builders[key].add_document(tokens, [len(tokens)] if tokens else [])  # an empty text stays a document
+                counts["tokens"] += len(tokens)
+            counts["documents"] += 1
+            progress.add(num_bytes)
+        if counts["tokens"] == 0:
+            raise ValueError(f"{args.input} has no text under {', '.join(args.json_keys)}")
+        for key, path in partials.items():
+            builders[key].finalize(f"{path}.idx")
+        for key, path in partials.items():
+            for suffix in (".bin", ".idx"):
+                with open(path + suffix, "rb") as stream:
+                    os.fsync(stream.fileno())
+                os.replace(path + suffix, finals[key] + suffix)
+    finally:
+        progress.close()
+        for path in partials.values():
+            for suffix in (".bin", ".idx"):
+                if os.path.exists(path + suffix):
+                    os.remove(path + suffix)
+    return counts
+
+
+def _encoded(args: argparse.Namespace) -> Iterator:
+    """Encoded lines in order, an error as its text. A bounded number of lines is on its way to the workers."""
+    chunks = _chunks(lines(args.paths))
+    if args.workers == 1:
+        _start_worker(args)
+        for chunk in chunks:
+            yield from _work(chunk)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(args.workers, context, initializer=_start_worker, initargs=(args,)) as pool:
+        waiting = collections.deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_work, chunk))
+                if len(waiting) > 4 * args.workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise ValueError(f"a worker died ({error}); is there enough memory for --workers {args.workers}?") from error
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _chunks(items: Iterator) -> Iterator[list]:
+    while chunk := list(itertools.islice(items, _CHUNK)):
+        yield chunk
+
+
+def main() -> int:
+    """Run the tool; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        args = parse_args()
+        counts = preprocess(args)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"preprocess_data.py: error: {error}\n")
+        return 2
+    sys.stderr.write(f"{counts['documents']} documents, {counts['tokens']} tokens: "
+                     f"{', '.join(f'{args.output_prefix}_{key}_document' for key in args.json_keys)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
