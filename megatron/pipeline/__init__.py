@@ -1,0 +1,1 @@
+"""Pipeline programs: instructions, schedules, passes, proofs, simulation and drawing without torch; `runtime` executes them."""
