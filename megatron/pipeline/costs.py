@@ -1,0 +1,86 @@
+"""What the instructions of a program cost.
+
+Times are in seconds and sizes in bytes, so that the costs of a simulation are the numbers that a profile or an emulated stage has; nothing in the
+simulator knows the unit, though, and drawings of the paper's figures count in forwards.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.instruction import Kind
+
+PerStage = float | Sequence[float]  # one number for all, or one for each stage (or edge)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds, bytes and bytes per second; a number for all stages, or a sequence with one for each. The edge e lies between stages e and e+1.
+
+    Attributes:
+        forward, backward: of one microbatch through one stage. The paper's figures take a backward for twice a forward.
+        backward_input: the input half of a split backward; default half of `backward`. The weight half is the rest.
+        recompute: default as long as a forward.
+        step: the optimizer step of a stage.
+        latency: per edge, from the end of the sending to the arrival; both directions.
+        bandwidth: per edge and direction.
+        forward_bytes: of an activation, per edge.
+        backward_bytes: of its gradient, per edge; default as many.
+        reduce_grad, reduce_embed, reduce_norm: of the reductions, once all members have reached them.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 2.0
+    backward_input: PerStage | None = None
+    recompute: PerStage | None = None
+    step: PerStage = 0.0
+    latency: PerStage = 0.0
+    bandwidth: PerStage = math.inf
+    forward_bytes: PerStage = 0.0
+    backward_bytes: PerStage | None = None
+    reduce_grad: PerStage = 0.0
+    reduce_embed: float = 0.0
+    reduce_norm: float = 0.0
+
+    def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
+        """Duration of each kind at each stage; of a transfer's occupation of the edge that it leaves or enters its stage by.
+
+        Raises:
+            ValueError: a sequence of another length, a negative or non-finite number, or a bandwidth that is not positive.
+        """
+        backward = self._spread("backward", self.backward, num_stages)
+        half = [time / 2 for time in backward] if self.backward_input is None else self._spread("backward_input", self.backward_input, num_stages)
+        if any(part > whole for part, whole in zip(half, backward, strict=True)):
+            raise ValueError("backward_input is a part of backward, so it cannot be longer; give a smaller one")
+        forward = self._spread("forward", self.forward, num_stages)
+        return {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: backward,
+            Kind.BACKWARD_INPUT: half,
+            Kind.BACKWARD_WEIGHT: [whole - part for part, whole in zip(half, backward, strict=True)],
+            Kind.RECOMPUTE: forward if self.recompute is None else self._spread("recompute", self.recompute, num_stages),
+            Kind.STEP: self._spread("step", self.step, num_stages),
+            Kind.REDUCE_GRAD: self._spread("reduce_grad", self.reduce_grad, num_stages),
+            Kind.REDUCE_EMBED: self._spread("reduce_embed", self.reduce_embed, num_stages),
+            Kind.REDUCE_NORM: self._spread("reduce_norm", self.reduce_norm, num_stages),
+        }
+
+    def edges(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
+        """Per edge: seconds that an activation occupies it, that a gradient does, and the latency. Raises as `seconds`."""
+        num_edges = num_stages - 1
+        bandwidth = self.bandwidth if isinstance(self.bandwidth, Sequence) else [self.bandwidth] * num_edges
+        if len(bandwidth) != num_edges or not all(value > 0 for value in bandwidth):
+            raise ValueError(f"bandwidth is {self.bandwidth}; give one positive number of bytes/s, or one for each of {num_edges} edges")
+        forward = self._spread("forward_bytes", self.forward_bytes, num_edges)
+        backward = forward if self.backward_bytes is None else self._spread("backward_bytes", self.backward_bytes, num_edges)
+        occupation = [[size / rate for size, rate in zip(sizes, bandwidth, strict=True)] for sizes in (forward, backward)]
+        return occupation[0], occupation[1], self._spread("latency", self.latency, num_edges)
+
+    @staticmethod
+    def _spread(name: str, value: PerStage, count: int) -> list[float]:
+        values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} numbers; give one for all, or one for each of {count}")
+        if not all(math.isfinite(item) and item >= 0 for item in values):
+            raise ValueError(f"{name} is {value}; give finite numbers of 0 and more")
+        return values

@@ -1,0 +1,268 @@
+"""How long a program takes, by executing its very instructions on a table of costs.
+
+A closed formula knows one schedule. This executes any program, under the meaning that the runtime gives to its instructions, so what it says changes
+when the program changes:
+
+- a rank goes through its row in order; computations and STEPs take their time on the rank;
+- SEND and RECV only post. A transfer starts when both ends have posted it and its channel (one per directed edge and kind of traffic) has taken the
+  transfer before it; it occupies the channel for bytes / bandwidth and arrives `latency` later. Transfers overlap with computation;
+- F waits until its input has arrived, B and I until the gradient of their output has;
+- REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row; one starts when all its members
+  have reached it (norm: every rank; embedding: the ranks that post it; gradients: replicas do the same at the same time, so none is waited for);
+- STEP waits for the reductions of its version that its rank has posted.
+
+A program without any transfers (a compute-only one) is timed as if each tensor were sent when it is made and its receive posted in time.
+
+Nothing that a rank does depends on which other rank was faster, so the ranks need not be executed in the order of time: each runs until it waits for
+something whose time is not known yet, and is put back on the work list by whoever makes it known. Every instruction is executed once: the time
+is linear in their number, a few microseconds each.
+"""
+
+from collections import deque
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program import Program
+from megatron.pipeline.timeline import Span, Timeline
+
+__all__ = ["Costs", "SimulationError", "Span", "Timeline", "simulate"]
+
+class SimulationError(ValueError):
+    """A program cannot be executed to its end."""
+
+
+def simulate(program: Program, costs: Costs | None = None) -> Timeline:
+    """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else nothing).
+
+    Returns:
+        The timeline, from 0, with the spans of every instruction of the program.
+
+    Raises:
+        ValueError: a cost is out of range.
+        SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a deadlock; run `check`, which
+            says more.
+    """
+    return _Simulation(program, costs or Costs()).run()
+
+
+_FORWARD, _BACKWARD, _ALONE, _SEND, _RECV, _STEP, _REDUCE = range(7)
+_ACTION = {
+    Kind.FORWARD: _FORWARD, Kind.BACKWARD: _BACKWARD, Kind.BACKWARD_INPUT: _BACKWARD, Kind.BACKWARD_WEIGHT: _ALONE, Kind.RECOMPUTE: _ALONE,
+    Kind.SEND_F: _SEND, Kind.RECV_F: _RECV, Kind.SEND_B: _SEND, Kind.RECV_B: _RECV,
+    Kind.STEP: _STEP, Kind.REDUCE_GRAD: _REDUCE, Kind.REDUCE_EMBED: _REDUCE, Kind.REDUCE_NORM: _REDUCE,
+}  # fmt: skip
+_TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+_UNKNOWN = -1.0  # a time that is not known yet; times are never negative
+
+
+class _Channel:
+    """One directed edge for one kind of traffic: pairs the k-th send with the k-th receive."""
+
+    __slots__ = ("arrivals", "free_at", "latency", "occupation", "receiver", "receives", "sender", "sends")
+
+    def __init__(self, occupation: float, latency: float, arrivals: list[float], sender: int, receiver: int) -> None:
+        self.occupation, self.latency = occupation, latency
+        self.arrivals = arrivals  # of the receiving stage, per microbatch
+        self.sender, self.receiver = sender, receiver  # ranks
+        self.free_at = 0.0
+        self.sends: deque[tuple[float, int, int]] = deque()  # posted at, position in the row, microbatch; waiting for the other end
+        self.receives: deque[tuple[float, int, int]] = deque()
+
+
+class _Reduction:
+    """One collective: starts when its last member has reached it."""
+
+    __slots__ = ("duration", "members", "start")
+
+    def __init__(self) -> None:
+        self.members: list[tuple[int, int]] = []  # rank and position of those who have reached it
+        self.start = 0.0
+        self.duration = 0.0
+
+
+class _Simulation:
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program = program
+        self.rows = program.rows
+        num_stages, num_ranks = len(program.rank_of_stage), len(program.rows)
+        self.seconds = costs.seconds(num_stages)
+        self.clock = [0.0] * num_ranks
+        self.position = [0] * num_ranks
+        self.starts = [[_UNKNOWN] * len(row) for row in program.rows]
+        self.ends = [[_UNKNOWN] * len(row) for row in program.rows]
+        self.runnable = list(range(num_ranks - 1, -1, -1))
+        # tensors: when the input of each (stage, microbatch) arrives, and the gradient of its output
+        self.first_microbatch = program.first_microbatch
+        self.num_microbatches = sum(program.batches)
+        self.inputs = [[_UNKNOWN] * self.num_microbatches for _ in range(num_stages)]
+        self.gradients = [[_UNKNOWN] * self.num_microbatches for _ in range(num_stages)]
+        self.inputs[0] = [0.0] * self.num_microbatches
+        self.gradients[-1] = [0.0] * self.num_microbatches
+        self.awaits: list[tuple[list[float], int] | None] = [None] * num_ranks
+        self._make_channels(costs)
+        # reductions
+        self.chains: list[deque[tuple[float, int]]] = [deque() for _ in range(num_ranks)]  # posted at, position; the first may have been reached
+        self.reached = [False] * num_ranks  # whether the first of the chain has joined its collective
+        self.chain_free_at = [0.0] * num_ranks
+        self.reductions: dict[tuple[Kind, int | None], _Reduction] = {}
+        self.pending: list[dict[int | None, int]] = [{} for _ in range(num_ranks)]  # version -> reductions not complete
+        self.reduced_at: list[dict[int | None, float]] = [{} for _ in range(num_ranks)]
+        self.awaits_version = [False] * num_ranks
+        self.num_members = self._count_members()
+
+    def _make_channels(self, costs: Costs) -> None:
+        """Channels out of and into each stage; where a program has no transfers, or a rank has both stages, the computation itself delivers."""
+        ranks, num_stages = self.program.rank_of_stage, len(self.program.rank_of_stage)
+        occupation_f, occupation_b, latency = costs.edges(num_stages)
+        transfers = any(instruction.kind in _TRANSFERS for row in self.rows for instruction in row)
+        self.channels: dict[Kind, list[_Channel | None]] = {kind: [None] * num_stages for kind in _TRANSFERS}
+        self.delivers: dict[Kind, list[_Channel | None]] = {kind: [None] * num_stages for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+        for edge in range(num_stages - 1):
+            low, high, crosses = ranks[edge], ranks[edge + 1], ranks[edge] != ranks[edge + 1]
+            up = _Channel(occupation_f[edge] * crosses, latency[edge] * crosses, self.inputs[edge + 1], low, high)
+            down = _Channel(occupation_b[edge] * crosses, latency[edge] * crosses, self.gradients[edge], high, low)
+            if transfers and crosses:
+                self.channels[Kind.SEND_F][edge] = self.channels[Kind.RECV_F][edge + 1] = up
+                self.channels[Kind.SEND_B][edge + 1] = self.channels[Kind.RECV_B][edge] = down
+            else:
+                self.delivers[Kind.FORWARD][edge] = up
+                self.delivers[Kind.BACKWARD][edge + 1] = self.delivers[Kind.BACKWARD_INPUT][edge + 1] = down
+
+    def _count_members(self) -> dict[tuple[Kind, int | None], int]:
+        counts: dict[tuple[Kind, int | None], int] = {}
+        for row in self.rows:
+            for instruction in row:
+                if instruction.kind is Kind.REDUCE_NORM or instruction.kind is Kind.REDUCE_EMBED:
+                    key = (instruction.kind, instruction.version)
+                    counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def run(self) -> Timeline:
+        while self.runnable:
+            self._run_rank(self.runnable.pop())
+        self._report_unfinished()
+        program = self.program
+        return Timeline(
+            program.rows, tuple(self.starts), tuple(self.ends), tuple(program.rank_of_stage), tuple(program.batches),
+            program.first_batch, program.first_microbatch, "simulated",
+        )  # fmt: skip
+
+    def _run_rank(self, rank: int) -> None:
+        """Execute a rank's row until it waits for a time that is not known, or ends."""
+        row, starts, ends, now = self.rows[rank], self.starts[rank], self.ends[rank], self.clock[rank]
+        first, limit, seconds = self.first_microbatch, self.num_microbatches, self.seconds
+        for position in range(self.position[rank], len(row)):
+            instruction = row[position]
+            kind, stage = instruction.kind, instruction.stage
+            action = _ACTION.get(kind)
+            if action is None:
+                raise SimulationError(f"rank {rank}, position {position}, {instruction}: the simulator does not know {kind.value}")
+            if action < _STEP:
+                microbatch = instruction.microbatch - first
+                if not 0 <= microbatch < limit:
+                    raise SimulationError(f"rank {rank}, position {position}, {instruction}: there is no such microbatch")
+                if action <= _ALONE:
+                    if action < _ALONE:
+                        needs = self.inputs[stage] if action == _FORWARD else self.gradients[stage]
+                        arrival = needs[microbatch]
+                        if arrival == _UNKNOWN:
+                            self.awaits[rank] = (needs, microbatch)
+                            break
+                        if arrival > now:
+                            now = arrival
+                    starts[position] = now
+                    now += seconds[kind][stage]
+                    ends[position] = now
+                    if action < _ALONE:
+                        channel = self.delivers[kind][stage]
+                        if channel is not None:
+                            self._transfer(channel, now, microbatch)
+                    continue
+                channel = self.channels[kind][stage]
+                if channel is None:
+                    raise SimulationError(f"rank {rank}, position {position}, {instruction}: no channel leads there")
+                own, other = (channel.sends, channel.receives) if action == _SEND else (channel.receives, channel.sends)
+                if other:
+                    posted, place, counterpart = other.popleft()
+                    if counterpart != microbatch:
+                        raise SimulationError(f"rank {rank}, position {position}, {instruction}: the other end of the channel has microbatch "
+                                              f"{counterpart + first} next")  # fmt: skip
+                    start, arrival = self._transfer(channel, max(posted, now), microbatch)
+                    there = channel.receiver if other is channel.receives else channel.sender
+                    starts[position] = self.starts[there][place] = start
+                    ends[position] = self.ends[there][place] = arrival
+                else:
+                    own.append((now, position, microbatch))
+            elif action == _STEP:
+                if self.pending[rank].get(instruction.version):
+                    self.awaits_version[rank] = True
+                    break
+                now = max(now, self.reduced_at[rank].get(instruction.version, 0.0))
+                starts[position] = now
+                now += seconds[kind][stage]
+                ends[position] = now
+            else:
+                self.pending[rank][instruction.version] = self.pending[rank].get(instruction.version, 0) + 1
+                self.chains[rank].append((now, position))
+                self._advance_chains(rank)
+        else:
+            position = len(row)
+        self.position[rank], self.clock[rank] = position, now
+
+    def _transfer(self, channel: _Channel, ready: float, microbatch: int) -> tuple[float, float]:
+        """Start and arrival of a transfer that both ends have posted by `ready`; whoever waits for the tensor can go on."""
+        start = max(ready, channel.free_at)
+        channel.free_at = start + channel.occupation
+        arrival = channel.free_at + channel.latency
+        channel.arrivals[microbatch] = arrival
+        waiting = self.awaits[channel.receiver]
+        if waiting is not None and waiting[0] is channel.arrivals and waiting[1] == microbatch:
+            self.awaits[channel.receiver] = None
+            self.runnable.append(channel.receiver)
+        return start, arrival
+
+    def _advance_chains(self, rank: int) -> None:
+        """Let the first reduction of a rank's chain join its collective; where that starts it, complete it and go on with its members' chains."""
+        agenda = [rank]
+        while agenda:
+            rank = agenda.pop()
+            if not self.chains[rank] or self.reached[rank]:
+                continue
+            posted, position = self.chains[rank][0]
+            instruction = self.rows[rank][position]
+            key = (instruction.kind, instruction.version)
+            num_members = self.num_members.get(key, 1)
+            reduction = self.reductions.setdefault(key, _Reduction()) if num_members > 1 else _Reduction()
+            reduction.members.append((rank, position))
+            reduction.start = max(reduction.start, posted, self.chain_free_at[rank])
+            reduction.duration = max(reduction.duration, self.seconds[instruction.kind][instruction.stage])
+            self.reached[rank] = True
+            if len(reduction.members) == num_members:
+                self.reductions.pop(key, None)
+                self._complete(reduction)
+                agenda += [member for member, _ in reduction.members]
+
+    def _complete(self, reduction: _Reduction) -> None:
+        end = reduction.start + reduction.duration
+        for member, position in reduction.members:
+            version = self.rows[member][position].version
+            self.starts[member][position], self.ends[member][position] = reduction.start, end
+            self.chains[member].popleft()
+            self.reached[member] = False
+            self.chain_free_at[member] = end
+            self.reduced_at[member][version] = end
+            self.pending[member][version] -= 1
+            if self.awaits_version[member] and not self.pending[member][version]:
+                self.awaits_version[member] = False
+                self.runnable.append(member)
+
+    def _report_unfinished(self) -> None:
+        """Raise if a rank has not reached the end of its row, or a transfer or reduction has lost a member."""
+        for rank, row in enumerate(self.rows):
+            position = self.position[rank]
+            if position < len(row):
+                what = "the reductions of its version" if row[position].kind is Kind.STEP else "its input or gradient"
+                raise SimulationError(f"rank {rank}, position {position}, {row[position]}: {what} never comes; the program is in a deadlock")
+            for position, end in enumerate(self.ends[rank]):
+                if end == _UNKNOWN:
+                    raise SimulationError(f"rank {rank}, position {position}, {row[position]}: the other members never post it")

@@ -1,0 +1,276 @@
+"""When each instruction of a program ran, or would run.
+
+A plan and a measurement of it should be compared span by span, counted by the same functions and drawn by the same code. So the simulator and the
+runtime's tracer both yield a `Timeline`: the rows of instructions that were executed, with a start and an end in seconds for each of them. A span
+covers the *work* of its instruction and not the wait before it:
+
+- a computation or STEP: from the moment that what it needs is there until it is done;
+- a transfer (SEND, RECV): from the start of the transfer until it is complete, in the sender's and in the receiver's row;
+- a reduction: from its start until it is complete.
+
+What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the rows, because a long run has millions
+of spans; `spans` makes objects of them for those who want to look at a few.
+"""
+
+import json
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+from megatron.pipeline.instruction import Instruction, Kind
+
+FORMAT = "megatron.pipeline.timeline/1"
+
+COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+BUSY = COMPUTATIONS | {Kind.STEP}  # what occupies a rank's compute lane; transfers and reductions have lanes of their own
+_LAST_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what lets go of a microbatch's activations
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One executed instruction: its pipeline rank and its start and end in seconds."""
+
+    rank: int
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one run of a pipeline.
+
+    Attributes:
+        rows: the instructions of each pipeline rank in the order in which the rank came to them.
+        starts, ends: seconds, aligned with `rows`.
+        rank_of_stage: the rank of each stage.
+        batches: number of microbatches of each batch that the run spans.
+        first_batch, first_microbatch: index, over the whole training run, of the first batch and its first microbatch.
+        name: what a legend calls it.
+
+    Raises:
+        ValueError: lists of different lengths, or a span that ends before it starts.
+    """
+
+    rows: tuple[Sequence[Instruction], ...]
+    starts: tuple[Sequence[float], ...]
+    ends: tuple[Sequence[float], ...]
+    rank_of_stage: tuple[int, ...]
+    batches: tuple[int, ...]
+    first_batch: int = 0
+    first_microbatch: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not len(self.rows) == len(self.starts) == len(self.ends):
+            raise ValueError(f"a timeline of {len(self.rows)} ranks has starts of {len(self.starts)} and ends of {len(self.ends)}")
+        for rank, (row, starts, ends) in enumerate(zip(self.rows, self.starts, self.ends, strict=True)):
+            if not len(row) == len(starts) == len(ends):
+                raise ValueError(f"rank {rank} has {len(row)} instructions, {len(starts)} starts and {len(ends)} ends; give one of each")
+            if not all(map(operator.le, starts, ends)):
+                bad = next(i for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if not start <= end)
+                raise ValueError(f"rank {rank}: {row[bad]} starts at {starts[bad]} and ends at {ends[bad]}; a span ends after it starts")
+
+    # --- what it spans
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def num_spans(self) -> int:
+        return sum(map(len, self.rows))
+
+    @property
+    def spans(self) -> Iterator[Span]:
+        """All spans, rank by rank in program order."""
+        for rank, row in enumerate(self.rows):
+            for instruction, start, end in zip(row, self.starts[rank], self.ends[rank], strict=True):
+                yield Span(rank, instruction, start, end)
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
+
+    def batch_borders(self) -> list[int]:
+        """First microbatch of each batch, and one past the last."""
+        return [self.first_microbatch + count for count in accumulate(self.batches, initial=0)]
+
+    # --- how long
+
+    @property
+    def start(self) -> float:
+        """Start of the first computation, seconds; 0 for an empty timeline."""
+        return min((span.start for span in self.computations()), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """End of the last computation or STEP, seconds."""
+        return max((span.end for span in self.computations()), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first computation's start to the last computation's or STEP's end."""
+        return self.end - self.start
+
+    def computations(self, rank: int | None = None) -> Iterator[Span]:
+        """The spans of computations and STEPs, of one rank or of all."""
+        for owner in range(self.num_ranks) if rank is None else [rank]:
+            for instruction, start, end in zip(self.rows[owner], self.starts[owner], self.ends[owner], strict=True):
+                if instruction.kind in BUSY:
+                    yield Span(owner, instruction, start, end)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that the rank computes or steps."""
+        return math.fsum(span.end - span.start for span in self.computations(rank))
+
+    def idle(self, rank: int) -> float:
+        """Seconds of the makespan in which the rank neither computes nor steps."""
+        return self.makespan - self.busy(rank)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all ranks' time over the makespan, 0 to 1."""
+        return 1.0 - math.fsum(map(self.busy, range(self.num_ranks))) / (self.num_ranks * self.makespan) if self.makespan else 0.0
+
+    def batch_starts(self) -> list[float]:
+        """Start of the first forward of each batch on stage 0, seconds."""
+        borders = {microbatch: index for index, microbatch in enumerate(self.batch_borders()[:-1])}
+        starts = [math.nan] * len(self.batches)
+        for span in self.computations(self.rank_of_stage[0]):
+            instruction = span.instruction
+            if instruction.kind is Kind.FORWARD and instruction.stage == 0 and instruction.microbatch in borders:
+                starts[borders[instruction.microbatch]] = span.start
+        return starts
+
+    def steady_time_per_batch(self) -> float:
+        """Seconds from the start of a batch to the start of the next on stage 0, averaged over the second half of the run.
+
+        The first half lets the pipeline fill and settle; starts are not disturbed by the drain at the end.
+
+        Raises:
+            ValueError: fewer than 3 batches, in which nothing is steady.
+        """
+        if len(self.batches) < 3:
+            raise ValueError(f"a timeline of {len(self.batches)} batches has no steady state; it takes 3 and more")
+        starts = self.batch_starts()
+        half = max(1, len(starts) // 2 - 1)
+        return (starts[-1] - starts[half]) / (len(starts) - 1 - half)
+
+    # --- memory
+
+    def saved_microbatches(self, stage: int) -> list[tuple[float, int]]:
+        """Microbatches whose activations a stage holds, as (seconds, count from then on): from the start of a forward to the end of its backward."""
+        events = []
+        splits = any(instruction.kind is Kind.BACKWARD_WEIGHT for instruction in self.rows[self.rank_of_stage[stage]])
+        release = _LAST_BACKWARD if splits else {Kind.BACKWARD}
+        for span in self.computations(self.rank_of_stage[stage]):
+            if span.instruction.stage == stage and span.instruction.kind is Kind.FORWARD:
+                events.append((span.start, 1))
+            elif span.instruction.stage == stage and span.instruction.kind in release:
+                events.append((span.end, -1))
+        return list(zip((time for time, _ in events), accumulate(change for _, change in events), strict=True))
+
+    def peak_saved_microbatches(self, stage: int) -> int:
+        return max((count for _, count in self.saved_microbatches(stage)), default=0)
+
+    # --- parts of it
+
+    def shifted(self, seconds: float) -> "Timeline":
+        """The same timeline, later by `seconds`."""
+        starts = tuple([start + seconds for start in row] for row in self.starts)
+        ends = tuple([end + seconds for end in row] for row in self.ends)
+        return replace(self, starts=starts, ends=ends)
+
+    def of_batches(self, first: int, count: int) -> "Timeline":
+        """What belongs to `count` batches from batch `first` on: their microbatches, and the reductions and STEPs that apply their gradients.
+
+        Raises:
+            ValueError: the timeline does not span these batches.
+        """
+        last = first + count
+        if not (self.first_batch <= first < last <= self.first_batch + len(self.batches)):
+            raise ValueError(
+                f"batches {first} to {last - 1} are not in a timeline of batches {self.first_batch} to {self.first_batch + len(self.batches) - 1}"
+            )
+        borders = self.batch_borders()
+        lowest, highest = borders[first - self.first_batch], borders[last - self.first_batch]
+        kept = []
+        for row in self.rows:
+            kept.append([
+                position for position, instruction in enumerate(row)
+                if (first < (instruction.version or 0) <= last if instruction.microbatch is None else lowest <= instruction.microbatch < highest)
+            ])  # fmt: skip
+
+        def chosen(lists: Sequence[Sequence]) -> tuple:
+            return tuple([values[position] for position in positions] for values, positions in zip(lists, kept, strict=True))
+
+        return replace(
+            self, rows=chosen(self.rows), starts=chosen(self.starts), ends=chosen(self.ends),
+            batches=tuple(self.batches[first - self.first_batch : last - self.first_batch]), first_batch=first, first_microbatch=lowest,
+        )  # fmt: skip
+
+    def named(self, name: str) -> "Timeline":
+        return replace(self, name=name)
+
+    # --- on disk
+
+    @classmethod
+    def from_spans(cls, spans: Iterable[Span], *, rank_of_stage: Sequence[int], batches: Sequence[int], **fields: object) -> "Timeline":
+        """A timeline of spans in any order between ranks; those of a rank come in its program order."""
+        num_ranks = max(rank_of_stage) + 1
+        rows, starts, ends = ([[] for _ in range(num_ranks)] for _ in range(3))
+        for span in spans:
+            rows[span.rank].append(span.instruction)
+            starts[span.rank].append(float(span.start))
+            ends[span.rank].append(float(span.end))
+        return cls(tuple(rows), tuple(starts), tuple(ends), tuple(rank_of_stage), tuple(batches), **fields)
+
+    def to_dict(self) -> dict:
+        """Plain data for JSON; per rank a list of [instruction's text, start, end], seconds."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "rank_of_stage": list(self.rank_of_stage),
+            "batches": list(self.batches),
+            "first_batch": self.first_batch,
+            "first_microbatch": self.first_microbatch,
+            "rows": [
+                [[str(instruction), start, end] for instruction, start, end in zip(*lists, strict=True)]
+                for lists in zip(self.rows, self.starts, self.ends, strict=True)
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "Timeline":
+        """Raises ValueError where `data` is no timeline in this format."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"a timeline has format {FORMAT!r}, this is {found!r}; write it with Timeline.save")
+        try:
+            rows = tuple([Instruction.parse(text) for text, _, _ in row] for row in data["rows"])
+            starts = tuple([float(start) for _, start, _ in row] for row in data["rows"])
+            ends = tuple([float(end) for _, _, end in row] for row in data["rows"])
+            return cls(
+                rows, starts, ends, tuple(data["rank_of_stage"]), tuple(data["batches"]),
+                data["first_batch"], data["first_microbatch"], data["name"],
+            )  # fmt: skip
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no complete timeline ({type(error).__name__}: {error}); write it with Timeline.save") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Timeline":
+        """Raises ValueError, with the path, where the file is no timeline."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
