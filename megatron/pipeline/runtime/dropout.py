@@ -1,0 +1,115 @@
+"""Dropout that depends on what is computed, not on where or when.
+
+Problem: a random-number generator that runs on through a stage gives masks that depend on how the layers are cut into
+stages, on the order in which a schedule runs the microbatches, on resumes, and on whether a forward is recomputed.
+
+Solution: seed before every layer. A hook in front of every transformer layer and of the embedding sets the device's
+generator and the states of megatron.core's tracker from a hash of (seed, first sample of the microbatch, the stack's
+name and the layer's global number; tensor rank where the tracker forks). The sample's index counts over the whole run
+and over all data-parallel replicas, so replicas differ. A recomputed layer runs the same hook and so draws the same
+masks. The states are put back after each microbatch, so nothing else that draws notices. Without dropout, no hooks.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from torch import nn
+
+from megatron import backend
+
+_DEFAULT_STATE = "default-rng"  # the tracker's name for the generator outside of every fork
+_EMBEDDING_NUMBER = 0  # layers count from 1
+
+
+class SeededDropout:
+    """Seeds every layer of one stage's model for the microbatch that is computed.
+
+    Args:
+        model: the stage's part of the model; its wrappers do not matter.
+        seed: the run's seed.
+        tensor_rank: rank in the tensor-parallel group; default: megatron.core's.
+
+    Raises:
+        ValueError: the model has a dropout outside of its layers and its embedding, which no hook would reach.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int, tensor_rank: int | None = None) -> None:
+        self._seed = seed
+        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank() if tensor_rank is None else tensor_rank
+        self._generator = torch.Generator(device=backend.device())
+        self._sample: int | None = None
+        self.active = _draws(model)
+        if self.active:
+            self._register(model)
+
+    def _register(self, model: nn.Module) -> None:
+        seeded = []
+        for name, module in model.named_modules():
+            if isinstance(module, BaseTransformerLayer):
+                stack = name.split(".layers.")[0].split(".")[-1]
+                module.register_forward_pre_hook(self._hook(stack, module.layer_number))
+                seeded.append(name)
+            elif isinstance(module, LanguageModelEmbedding):
+                module.register_forward_pre_hook(self._hook("embedding", _EMBEDDING_NUMBER))
+                seeded.append(name)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0 and not name.startswith(tuple(f"{s}." for s in seeded)):
+                raise ValueError(
+                    f"The dropout {name} lies outside of the transformer layers and the embedding, so its random "
+                    "numbers would depend on the pipeline: set its rate to 0."
+                )
+
+    @contextmanager
+    def microbatch(self, sample: int) -> Iterator[None]:
+        """Compute (forward, recompute or backward) the microbatch whose first sample has this index over the run."""
+        if not self.active:
+            yield
+            return
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        device_state, tracker_states = backend.device_rng_state(), tracker.get_states()
+        self._sample = sample
+        try:
+            yield
+        finally:
+            self._sample = None
+            tracker.set_states(tracker_states)
+            backend.set_device_rng_state(device_state)
+
+    def _hook(self, stack: str, number: int):
+        def seed_layer(module: nn.Module, inputs: tuple) -> None:
+            if module.training and self._sample is not None:
+                self._seed_all(stack, number)
+
+        return seed_layer
+
+    def _seed_all(self, stack: str, number: int) -> None:
+        """Seed the tracker's states and the generator; inside a fork the generator holds the forked state."""
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        states = tracker.get_states()
+        inside = getattr(tracker, "_current_state_name", _DEFAULT_STATE)
+        backend.manual_seed(self._hash(stack, number, inside))
+        for name, state in states.items():
+            seed = self._hash(stack, number, name)
+            if isinstance(state, torch.Generator):
+                state.manual_seed(seed)
+            else:
+                states[name] = self._generator.manual_seed(seed).get_state()
+        tracker.set_states(states)
+
+    def _hash(self, stack: str, number: int, state_name: str) -> int:
+        common = state_name in (_DEFAULT_STATE, get_data_parallel_rng_tracker_name())
+        rank = 0 if common else self._tensor_rank
+        key = f"{self._seed}/{self._sample}/{stack}/{number}/{state_name}/{rank}"
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _draws(model: nn.Module) -> bool:
+    rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    rates += [module.hidden_dropout for module in model.modules() if hasattr(module, "hidden_dropout")]
+    return any(rate > 0 for rate in rates)

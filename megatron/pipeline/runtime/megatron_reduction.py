@@ -1,0 +1,133 @@
+"""What the chain reduces: one batch's gradients, over replicas, tensor ranks and tied embeddings, and their norm.
+
+megatron.core does the same in `finalize_model_grads` and in its optimizers' `prepare_grads`, but on the buffers that
+backwards write to, on its own groups and with two or three collectives for norm and overflow. Here every function
+takes the gradient slot of one finished batch, so the next batch's backwards may run meanwhile.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
+from megatron.pipeline.runtime.megatron_groups import ChainGroups
+from megatron.pipeline.runtime.megatron_weights import MegatronCoreOptimizer, named_parameters, unwrap
+
+
+class GradientReduction:
+    """Reduces gradient slots of one rank's chunks on the chain's groups."""
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronCoreOptimizer,
+        gradients: GradientBuffers,
+        groups: ChainGroups,
+    ) -> None:
+        self._optimizer = optimizer
+        self._distributed = isinstance(optimizer, DistributedOptimizer)
+        self._buffers = gradients.buffers
+        self._groups = groups
+        self._embedding = _tied_embedding(chunks)
+        self._summed, self._averaged = _tensor_parallel_parameters(chunks)
+        self._counted = self._find_counted(chunks)
+
+    def over_data(self, slot: GradientSlot) -> None:
+        """Average over the data-parallel replicas; with the distributed optimizer only this rank's shards are valid."""
+        group = self._groups.data
+        for buffer, flat in zip(self._buffers, slot.flats, strict=True):
+            if buffer.gradient_scaling_factor != 1.0:
+                flat.mul_(buffer.gradient_scaling_factor)
+            if group is None:
+                continue
+            if not self._distributed:
+                dist.all_reduce(flat, group=group)
+                continue
+            for bucket in buffer.buckets:
+                part = bucket_of(flat, bucket)
+                shard = part.chunk(group.size())[group.rank()]
+                dist.reduce_scatter_tensor(shard, part, group=group)
+
+    def over_embedding(self, slot: GradientSlot) -> None:
+        """Add up the gradients of the word embedding that the first and the last stage share."""
+        if self._embedding is None or self._groups.embedding is None:
+            return
+        gradient = self._owned(self._embedding, slot)
+        if gradient is not None:
+            dist.all_reduce(gradient, group=self._groups.embedding)
+
+    def over_tensor(self, slot: GradientSlot) -> None:
+        """Add up the gradients of parameters of which each tensor rank has seen a part (sequence parallelism)."""
+        for params, operation in ((self._summed, dist.ReduceOp.SUM), (self._averaged, dist.ReduceOp.AVG)):
+            if params and self._groups.tensor is not None:
+                views = [slot.views[param] for param in params]
+                flat = torch.cat([view.reshape(-1) for view in views])
+                dist.all_reduce(flat, op=operation, group=self._groups.tensor)
+                for view, reduced in zip(views, flat.split([view.numel() for view in views]), strict=True):
+                    view.copy_(reduced.view_as(view))
+
+    def local_norm_squared(self, slot: GradientSlot) -> float:
+        """Square of the norm of the gradients that this rank counts: every element of the model is counted once.
+
+        One FP32 norm per parameter, their squares added in float64: so the sum depends on the cut into stages only in
+        its last bits. Not finite if any gradient is not.
+        """
+        gradients = [part for param in self._counted if (part := self._owned(param, slot)) is not None]
+        if not gradients:
+            return 0.0
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        return float(torch.stack(norms).double().square().sum())
+
+    def _owned(self, param: Parameter, slot: GradientSlot) -> Tensor | None:
+        """The part of a parameter's gradient that is valid on this rank after `over_data`; None if there is none."""
+        view = slot.views[param]
+        if not self._distributed:
+            return view
+        if param not in self._ranges:
+            return None
+        part = self._ranges[param]
+        return view.view(-1)[part.start : part.end]
+
+    def _find_counted(self, chunks: list[DistributedDataParallel]) -> list[Parameter]:
+        tensor_group = getattr(self._optimizer, "tp_group", None)
+        params = [
+            param
+            for param in named_parameters(chunks).values()
+            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tensor_group)
+        ]
+        self._ranges = {}
+        if self._distributed and not self._optimizer.is_stub_optimizer:
+            for param in self._optimizer.model_param_gbuf_map:
+                self._ranges[param] = self._optimizer._get_model_param_range_map(param)["param"]
+        replica = 0 if self._groups.data is None or self._distributed else self._groups.data.rank()
+        return params if replica == 0 else []
+
+
+def _tied_embedding(chunks: list[DistributedDataParallel]) -> Parameter | None:
+    for chunk in chunks:
+        model = unwrap(chunk)
+        at_an_end = getattr(model, "pre_process", False) or getattr(model, "post_process", False)
+        if at_an_end and getattr(model, "share_embeddings_and_output_weights", False):
+            return model.shared_embedding_or_output_weight()
+    return None
+
+
+def _tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
+    """Parameters whose gradients are summed, and averaged, over the tensor-parallel group; megatron.core's rules."""
+    summed, averaged = [], []
+    for chunk in chunks:
+        for name, param in unwrap(chunk).named_parameters():
+            if not param.requires_grad:
+                continue
+            if getattr(param, "average_gradients_across_tp_domain", False):
+                averaged.append(param)
+            elif (chunk.config.sequence_parallel and getattr(param, "sequence_parallel", False)) or (
+                chunk.config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+            ):
+                summed.append(param)
+    return summed, averaged

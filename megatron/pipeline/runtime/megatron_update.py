@@ -1,0 +1,326 @@
+"""Weight updates over megatron.core's DDP and optimizers, cut into the instructions of a pipeline program.
+
+Problem: megatron.core finishes a batch in one go (`finalize_model_grads`, `optimizer.step`): every rank waits for every
+other between two batches. Under 2bw the next batch is already running then, with older weights, its own gradients and,
+in FP16, its own loss scale.
+
+Solution: the parts are called one by one. The chain (`reduce_*`, on a thread of its own, on groups of its own) works on
+the gradient slot of the batch that has ended; `step` scales by the one coefficient that unscales and clips, steps
+megatron.core's optimizer into a weight slot that no graph in flight refers to, and advances the learning rate.
+PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - update(g(W(t-1))).
+"""
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megatron import backend
+from megatron.pipeline.program import WeightPolicy
+from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
+from megatron.pipeline.runtime.megatron_groups import ChainGroups
+from megatron.pipeline.runtime.megatron_loss_scale import LossScales
+from megatron.pipeline.runtime.megatron_reduction import GradientReduction
+from megatron.pipeline.runtime.megatron_weights import (
+    MegatronCoreOptimizer,
+    steps_parameters_in_place,
+    weight_versions,
+)
+from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
+
+NUM_WISHES = 8
+"""Wishes are a bit field of this many bits."""
+
+
+@dataclass
+class _Batch:
+    """A batch between its first forward and its completed report."""
+
+    info: BatchInfo
+    scale: float
+    report: BatchReport
+    slot: int | None = None
+    norm_squared: float | None = None  # of this rank's scaled gradients; None until the chain has them ready
+    applied: bool = False
+    stepped: bool = False
+    gradients_ready: threading.Event = field(default_factory=threading.Event)
+    norm_reduced: threading.Event = field(default_factory=threading.Event)
+
+
+class MegatronWeightUpdate:
+    """`WeightUpdate` of one rank's DDP-wrapped chunks and their megatron.core optimizer.
+
+    Args:
+        chunks: the rank's model chunks, each wrapped in megatron.core's DDP without overlapped reductions.
+        optimizer: what `get_megatron_optimizer` returned for them.
+        scheduler: megatron.core's learning-rate schedule, counted in samples; None keeps the learning rate.
+        weights: the policy of the schedule; it decides how many versions live and which scale a batch uses.
+        num_stages, stage: length of the pipeline and this rank's place, which bound the versions under ``stash``.
+        loss_names: the losses that the last stage reports, the same on all ranks.
+        single_gradient_buffer: do without the second gradient buffer of 2bw: a batch's gradients are applied when the
+            next batch's first backward needs the buffer, clipped with the norm of the batch before (the very first
+            batch waits for its own norm).
+        timeout: of the chain's collectives; default: torch's.
+
+    Raises:
+        ValueError: a configuration that this update cannot drive exactly.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None = None,
+        *,
+        weights: WeightPolicy = WeightPolicy.FLUSH,
+        num_stages: int = 1,
+        stage: int = 0,
+        loss_names: tuple[str, ...] = ("lm loss",),
+        single_gradient_buffer: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.weights = WeightPolicy(weights)
+        self.loss_names = loss_names
+        self._inner = _single_optimizer(optimizer)
+        self._scaler = getattr(self._inner, "grad_scaler", None)
+        self._clip_grad = self._inner.config.clip_grad
+        self._single_gradient_buffer = single_gradient_buffer and self.weights is WeightPolicy.TWO_BW
+        self._check(chunks)
+        window = {WeightPolicy.FLUSH: 1, WeightPolicy.TWO_BW: 2, WeightPolicy.STASH: num_stages - stage}[self.weights]
+        self.versions = weight_versions(chunks, self._inner, window=window)
+        self._copy_newest = steps_parameters_in_place(self._inner)
+        self._gradients = GradientBuffers(chunks)
+        self._groups = ChainGroups.create(timeout=timeout)
+        self._reduction = GradientReduction(chunks, self._inner, self._gradients, self._groups)
+        self._scales = LossScales(self._scaler, delay=2 if self.weights is WeightPolicy.TWO_BW else 1)
+        self._batches: dict[int, _Batch] = {}
+        self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
+
+    def _check(self, chunks: list[DistributedDataParallel]) -> None:
+        for chunk in chunks:
+            if chunk.ddp_config.overlap_grad_reduce or chunk.ddp_config.overlap_param_gather:
+                raise ValueError(
+                    "DistributedDataParallelConfig sets overlap_grad_reduce or overlap_param_gather: the pipeline "
+                    "program reduces gradients itself, so leave both off."
+                )
+            if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
+                raise ValueError(
+                    "calculate_per_token_loss and average_in_collective are not supported: gradients are averaged over "
+                    "microbatches and replicas, so turn both off."
+                )
+            if chunk.expert_parallel_buffers:
+                raise ValueError("Expert parallelism is not supported: set its size to 1.")
+        if self._single_gradient_buffer and self._scaler is not None:
+            raise ValueError(
+                "A single gradient buffer cannot be combined with loss scaling, since gradients are applied before the "
+                "other stages have reported an overflow: use bf16 or keep the second buffer."
+            )
+        if self.weights is WeightPolicy.STASH:
+            assert self._clip_grad == 0.0 and self._scaler is None, "stash: clipping and loss scaling are refused"
+
+    # Called on the main thread while a batch runs.
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        """Choose the loss scale of a batch that begins."""
+        scale = self._scales.of_batch(info.index)
+        report = BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
+        self._batches[info.index] = _Batch(info, scale, report)
+
+    def loss_scale(self, batch: int) -> float:
+        """The factor on the losses of a running batch."""
+        return self._batches[batch].scale
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        """Give the batch a zeroed gradient buffer and let backwards add to it."""
+        if self._single_gradient_buffer and info.index - 1 in self._batches:
+            self._apply_early(self._batches[info.index - 1])
+        batch = self._batches[info.index]
+        batch.slot = self._gradients.take()
+        self._gradients.show(batch.slot)
+        self._gradients.start_accumulation()
+
+    # Called on the chain thread.
+
+    def reduce_grad(self, version: int) -> None:
+        """Average the gradients that make `version` over the data-parallel replicas."""
+        self._reduction.over_data(self._gradients[self._batches[version - 1].slot])
+
+    def reduce_embed(self, version: int) -> None:
+        """Add up the tied word embeddings' gradients of the first and the last stage."""
+        self._reduction.over_embedding(self._gradients[self._batches[version - 1].slot])
+
+    @torch.no_grad()
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
+        batch = self._batches[version - 1]
+        self._prepare(batch)
+        vector = [batch.norm_squared, float(not math.isfinite(batch.norm_squared))]
+        vector += [float(wishes >> bit & 1) for bit in range(NUM_WISHES)]
+        for name in self.loss_names:
+            vector += losses.get(name, (0.0, 0.0))
+        self._complete(batch, self._all_reduce(vector))
+        batch.norm_reduced.set()
+        if batch.stepped:
+            del self._batches[version - 1]
+
+    def _prepare(self, batch: _Batch) -> None:
+        """The last reduction that gradients need, and their norm; on whichever thread needs it first."""
+        if batch.norm_squared is None:
+            slot = self._gradients[batch.slot]
+            self._reduction.over_tensor(slot)
+            batch.norm_squared = self._reduction.local_norm_squared(slot)
+            batch.gradients_ready.set()
+
+    def _all_reduce(self, vector: list[float]) -> list[float]:
+        group = self._groups.world
+        if group is None:
+            return vector
+        device = backend.device() if dist.get_backend(group) == "nccl" else "cpu"
+        tensor = torch.tensor(vector, dtype=torch.float64, device=device)
+        dist.all_reduce(tensor, group=group)
+        return tensor.tolist()
+
+    def _complete(self, batch: _Batch, vector: list[float]) -> None:
+        norm_squared, overflows, *rest = vector
+        report = batch.report
+        report.grad_norm = math.sqrt(norm_squared) / batch.scale if norm_squared >= 0 else math.nan
+        report.overflow = self._scaler is not None and overflows > 0
+        report.wishes = sum(1 << bit for bit in range(NUM_WISHES) if rest[bit] > 0)
+        sums = rest[NUM_WISHES:]
+        for position, name in enumerate(self.loss_names):
+            numerator, denominator = sums[2 * position : 2 * position + 2]
+            report.losses[name] = numerator / denominator if denominator else 0.0
+        report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
+            self._scaler is None and overflows > 0
+        )
+
+    # Called on the main thread, after the chain.
+
+    def step(self, version: int) -> BatchReport:
+        """Make weight `version`; its gradients' buffer is free afterwards. Skipped where a loss scale overflowed."""
+        batch = self._batches[version - 1]
+        if not batch.applied:
+            self._apply(batch, self._coefficient(batch))
+        batch.stepped = True
+        self._last_norm = batch.report.grad_norm
+        if batch.norm_reduced.is_set():
+            del self._batches[version - 1]
+        return batch.report
+
+    def _coefficient(self, batch: _Batch) -> float:
+        """The factor that unscales and clips the batch's gradients."""
+        norm = batch.report.grad_norm
+        if self._single_gradient_buffer and self._last_norm is not None:
+            norm = self._last_norm
+        coefficient = 1.0 / batch.scale
+        if self._clip_grad > 0.0:
+            clip = self._clip_grad / (norm + 1.0e-6)
+            if clip < 1.0:
+                coefficient *= clip
+        return coefficient
+
+    def _apply_early(self, batch: _Batch) -> None:
+        """Free the only gradient buffer: apply its gradients before their own norm is known."""
+        if batch.applied:
+            return
+        wait = batch.gradients_ready if self._last_norm is not None or self._clip_grad == 0.0 else batch.norm_reduced
+        wait.wait()
+        self._apply(batch, self._coefficient(batch))
+
+    @torch.no_grad()
+    def _apply(self, batch: _Batch, coefficient: float) -> None:
+        self._prepare(batch)
+        version = batch.info.index + 1
+        report = batch.report
+        report.learning_rate = self.learning_rate
+        report.skipped = report.overflow
+        if report.overflow:
+            self.versions.alias(version, of=version - 1)
+        else:
+            running = self._gradients.shown
+            self._gradients.show(batch.slot)
+            _copy_gradients(self._inner)
+            if coefficient != 1.0:
+                torch._foreach_mul_(_gradients_of(self._inner), coefficient)
+            with self.versions.making(version, copy=self._copy_newest):
+                self._inner.step_with_ready_grads()
+            self._inner.zero_grad(set_to_none=True)
+            self._gradients.show(running)
+            if self.scheduler is not None:
+                self.scheduler.step(increment=batch.info.num_samples)
+        self._scales.step(batch.info.index, scale=batch.scale, overflow=report.overflow)
+        self._gradients.release(batch.slot)
+        batch.applied = True
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step, of the groups that follow the schedule."""
+        groups = self.optimizer.param_groups
+        followers = [group for group in groups if group.get("default_config", True)] or groups
+        return float(followers[0]["lr"]) if followers else 0.0
+
+    # Called between batches, drained.
+
+    def restart(self, next_batch: int) -> None:
+        """Declare the weights that the parameters hold to be those that `next_batch` starts from."""
+        self.versions.reset(*self.entry_versions(next_batch))
+
+    def entry_versions(self, next_batch: int) -> tuple[int, ...]:
+        """The versions alive when a drained run goes on with `next_batch`; oldest first."""
+        if self.weights is WeightPolicy.TWO_BW and next_batch > 0:
+            return (next_batch - 1, next_batch)
+        return (next_batch,)
+
+    def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take weight versions from a checkpoint: version -> parameter name -> tensor. See `WeightVersions.restore`."""
+        self.versions.restore(mapping)
+
+    def state_dict(self) -> dict:
+        """What is beyond megatron.core's optimizer, scheduler and the weights; plain numbers, the same on all ranks."""
+        return {"loss_scales": self._scales.state_dict(), "last_grad_norm": self._last_norm}
+
+    def load_state_dict(self, state: dict | None) -> None:
+        """Restore `state_dict`, after the optimizer's own; None where a checkpoint has none."""
+        self._scales.load_state_dict(state and state["loss_scales"])
+        self._last_norm = state["last_grad_norm"] if state else None
+
+    def close(self) -> None:
+        """Release the chain's process groups."""
+        self._groups.destroy()
+
+
+def _single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:
+    if not isinstance(optimizer, ChainedOptimizer):
+        return optimizer
+    if len(optimizer.chained_optimizers) != 1:
+        raise ValueError(
+            f"The model needs {len(optimizer.chained_optimizers)} chained optimizers (expert parameters?): the pipeline "
+            "update supports one."
+        )
+    return optimizer.chained_optimizers[0]
+
+
+def _copy_gradients(optimizer: MegatronCoreOptimizer) -> None:
+    """Give the optimizer's parameters their gradients, in FP32, without any collective."""
+    if isinstance(optimizer, FP32Optimizer):
+        optimizer.prepare_grads()
+    elif not optimizer.is_stub_optimizer:
+        optimizer._copy_model_grads_to_main_grads()
+
+
+def _gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
+    if optimizer.is_stub_optimizer:
+        return []
+    return [param.grad for param in optimizer.get_parameters() if param.grad is not None]
