@@ -1,0 +1,33 @@
+"""Packages and dependencies.
+
+`megatron` is a namespace package: `megatron.core` comes from the wheel of megatron-core, the subpackages here lie beside
+it, and neither has a `megatron/__init__.py`. For an editable install that works only where Python itself scans
+`megatron` in several folders of `sys.path`. So the root is named as package directory: setuptools then adds it to the
+path through a `.pth` file, instead of the import hooks that it would otherwise generate.
+"""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def requirements(name: str) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines())
+    return [line for line in lines if line]
+
+
+setup(
+    name="megatron-pipeline",
+    version="0.1.0",
+    description="Pipeline-parallel training of transformers with the schedule as a program",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    package_dir={"": "."},
+    packages=find_namespace_packages(include=["megatron.*"]),
+    install_requires=requirements("runtime"),
+    extras_require={name: requirements(name) for name in ("test", "tensorboard", "tokenizers")},
+    zip_safe=False,
+)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs the tests:  bash tests/run.sh [--full] [further arguments of pytest]
+#
+# Without --full: the selection that takes at most 15 minutes on 2 cores, which is every test not marked `full`.
+# With --full: every test. Uses the active virtual environment, else .venv, and installs only what it lacks.
+# Where there is a GPU, the tests that need none run first, with the GPUs hidden, then those marked `gpu`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/environment.sh
+
+selection="not full"
+name="the 15-minute selection (everything: bash tests/run.sh --full)"
+if [ "${1:-}" = "--full" ]; then
+    shift
+    selection="full or not full"
+    name="all tests"
+fi
+
+prepare_environment test tensorboard tokenizers
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
+
+echo "Running $name with $(command -v python)"
+if ! nvidia-smi -L >/dev/null 2>&1; then
+    exec python -m pytest -m "$selection" "$@" </dev/null
+fi
+status=0
+CUDA_VISIBLE_DEVICES="" python -m pytest -m "($selection) and not gpu" "$@" </dev/null || status=$?
+python -m pytest -m "($selection) and gpu" "$@" </dev/null || [ $? -eq 5 ] || status=$? # 5: the arguments name no such test
+exit "$status"
