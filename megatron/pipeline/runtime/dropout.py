@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+
+from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
-from torch import nn
-
-from megatron import backend
 
 _DEFAULT_STATE = "default-rng"  # the tracker's name for the generator outside of every fork
 _EMBEDDING_NUMBER = 0  # layers count from 1

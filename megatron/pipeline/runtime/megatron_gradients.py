@@ -9,9 +9,10 @@ the buffer, its buckets, the bucket groups' cached shards and the parameters.
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.nn import Parameter
+
+from megatron.core.distributed import DistributedDataParallel
 
 
 @dataclass

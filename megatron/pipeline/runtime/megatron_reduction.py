@@ -7,13 +7,13 @@ takes the gradient slot of one finished batch, so the next batch's backwards may
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from torch import Tensor
-from torch.nn import Parameter
-
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
 from megatron.pipeline.runtime.megatron_groups import ChainGroups
 from megatron.pipeline.runtime.megatron_weights import MegatronCoreOptimizer, named_parameters, unwrap
@@ -46,12 +46,10 @@ class GradientReduction:
             if group is None:
                 continue
             if not self._distributed:
-                dist.all_reduce(flat, group=group)
+                group.all_reduce(flat)
                 continue
             for bucket in buffer.buckets:
-                part = bucket_of(flat, bucket)
-                shard = part.chunk(group.size())[group.rank()]
-                dist.reduce_scatter_tensor(shard, part, group=group)
+                group.reduce_scatter(bucket_of(flat, bucket))
 
     def over_embedding(self, slot: GradientSlot) -> None:
         """Add up the gradients of the word embedding that the first and the last stage share."""
@@ -59,7 +57,7 @@ class GradientReduction:
             return
         gradient = self._owned(self._embedding, slot)
         if gradient is not None:
-            dist.all_reduce(gradient, group=self._groups.embedding)
+            self._groups.embedding.all_reduce(gradient)
 
     def over_tensor(self, slot: GradientSlot) -> None:
         """Add up the gradients of parameters of which each tensor rank has seen a part (sequence parallelism)."""
@@ -67,7 +65,7 @@ class GradientReduction:
             if params and self._groups.tensor is not None:
                 views = [slot.views[param] for param in params]
                 flat = torch.cat([view.reshape(-1) for view in views])
-                dist.all_reduce(flat, op=operation, group=self._groups.tensor)
+                self._groups.tensor.all_reduce(flat, operation)
                 for view, reduced in zip(views, flat.split([view.numel() for view in views]), strict=True):
                     view.copy_(reduced.view_as(view))
 
@@ -104,7 +102,7 @@ class GradientReduction:
         if self._distributed and not self._optimizer.is_stub_optimizer:
             for param in self._optimizer.model_param_gbuf_map:
                 self._ranges[param] = self._optimizer._get_model_param_range_map(param)["param"]
-        replica = 0 if self._groups.data is None or self._distributed else self._groups.data.rank()
+        replica = 0 if self._groups.data is None or self._distributed else self._groups.data.rank
         return params if replica == 0 else []
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
-from torch import Tensor
-
-from megatron import backend
 from megatron.pipeline.runtime.dropout import SeededDropout
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import Microbatch, TensorSpec

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+
+from megatron import backend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
-
-from megatron import backend
 from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
 from megatron.pipeline.runtime.megatron_groups import ChainGroups
@@ -187,9 +186,9 @@ class MegatronWeightUpdate:
         group = self._groups.world
         if group is None:
             return vector
-        device = backend.device() if dist.get_backend(group) == "nccl" else "cpu"
+        device = backend.device() if group.uses_nccl else "cpu"
         tensor = torch.tensor(vector, dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, group=group)
+        group.all_reduce(tensor)
         return tensor.tolist()
 
     def _complete(self, batch: _Batch, vector: list[float]) -> None:
@@ -296,18 +295,14 @@ class MegatronWeightUpdate:
         self._scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None
 
-    def close(self) -> None:
-        """Release the chain's process groups."""
-        self._groups.destroy()
-
 
 def _single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:
     if not isinstance(optimizer, ChainedOptimizer):
         return optimizer
     if len(optimizer.chained_optimizers) != 1:
         raise ValueError(
-            f"The model needs {len(optimizer.chained_optimizers)} chained optimizers (expert parameters?): the pipeline "
-            "update supports one."
+            f"The model needs {len(optimizer.chained_optimizers)} chained optimizers (expert parameters?): the "
+            "pipeline's weight update supports one."
         )
     return optimizer.chained_optimizers[0]
 

@@ -6,13 +6,13 @@ that buffer: stepping them would change weights that forwards in flight still us
 """
 
 import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from torch import Tensor, nn
-from torch.nn import Parameter
-
 from megatron.pipeline.runtime.megatron_gradients import bucket_of
 from megatron.pipeline.runtime.versions import WeightVersions
 

@@ -1,0 +1,204 @@
+"""Channels: where the transfers of a rank's stages go, and who is to blame when one does not come.
+
+A channel is one link per directed edge of the pipeline and kind of traffic: activations from stage s to s+1, gradients
+from s+1 to s. Links are made in one order that every rank computes alike, so that start-up cannot deadlock, and edges
+that share no rank are made at the same time (an edge colouring), so that start-up does not grow with the pipeline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.runtime.links import LINKS, Link, LocalLink, Receive
+from megatron.pipeline.runtime.stage import Stage, TensorSpec
+
+_num_built: Counter[tuple[int, ...]] = Counter()  # pipelines built in this process per list of ranks: part of the link names
+
+
+class TransferError(RuntimeError):
+    """A transfer broke or did not come in time. `peer_rank` is the global rank at its other end."""
+
+    def __init__(self, message: str, *, peer_rank: int, timed_out: bool) -> None:
+        super().__init__(message)
+        self.peer_rank = peer_rank
+        self.timed_out = timed_out
+
+
+def edges_in_order(rank_of_stage: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+    """(letter, source stage, destination stage) of every edge, in the one order in which all ranks make their links.
+
+    Edges between the same colour of rank pairs touch disjoint ranks: with one stage per rank, first the pairs (0, 1),
+    (2, 3), ..., then (1, 2), (3, 4), ...
+    """
+    colours_at: dict[int, set[int]] = {}
+    coloured = []
+    for stage in range(len(rank_of_stage) - 1):
+        ends = rank_of_stage[stage], rank_of_stage[stage + 1]
+        taken = colours_at.setdefault(ends[0], set()) | colours_at.setdefault(ends[1], set())
+        colour = next(colour for colour in range(len(taken) + 1) if colour not in taken)
+        for end in ends:
+            colours_at[end].add(colour)
+        coloured.append((colour, stage))
+    for _, stage in sorted(coloured):
+        yield "F", stage, stage + 1
+        yield "B", stage + 1, stage
+
+
+class Channels:
+    """The links of one rank of a pipeline.
+
+    `ranks`: global ranks of the pipeline, by pipeline rank. `rank_of_stage`: stage -> pipeline rank. `stages`: the stages
+    of this rank. `timeout`: how long a transfer may take. `backend`: "gloo" or "nccl". `store`: where ranks meet;
+    needed when the pipeline has more than one rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Sequence[int],
+        rank_of_stage: Sequence[int],
+        rank: int,
+        stages: Sequence[Stage],
+        timeout: timedelta,
+        backend: str,
+        device: torch.device,
+        store: Store | None,
+        on_error: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._rank_of_stage = tuple(rank_of_stage)
+        self._timeout = timeout
+        self._posted: dict[tuple[Kind, int, int], Receive] = {}
+        self._waited: deque[tuple[Receive, tuple[Kind, int, int, Instruction]]] = deque()
+        self._report = on_error
+        self._error: TransferError | None = None
+        self._links: dict[tuple[Kind, int], tuple[Link, TensorSpec]] = {}
+        self._peers: dict[tuple[Kind, int], int] = {}
+        self.waiting: tuple[Kind, int, int] | None = None
+        own = {stage.index: stage for stage in stages}
+        link_class = LINKS.get((backend, device.type))
+        if link_class is None:
+            raise ValueError(f"transfers of {device.type} tensors over {backend} are not possible; use gloo, or nccl with CUDA")
+        _num_built[self._ranks] += 1
+        scope = f"pipeline/{'-'.join(map(str, self._ranks))}/{_num_built[self._ranks]}"
+        for letter, source, destination in edges_in_order(self._rank_of_stage):
+            self._connect(letter, source, destination, own, f"{scope}/{letter}/{source}-{destination}", rank, link_class,
+                          store=store, timeout=timeout, device=device)  # fmt: skip
+
+    def _connect(self, letter, source, destination, own, name, rank, link_class, **kwargs) -> None:
+        sending, receiving = Kind(f"SEND_{letter}"), Kind(f"RECV_{letter}")
+        sends, receives = (self._rank_of_stage[stage] == rank for stage in (source, destination))
+        if not sends and not receives:
+            return
+        if sends and receives:
+            link = LocalLink()
+        else:
+            key = (sending, source) if sends else (receiving, destination)
+            link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **kwargs)
+        if sends:
+            stage = own[source]
+            self._links[sending, source] = link, stage.output_spec if letter == "F" else stage.input_spec
+            self._peers[sending, source] = destination
+        if receives:
+            stage = own[destination]
+            self._links[receiving, destination] = link, stage.input_spec if letter == "F" else stage.output_spec
+            self._peers[receiving, destination] = source
+
+    def name_of(self, stage: int) -> str:
+        """"rank 6 (stage 2)": the global rank that runs a stage."""
+        return f"rank {self.global_rank_of(stage)} (stage {stage})"
+
+    def global_rank_of(self, stage: int) -> int:
+        return self._ranks[self._rank_of_stage[stage]]
+
+    def peer_of(self, kind: Kind, stage: int) -> int:
+        """Global rank at the other end of a channel."""
+        return self.global_rank_of(self._peers[kind, stage])
+
+    def post_send(self, kind: Kind, stage: int, microbatch: int, tensor: Tensor) -> None:
+        """Start sending; returns at once. `tensor` may be freed by its owner, but not written."""
+        if self._error is not None:
+            raise self._error
+        link, spec = self._links[kind, stage]
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(
+                f"stage {stage} sends {tuple(tensor.shape)} {tensor.dtype} where its specification says {spec.shape} "
+                f"{spec.dtype}; every microbatch must have the same shape"
+            )
+        try:
+            link.send(tensor if tensor.is_contiguous() else tensor.contiguous(), microbatch)
+        except RuntimeError as error:
+            raise self._transfer_error(kind, stage, f"{stage}{kind.value}{microbatch}", error) from error
+
+    def post_receive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Start receiving; returns at once."""
+        link, spec = self._links[kind, stage]
+        try:
+            self._posted[kind, stage, microbatch] = link.receive(spec, microbatch)
+        except RuntimeError as error:
+            raise self._transfer_error(kind, stage, f"{stage}{kind.value}{microbatch}", error) from error
+
+    def wait(self, kind: Kind, stage: int, microbatch: int, during: Instruction) -> Tensor:
+        """The tensor of a posted receive. Raises TransferError when it does not come in time or the peer is gone."""
+        receive = self._posted.pop((kind, stage, microbatch), None)
+        if receive is None:
+            raise RuntimeError(f"{during} needs {stage}{kind.value}{microbatch}, which the program has not posted before it")
+        self.waiting = kind, stage, microbatch
+        start = time.monotonic()
+        try:
+            tensor = receive.wait(self._timeout)
+        except RuntimeError as error:
+            timed_out = time.monotonic() - start >= 0.9 * self._timeout.total_seconds()
+            raise self._wait_error(kind, stage, microbatch, during, None if timed_out else error) from error
+        self.waiting = None
+        if hasattr(receive, "is_overdue"):
+            self._waited.append((receive, (kind, stage, microbatch, during)))
+        return tensor
+
+    def _wait_error(self, kind, stage, microbatch, during, error: Exception | None) -> TransferError:
+        peer = self._peers[kind, stage]
+        who, whom, what = self.name_of(stage), self.name_of(peer), f"{stage}{kind.value}{microbatch}"
+        if error is None:
+            message = f"{who} waited {self._timeout.total_seconds():g} s in {during} for {what} from {whom}"
+        else:
+            message = f"{who} lost {whom} in {during} while it waited for {what}: {error}"
+        return TransferError(message, peer_rank=self.peer_of(kind, stage), timed_out=error is None)
+
+    def _transfer_error(self, kind: Kind, stage: int, what: str, error: Exception) -> TransferError:
+        peer = self._peers[kind, stage]
+        message = f"{self.name_of(stage)} lost {self.name_of(peer)} in {what}: {error}"
+        return TransferError(message, peer_rank=self.peer_of(kind, stage), timed_out=False)
+
+    def _broken(self, key: tuple[Kind, int], error: Exception) -> None:
+        """A send could not be finished: seen on the link's thread, raised by the next send."""
+        self._error = self._transfer_error(*key, f"a {key[0].value} of stage {key[1]} that was not read", error)
+        self._report(self._error)
+
+    def check_overdue(self) -> TransferError | None:
+        """Where waiting blocks a stream and not the host (NCCL): the first receive that is overdue, else None."""
+        while self._waited:
+            receive, waiter = self._waited[0]
+            overdue = receive.is_overdue(self._timeout)
+            if overdue is None:
+                self._waited.popleft()
+            else:
+                return self._wait_error(*waiter, None) if overdue else None
+        return None
+
+    def num_unread_sends(self) -> int:
+        """Sent tensors whose storage is still held because the peer has not read them."""
+        return sum(link.num_unread() for (kind, _), (link, _) in self._links.items() if kind in (Kind.SEND_F, Kind.SEND_B))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Wait for unread sends and stop the threads. Links cannot be used afterwards."""
+        for link, _ in self._links.values():
+            link.close(timeout)
+        self._links.clear()

@@ -1,0 +1,197 @@
+"""The engine: drives a training loop's batches through the executor.
+
+The loop says "the next batch has m microbatches" and learns what became of the batches that every rank has finished by
+then. Without flushes a batch's step is executed during the next batch's leg, so a report comes `report_lag` batches
+late, on all ranks alike. A drain executes what is pending; evaluation and checkpoints happen only when drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Store, distributed_c10d
+
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.runtime import failure
+from megatron.pipeline.runtime.chain import Chain
+from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.executor import Executor, annotate
+from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Stage, WeightUpdate
+from megatron.pipeline.runtime.trace import Tracer, TraceSpan
+from megatron.pipeline.schedules import Schedule
+
+
+class PipelineEngine:
+    """Runs `schedule` on this rank's stage (or stages).
+
+    `ranks`: global ranks of this pipeline in pipeline order (default: all ranks). `rank_of_stage`: stage -> position in
+    `ranks` (default: one stage per rank). `backend`: "gloo" or "nccl", for the transfers between stages. `store`: where
+    the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which evaluation sums
+    losses (default: all ranks of the job); used from the main thread only. `first_batch` and `first_microbatch`: where the
+    run goes on after a checkpoint, else 0.
+
+    Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `wishes` (bits) to have them travel with the
+    next norm reduction; `BatchReport.wishes` is their union over all ranks.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: Stage | Sequence[Stage],
+        update: WeightUpdate,
+        *,
+        ranks: Sequence[int] | None = None,
+        rank_of_stage: Sequence[int] | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+        backend: str = "gloo",
+        device: torch.device | str = "cpu",
+        store: Store | None = None,
+        metrics_group: Any = None,
+        tracer: Tracer | None = None,
+        first_batch: int = 0,
+        first_microbatch: int = 0,
+    ) -> None:
+        self.schedule = schedule
+        self.tracer = tracer
+        self.wishes = 0
+        self._stages = list(stage) if isinstance(stage, Sequence) else [stage]
+        self._metrics_group = metrics_group
+        self._device = torch.device(device)
+        distributed = torch.distributed.is_initialized()
+        ranks = list(range(torch.distributed.get_world_size() if distributed else 1)) if ranks is None else list(ranks)
+        global_rank = torch.distributed.get_rank() if distributed else 0
+        if global_rank not in ranks:
+            raise ValueError(f"rank {global_rank} is not one of the pipeline's ranks {ranks}")
+        self._rank = ranks.index(global_rank)
+        rank_of_stage = tuple(range(schedule.num_stages)) if rank_of_stage is None else tuple(rank_of_stage)
+        if max(rank_of_stage) + 1 != len(ranks):
+            raise ValueError(f"the schedule has {schedule.num_stages} stages, which do not fit {len(ranks)} pipeline ranks")
+        self._channels = Channels(
+            ranks=ranks,
+            rank_of_stage=rank_of_stage,
+            rank=self._rank,
+            stages=self._stages,
+            timeout=timeout,
+            backend=backend,
+            device=self._device,
+            store=store or (distributed_c10d._get_default_store() if distributed else None),
+            on_error=failure.report,
+        )
+        own = self._channels.name_of(self._stages[0].index)
+        self._chain = Chain(
+            device=self._device,
+            timeout=timeout.total_seconds(),
+            tracer=tracer,
+            on_error=failure.report,
+            annotate=lambda error, instruction: annotate(error, instruction, own),
+        )
+        self._executor = Executor(
+            self._stages, update, self._channels, self._chain, tracer=tracer, wishes=lambda: self.wishes
+        )
+        self._stream = schedule.stream(first_batch=first_batch, first_microbatch=first_microbatch)
+        self._drained = True
+        self._guard = failure.active()
+        if self._guard is not None:
+            self._guard.watch(name=own, doing=self._doing, overdue=self._channels.check_overdue)
+
+    @property
+    def next_batch(self) -> int:
+        return self._stream.next_batch
+
+    @property
+    def next_microbatch(self) -> int:
+        return self._stream.next_microbatch
+
+    @property
+    def is_drained(self) -> bool:
+        return self._drained
+
+    @property
+    def saved_microbatches_peak(self) -> dict[int, int]:
+        """stage -> the most microbatches that were saved at once, over the run so far."""
+        return dict(self._executor.peak_saved_microbatches)
+
+    @property
+    def num_instructions_executed(self) -> int:
+        return self._executor.num_executed
+
+    def num_unread_sends(self) -> int:
+        return self._channels.num_unread_sends()
+
+    def run_batch(self, num_microbatches: int, num_samples: int) -> list[BatchReport]:
+        """Start the next batch and execute its leg. Returns the reports that every rank has by now, oldest first."""
+        batch = self._stream.next_batch
+        first_microbatch = self._stream.next_microbatch
+        rows = self._stream.start_batch(num_microbatches)
+        self._executor.add_batch(BatchInfo(batch, num_microbatches, num_samples), first_microbatch)
+        self._drained = False
+        self._run(rows)
+        return self._take_reports(batch - self.schedule.report_lag)
+
+    def drain(self) -> list[BatchReport]:
+        """Execute everything pending, steps included. Returns the reports not yet returned."""
+        rows = self._stream.drain()
+        self._run(rows)
+        self._drained = True
+        return self._take_reports(self._stream.next_batch - 1)
+
+    def evaluate(self, num_microbatches: int) -> dict[str, tuple[float, float]]:
+        """Forward only, with the newest weights, of `num_microbatches` per pipeline; only when drained.
+
+        Returns name -> (numerator, denominator), summed over all ranks of the metrics group, the same on all of them.
+        """
+        if not self._drained:
+            raise RuntimeError("evaluation needs a drained pipeline; call drain() before it")
+        program = self.schedule.build_evaluation(num_microbatches, version=self._stream.next_batch)
+        self._executor.run_evaluation(program.rows[self._rank])
+        losses: dict[str, tuple[float, float]] = {}
+        for stage in self._stages:
+            losses.update(stage.take_losses(EVALUATION_BATCH))
+        return self._sum_losses(losses)
+
+    def trace_spans(self) -> list[TraceSpan]:
+        """This rank's spans of the last batches; see `trace.gather_spans`."""
+        return self.tracer.spans(self._rank) if self.tracer else []
+
+    def close(self) -> None:
+        """Stop the threads. Call it drained, on all ranks; not needed after a failure."""
+        if self._guard is not None:
+            self._guard.unwatch()
+        self._chain.close()
+        self._channels.close()
+
+    def _run(self, rows: Sequence[Sequence[Any]]) -> None:
+        if self.tracer is not None:
+            self.tracer.begin_leg()
+        self._executor.run(rows[self._rank])
+
+    def _take_reports(self, last_batch: int) -> list[BatchReport]:
+        reports = self._executor.reports
+        taken = []
+        for batch in sorted(batch for batch in reports if batch <= last_batch):
+            self._chain.wait(batch + 1)  # under stash the norm reduction follows the step and completes the report
+            taken.append(reports.pop(batch))
+        return taken
+
+    def _sum_losses(self, losses: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        names = self._stages[0].loss_names
+        sums = torch.tensor([losses.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64, device=self._device)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size(self._metrics_group) > 1:
+            torch.distributed.all_reduce(sums, group=self._metrics_group)
+        return {name: (sums[i, 0].item(), sums[i, 1].item()) for i, name in enumerate(names)}
+
+    def _doing(self) -> tuple[str, int | None]:
+        """(what this rank executes now, the global rank it waits for or None); read by the failure guard's thread."""
+        instruction = self._executor.current
+        waiting = self._channels.waiting
+        if instruction is None:
+            return "between batches", None
+        if waiting is None:
+            if instruction.kind is Kind.STEP and (reduction := self._chain.current) is not None:
+                return f"{instruction} waiting for {reduction}", None
+            return str(instruction), None
+        kind, stage, microbatch = waiting
+        return f"{instruction} waiting for {stage}{kind.value}{microbatch}", self._channels.peer_of(kind, stage)

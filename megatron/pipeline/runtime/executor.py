@@ -1,0 +1,248 @@
+"""The executor: runs one rank's row of a program, whatever the schedule.
+
+A table gives the method of each instruction kind, and a loop calls them in the order of the row. Sends and receives are
+posted; the instruction that needs a tensor waits for it; the reductions go to the chain thread and STEP waits for them.
+A kind without a method is an error before anything of the row is executed. The executor knows no schedule: what it keeps
+between rows is what the instructions themselves leave behind (posted receives, outputs to send, saved microbatches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.runtime.chain import Chain
+from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Microbatch, Stage, WeightUpdate
+from megatron.pipeline.runtime.trace import Tracer
+
+
+def annotate(error: BaseException, instruction: Instruction, where: str) -> None:
+    """Leave on `error` which instruction raised it, once: `error.pipeline_instruction`, `error.pipeline_where`, a note."""
+    if getattr(error, "pipeline_instruction", None) is None:
+        error.pipeline_instruction = instruction
+        error.pipeline_where = where
+        error.add_note(f"raised in instruction {instruction} on {where}")
+
+
+class Executor:
+    """Executes rows on the stages of one rank.
+
+    After a row: `reports` holds the reports of the batches stepped so far (the caller removes them), and
+    `peak_saved_microbatches` the largest number of microbatches that were between the start of their forward and the end
+    of their backward at once, per stage.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        update: WeightUpdate,
+        channels: Channels,
+        chain: Chain,
+        *,
+        tracer: Tracer | None = None,
+        wishes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._update = update
+        self._channels = channels
+        self._chain = chain
+        self._tracer = tracer
+        self._wishes = wishes
+        self._batches: dict[int, BatchInfo] = {}
+        self._microbatches: dict[int, Microbatch] = {}
+        self._last_forward_batch = self._last_backward_batch = -1
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._input_grads: dict[tuple[int, int], Tensor] = {}
+        self._saved: dict[int, set[int]] = {stage: set() for stage in self._stages}
+        self.peak_saved_microbatches: dict[int, int] = dict.fromkeys(self._stages, 0)
+        self.reports: dict[int, BatchReport] = {}
+        self.current: Instruction | None = None
+        self.num_executed = 0
+        self._ready = 0.0
+        shared = {
+            Kind.SEND_F: self._send_output,
+            Kind.RECV_F: self._post_receive,
+        }
+        self._training = shared | {
+            Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_B: self._send_input_grad,
+            Kind.RECV_B: self._post_receive,
+            Kind.REDUCE_GRAD: self._reduce_grad,
+            Kind.REDUCE_EMBED: self._reduce_embed,
+            Kind.REDUCE_NORM: self._reduce_norm,
+            Kind.STEP: self._step,
+        }
+        self._evaluation = shared | {Kind.FORWARD: self._forward_only}
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def add_batch(self, info: BatchInfo, first_microbatch: int) -> None:
+        """Announce a batch whose microbatches the following rows contain."""
+        if info.index != EVALUATION_BATCH:
+            self._batches[info.index] = info
+        for position in range(info.num_microbatches):
+            index = first_microbatch + position
+            self._microbatches[index] = Microbatch(index, info.index, position, info.num_microbatches)
+
+    def run(self, row: Sequence[Instruction]) -> None:
+        """Execute a row of a training program. What an instruction raises carries that instruction (`annotate`)."""
+        self._run(self._resolve(row, self._training))
+
+    def run_evaluation(self, row: Sequence[Instruction]) -> None:
+        """Execute a row of forwards only; nothing is saved. Only between drained rows."""
+        training_microbatches, self._microbatches = self._microbatches, {}
+        try:
+            self.add_batch(BatchInfo(EVALUATION_BATCH, self._count_forwards(row), 0), self._first_microbatch(row))
+            self._run(self._resolve(row, self._evaluation))
+        finally:
+            self._microbatches = training_microbatches
+
+    @staticmethod
+    def _count_forwards(row: Sequence[Instruction]) -> int:
+        return len({instruction.microbatch for instruction in row if instruction.kind is Kind.FORWARD})
+
+    @staticmethod
+    def _first_microbatch(row: Sequence[Instruction]) -> int:
+        return min((instruction.microbatch for instruction in row if instruction.kind is Kind.FORWARD), default=0)
+
+    @staticmethod
+    def _resolve(row: Sequence[Instruction], table: Mapping[Kind, Callable[[Instruction], None]]):
+        try:
+            return [(table[instruction.kind], instruction) for instruction in row]
+        except KeyError:
+            instruction = next(instruction for instruction in row if instruction.kind not in table)
+            raise NotImplementedError(f"the executor has no method for {instruction} ({instruction.kind.name})") from None
+
+    def _run(self, plan: Sequence[tuple[Callable[[Instruction], None], Instruction]]) -> None:
+        try:
+            if self._tracer is None:
+                for method, instruction in plan:
+                    self.current = instruction
+                    method(instruction)
+            else:
+                self._run_traced(plan, self._tracer)
+        except BaseException as error:
+            if self.current is not None:
+                annotate(error, self.current, self._channels.name_of(self.current.stage))
+            raise
+        self.current = None
+        self.num_executed += len(plan)
+
+    def _run_traced(self, plan: Sequence[tuple[Callable[[Instruction], None], Instruction]], tracer: Tracer) -> None:
+        now, record = tracer.now, tracer.record
+        for method, instruction in plan:
+            self.current = instruction
+            self._ready = start = now()
+            method(instruction)
+            record((instruction, start, self._ready, now()))
+
+    def _waited(self) -> None:
+        """What an instruction waited for has come: the rest of its time is its own."""
+        if self._tracer is not None:
+            self._ready = self._tracer.now()
+
+    # -- computation --------------------------------------------------------------------------------------------------
+
+    def _input_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
+        if stage.input_spec is None:
+            return None
+        tensor = self._channels.wait(Kind.RECV_F, instruction.stage, instruction.microbatch, instruction)
+        self._waited()
+        return tensor
+
+    def _forward(self, instruction: Instruction) -> None:
+        index = instruction.stage
+        stage = self._stages[index]
+        microbatch = self._microbatches[instruction.microbatch]
+        if microbatch.batch > self._last_forward_batch:
+            self._last_forward_batch = microbatch.batch
+            self._update.begin_batch(self._batches[microbatch.batch])
+        stage.load_version(instruction.version)
+        input = self._input_of(stage, instruction)
+        saved = self._saved[index]
+        saved.add(instruction.microbatch)
+        if len(saved) > self.peak_saved_microbatches[index]:
+            self.peak_saved_microbatches[index] = len(saved)
+        output = stage.forward(microbatch, input)
+        if output is not None:
+            self._outputs[index, instruction.microbatch] = output
+
+    def _forward_only(self, instruction: Instruction) -> None:
+        stage = self._stages[instruction.stage]
+        stage.load_version(instruction.version)
+        microbatch = self._microbatches[instruction.microbatch]
+        output = stage.forward_only(microbatch, self._input_of(stage, instruction))
+        if output is not None:
+            self._outputs[instruction.stage, instruction.microbatch] = output
+
+    def _recompute(self, instruction: Instruction) -> None:
+        stage = self._stages[instruction.stage]
+        stage.load_version(instruction.version)
+        stage.recompute(self._microbatches[instruction.microbatch])
+
+    def _backward(self, instruction: Instruction) -> None:
+        index = instruction.stage
+        stage = self._stages[index]
+        microbatch = self._microbatches[instruction.microbatch]
+        if microbatch.batch > self._last_backward_batch:
+            self._last_backward_batch = microbatch.batch
+            self._update.begin_backward(self._batches[microbatch.batch])
+        stage.load_version(instruction.version)
+        output_grad = None
+        if stage.output_spec is not None:
+            output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
+            self._waited()
+        input_grad = stage.backward(microbatch, output_grad)
+        self._saved[index].remove(instruction.microbatch)
+        if input_grad is not None:
+            self._input_grads[index, instruction.microbatch] = input_grad
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def _send_output(self, instruction: Instruction) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        self._channels.post_send(Kind.SEND_F, stage, microbatch, self._outputs.pop((stage, microbatch)))
+        self._stages[stage].free_output(self._microbatches[microbatch])
+
+    def _send_input_grad(self, instruction: Instruction) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        self._channels.post_send(Kind.SEND_B, stage, microbatch, self._input_grads.pop((stage, microbatch)))
+
+    def _post_receive(self, instruction: Instruction) -> None:
+        self._channels.post_receive(instruction.kind, instruction.stage, instruction.microbatch)
+
+    # -- the chain and the step ---------------------------------------------------------------------------------------
+
+    def _reduce_grad(self, instruction: Instruction) -> None:
+        self._chain.post(instruction, lambda: self._update.reduce_grad(instruction.version))
+
+    def _reduce_embed(self, instruction: Instruction) -> None:
+        self._chain.post(instruction, lambda: self._update.reduce_embed(instruction.version))
+
+    def _reduce_norm(self, instruction: Instruction) -> None:
+        version, wishes = instruction.version, self._wishes()
+
+        def reduce() -> None:
+            losses = {}
+            for stage in self._stages.values():
+                losses.update(stage.take_losses(version - 1))
+            self._update.reduce_norm(version, wishes, losses)
+
+        self._chain.post(instruction, reduce)
+
+    def _step(self, instruction: Instruction) -> None:
+        self._chain.wait(instruction.version)
+        self._waited()
+        self.reports[instruction.version - 1] = self._update.step(instruction.version)
+        self._forget_batch(instruction.version - 1)
+
+    def _forget_batch(self, batch: int) -> None:
+        info = self._batches.pop(batch)
+        first = next(index for index, microbatch in self._microbatches.items() if microbatch.batch == batch)
+        for index in range(first, first + info.num_microbatches):
+            del self._microbatches[index]

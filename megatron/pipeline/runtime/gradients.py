@@ -1,0 +1,71 @@
+"""Gradient buffers: where the gradients of a batch are summed up.
+
+Problem: without flushes the first backwards of batch j+1 run while the gradients of batch j are still being reduced and
+clipped, so the two must not share memory.
+
+Solution: flat buffers, one tensor per dtype, with a view per parameter. ``param.grad`` is pointed at the views of a free
+buffer before a batch's first backward; autograd adds into them in place. The flat tensor is what the replicas all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class GradientBuffer:
+    """One set of gradients: `flat` holds one tensor per dtype, `views` name -> its part in the parameter's shape."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.flat: list[Tensor] = []
+        self.views: dict[str, Tensor] = {}
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, parameter in parameters.items():
+            by_dtype.setdefault(parameter.dtype, []).append(name)
+        for dtype, names in by_dtype.items():
+            device = parameters[names[0]].device
+            flat = torch.zeros(sum(parameters[name].numel() for name in names), dtype=dtype, device=device)
+            parts = flat.split([parameters[name].numel() for name in names])
+            self.views.update({name: part.view_as(parameters[name]) for name, part in zip(names, parts, strict=True)})
+            self.flat.append(flat)
+
+    def zero(self) -> None:
+        for flat in self.flat:
+            flat.zero_()
+
+    def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> float:
+        """Sum of squares in float64."""
+        return sum(
+            torch.linalg.vector_norm(view, dtype=torch.float64).item() ** 2
+            for name, view in self.views.items()
+            if name not in leave_out
+        )
+
+    def scale(self, factor: float) -> None:
+        for flat in self.flat:
+            flat.mul_(factor)
+
+
+class GradientBuffers:
+    """A fixed number of buffers that are taken and given back."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, num_buffers: int) -> None:
+        self._parameters = dict(parameters)
+        self._free = [GradientBuffer(self._parameters) for _ in range(num_buffers)]
+
+    def take(self) -> GradientBuffer:
+        """A free buffer, zeroed, with every parameter's ``grad`` pointed at it."""
+        assert self._free, "every gradient buffer still waits for its step: the program needs more gradient buffers"
+        buffer = self._free.pop()
+        buffer.zero()
+        self.show(buffer)
+        return buffer
+
+    def show(self, buffer: GradientBuffer | None) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = None if buffer is None else buffer.views[name]
+
+    def give_back(self, buffer: GradientBuffer) -> None:
+        self._free.append(buffer)

@@ -1,0 +1,286 @@
+"""One-directional links between two ranks: how a tensor gets from one process to another.
+
+Problem: the executor wants to post a send or a receive and go on computing; only the instruction that needs a tensor
+waits for it. How that is done depends on where tensors live and what carries them: gloo between CPUs, NCCL between
+GPUs, or gloo through pinned host memory where GPUs are not joined by NCCL (several ranks on one GPU, as in a test).
+
+Solution: a link class for each of them under one face, chosen by data (`LINKS`). Every link owns a process group of its
+two ranks, so that nothing queues behind what it does not depend on. A link keeps what it sends alive until it has been
+read: it holds an alias of the tensor, so the stage may drop its own hold as soon as the send is posted. With gloo, where
+a send counts as read only once ``wait()`` has returned and ``is_completed()`` says nothing, one thread per link waits for
+the sends in their order and drops the aliases; the compute thread never does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from megatron.pipeline.runtime.stage import TensorSpec
+
+_NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
+_SENDER, _RECEIVER = 0, 1
+
+
+class Receive(Protocol):
+    """A posted receive."""
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        """The received tensor; RuntimeError when `timeout` has passed or the connection broke."""
+
+
+class Link(Protocol):
+    """One direction between two ranks; both see sends and receives in the same order."""
+
+    def send(self, tensor: Tensor, tag: int) -> None: ...
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
+
+    def num_unread(self) -> int:
+        """Sends whose storage is still held."""
+
+    def close(self, timeout: float) -> None:
+        """Wait until all sends were read, then stop the link's thread."""
+
+
+def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> ProcessGroupGloo:
+    """A gloo group of two ranks under a name that both agree on.
+
+    Built directly and not through ``new_group(use_local_synchronization=True)``: that derives the name from the number of
+    groups the process belongs to, which differs between neighbours in a pipeline, so that they would never meet.
+    """
+    return ProcessGroupGloo(PrefixStore(name, store), member, 2, timeout)
+
+
+class _Waiter:
+    """A thread that finishes sends in their order and then drops what it was given."""
+
+    def __init__(self, name: str, finish: Callable[[Any], None], on_error: Callable[[Exception], None]) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._finish = finish
+        self._on_error = on_error
+        self._num_put = 0
+        self.num_finished = 0
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        self._num_put += 1
+        self._queue.put(item)
+
+    def num_unfinished(self) -> int:
+        return self._num_put - self.num_finished
+
+    def close(self, timeout: float) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._finish(item)
+            except Exception as error:
+                self._on_error(error)
+                return
+            del item
+            self.num_finished += 1
+
+
+class _GlooReceive:
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        self._work.wait(timeout)
+        return self._tensor
+
+
+class GlooLink:
+    """CPU tensors over gloo."""
+
+    def __init__(
+        self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
+    ) -> None:
+        self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
+        self._timeout = timeout
+        self._waiter = _Waiter(name, self._finish, on_error) if sends else None
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        alias = tensor.detach()
+        self._waiter.put((self._group.send([alias], _RECEIVER, tag % _NUM_TAGS), alias))
+
+    def _finish(self, item: tuple[Any, Tensor]) -> None:
+        item[0].wait(self._timeout)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        return _GlooReceive(self._group.recv([tensor], _SENDER, tag % _NUM_TAGS), tensor)
+
+    def num_unread(self) -> int:
+        return self._waiter.num_unfinished() if self._waiter else 0
+
+    def close(self, timeout: float) -> None:
+        if self._waiter:
+            self._waiter.close(timeout)
+
+
+class HostStagedLink:
+    """CUDA tensors over gloo, through pinned host memory: for ranks that NCCL cannot join."""
+
+    def __init__(
+        self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
+    ) -> None:
+        self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
+        self._timeout = timeout
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._waiter = _Waiter(name, self._finish, on_error) if sends else None
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor.detach(), non_blocking=True)
+        tensor.record_stream(self._stream)
+        self._waiter.put((self._stream.record_event(), host, tag % _NUM_TAGS))
+
+    def _finish(self, item: tuple[Any, Tensor, int]) -> None:
+        copied, host, tag = item
+        copied.synchronize()
+        self._group.send([host], _RECEIVER, tag).wait(self._timeout)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        host = torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
+        return _HostStagedReceive(self._group.recv([host], _SENDER, tag % _NUM_TAGS), host, self._device)
+
+    def num_unread(self) -> int:
+        return self._waiter.num_unfinished() if self._waiter else 0
+
+    def close(self, timeout: float) -> None:
+        if self._waiter:
+            self._waiter.close(timeout)
+
+
+class _HostStagedReceive(_GlooReceive):
+    __slots__ = ("_device",)
+
+    def __init__(self, work: Any, host: Tensor, device: torch.device) -> None:
+        super().__init__(work, host)
+        self._device = device
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        return super().wait(timeout).to(self._device, non_blocking=True)
+
+
+class NcclLink:
+    """CUDA tensors over NCCL, on the group's own stream; waiting makes the current stream wait, not the host."""
+
+    def __init__(
+        self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
+    ) -> None:
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout * 2  # `check_overdue` speaks first, and names who waits for whom
+        member = _SENDER if sends else _RECEIVER
+        self._group = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
+        self._device = device
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._meet(sends)
+
+    def _meet(self, sends: bool) -> None:
+        """NCCL connects at the first use and blocks there; do it now, while both ends are known to come."""
+        probe = torch.zeros(1, device=self._device)
+        work = self._group.send([probe], _RECEIVER, 0) if sends else self._group.recv([probe], _SENDER, 0)
+        work.wait()
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()[0].wait()
+        alias = tensor.detach()
+        self._sent.append((self._group.send([alias], _RECEIVER, 0), alias))
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
+
+    def num_unread(self) -> int:
+        return sum(not work.is_completed() for work, _ in self._sent)
+
+    def close(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.num_unread() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._sent.clear()
+
+
+class _NcclReceive:
+    __slots__ = ("_tensor", "_waited_since", "_work")
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._waited_since: float | None = None
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        self._work.wait()
+        self._waited_since = time.monotonic()
+        return self._tensor
+
+    def is_overdue(self, timeout: timedelta) -> bool | None:
+        """None once it has arrived, else whether the stream has waited for it longer than `timeout`."""
+        if self._work.is_completed():
+            return None
+        return self._waited_since is not None and time.monotonic() - self._waited_since > timeout.total_seconds()
+
+
+class LocalLink:
+    """Two stages on one rank: the tensor is handed over."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        self._tensors[tag] = tensor.detach()
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        return _LocalReceive(self._tensors, tag)
+
+    def num_unread(self) -> int:
+        return len(self._tensors)
+
+    def close(self, timeout: float) -> None:
+        self._tensors.clear()
+
+
+class _LocalReceive:
+    __slots__ = ("_tag", "_tensors")
+
+    def __init__(self, tensors: dict[int, Tensor], tag: int) -> None:
+        self._tensors = tensors
+        self._tag = tag
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        tensor = self._tensors.pop(self._tag, None)
+        if tensor is None:
+            raise RuntimeError("the tensor was not sent yet, and on one rank nothing else can send it")
+        return tensor
+
+
+LINKS: dict[tuple[str, str], type] = {
+    ("gloo", "cpu"): GlooLink,
+    ("gloo", "cuda"): HostStagedLink,
+    ("nccl", "cuda"): NcclLink,
+}
+"""(backend, device type) -> link between two ranks."""

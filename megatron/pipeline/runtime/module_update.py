@@ -1,0 +1,157 @@
+"""A torch optimizer as the weight update of a stage.
+
+The gradients of a batch are averaged over replicas, those of tied parameters added up, and the exact global norm is taken
+over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where a gradient
+is not finite anywhere, no rank steps: the new version is an alias of the one before and the learning rate stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
+from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.versions import WeightVersions
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that another stage holds too: `group` joins the two; the norm counts it on one of them only."""
+
+    name: str
+    group: Any
+    counts_in_norm: bool
+
+
+@dataclass
+class _Pending:
+    """A batch between its first forward and its report."""
+
+    report: BatchReport
+    buffer: GradientBuffer | None = None
+    norm_squared: float | None = None
+    reduced: bool = False
+    norm: float = math.nan
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+class ModuleUpdate:
+    """The weight update of one rank.
+
+    `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for none.
+    `num_grad_buffers`: 1 with flushes, 2 without. `data_parallel_group`: the replicas of this stage, None for one replica.
+    `counts_in_norm`: False on all replicas but one. `job_group`: all ranks of the job, None for a single one. Groups are used
+    from the chain thread, so nobody else may use them. `scheduler`: a torch learning-rate scheduler over `optimizer`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        versions: WeightVersions,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        clip_grad: float = 0.0,
+        num_grad_buffers: int = 2,
+        data_parallel_group: Any = None,
+        counts_in_norm: bool = True,
+        job_group: Any = None,
+        tied: TiedParameter | None = None,
+        loss_names: tuple[str, ...] = ("loss",),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.versions = versions
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._clip_grad = clip_grad
+        self._buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers)
+        self._accumulating: GradientBuffer | None = None
+        self._data_parallel_group = data_parallel_group
+        self._counts_in_norm = counts_in_norm
+        self._job_group = job_group
+        self._tied = tied
+        self._uncounted = frozenset({tied.name} if tied is not None and not tied.counts_in_norm else ())
+        self._loss_names = loss_names
+        self._device = torch.device(device)
+        self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        self._pending[info.index + 1] = _Pending(BatchReport(batch=info.index, num_samples=info.num_samples))
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        self._accumulating = self._pending[info.index + 1].buffer = self._buffers.take()
+
+    def reduce_grad(self, version: int) -> None:
+        group = self._data_parallel_group
+        if group is None:
+            return
+        for flat in self._pending[version].buffer.flat:
+            torch.distributed.all_reduce(flat, group=group)
+            flat.div_(torch.distributed.get_world_size(group))
+
+    def reduce_embed(self, version: int) -> None:
+        if self._tied is not None:
+            torch.distributed.all_reduce(self._pending[version].buffer.views[self._tied.name], group=self._tied.group)
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        pending = self._pending[version]
+        stepped = pending.buffer is None
+        local = pending.norm_squared if stepped else self._norm_squared(pending.buffer)
+        sums = all_reduce_norm(
+            norm_squared=local if self._counts_in_norm else 0.0,
+            overflow=not math.isfinite(local),
+            wishes=wishes,
+            losses=losses,
+            loss_names=self._loss_names,
+            group=self._job_group,
+            device=self._device,
+        )
+        report = pending.report
+        report.overflow = sums.num_overflows > 0
+        report.grad_norm = sums.norm
+        report.wishes = sums.wishes
+        report.losses = sums.mean_losses
+        report.nan = not all(math.isfinite(loss) for loss in report.losses.values())
+        pending.reduced = True
+        if stepped:
+            del self._pending[version]
+
+    def step(self, version: int) -> BatchReport:
+        pending = self._pending[version]
+        report = pending.report
+        if not pending.reduced and self._clip_grad:
+            raise ValueError("clipping needs the global norm before the step, which this weight policy takes after it")
+        report.learning_rate = self.optimizer.param_groups[0]["lr"]
+        report.skipped = pending.reduced and report.overflow
+        if report.skipped:
+            self.versions.alias(version, of=version - 1)
+        else:
+            self._write(version, pending)
+        buffer, pending.buffer = pending.buffer, None
+        if pending.reduced:
+            del self._pending[version]
+        else:
+            pending.norm_squared = self._norm_squared(buffer)
+        self._buffers.give_back(buffer)
+        return report
+
+    def _write(self, version: int, pending: _Pending) -> None:
+        if self._clip_grad:
+            factor = self._clip_grad / (pending.report.grad_norm + 1e-6)
+            if factor < 1.0:
+                pending.buffer.scale(factor)
+        self._buffers.show(pending.buffer)
+        with self.versions.making(version):
+            self.optimizer.step()
+        self._buffers.show(self._accumulating if self._accumulating is not pending.buffer else None)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _norm_squared(self, buffer: GradientBuffer) -> float:
+        return buffer.norm_squared(leave_out=self._uncounted)

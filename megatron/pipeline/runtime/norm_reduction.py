@@ -1,0 +1,64 @@
+"""The one small all-reduce per batch: what all ranks of the job must agree on before a step.
+
+Norm, overflow, losses and wishes (to stop, save or evaluate) travel in one float64 vector, over all ranks of the job:
+stages and replicas alike, so that all decide alike. A wish is a bit; each bit has an element of its own, and the sum of
+an element over the ranks is positive where any rank wishes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NUM_WISH_BITS = 8
+
+
+@dataclass(frozen=True)
+class NormReduction:
+    """Sums over the job: squared gradient norm, ranks that overflowed, wishes (bits), losses as numerator and denominator."""
+
+    norm_squared: float
+    num_overflows: float
+    wishes: int
+    losses: dict[str, tuple[float, float]]
+
+    @property
+    def norm(self) -> float:
+        return self.norm_squared**0.5
+
+    @property
+    def mean_losses(self) -> dict[str, float]:
+        return {name: numerator / denominator for name, (numerator, denominator) in self.losses.items() if denominator}
+
+
+def all_reduce_norm(
+    *,
+    norm_squared: float,
+    overflow: bool,
+    wishes: int,
+    losses: Mapping[str, tuple[float, float]],
+    loss_names: Sequence[str],
+    group: Any,
+    device: torch.device,
+) -> NormReduction:
+    """Sum what every rank contributes. `group`: all ranks of the job, used for nothing else; None with a single rank."""
+    if not 0 <= wishes < 1 << NUM_WISH_BITS:
+        raise ValueError(f"wishes are {wishes}; they are {NUM_WISH_BITS} bits, 0 to {(1 << NUM_WISH_BITS) - 1}")
+    values = [norm_squared, float(overflow), *(float(wishes >> bit & 1) for bit in range(NUM_WISH_BITS))]
+    for name in loss_names:
+        values.extend(losses.get(name, (0.0, 0.0)))
+    if group is not None:
+        vector = torch.tensor(values, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(vector, group=group)
+        values = vector.tolist()
+    bits = values[2 : 2 + NUM_WISH_BITS]
+    sums = iter(values[2 + NUM_WISH_BITS :])
+    return NormReduction(
+        norm_squared=values[0],
+        num_overflows=values[1],
+        wishes=sum(1 << bit for bit, count in enumerate(bits) if count > 0),
+        losses={name: (next(sums), next(sums)) for name in loss_names},
+    )
