@@ -1,9 +1,10 @@
 """Packages and dependencies.
 
 `megatron` is a namespace package: `megatron.core` comes from the wheel of megatron-core, the subpackages here lie beside
-it, and neither has a `megatron/__init__.py`. For an editable install that works only where Python itself scans
-`megatron` in several folders of `sys.path`. So the root is named as package directory: setuptools then adds it to the
-path through a `.pth` file, instead of the import hooks that it would otherwise generate.
+it, and neither has a `megatron/__init__.py`. For an editable install the root is named as package directory and
+`megatron` itself as a package: setuptools then takes the layout for a simple one and puts the repository on `sys.path`,
+where Python merges the two folders by itself. Otherwise it would write an import hook with a fixed list of today's
+subpackages.
 """
 
 from pathlib import Path
@@ -26,7 +27,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
     package_dir={"": "."},
-    packages=find_namespace_packages(include=["megatron.*"]),
+    packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     install_requires=requirements("runtime"),
     extras_require={name: requirements(name) for name in ("test", "tensorboard", "tokenizers")},
     zip_safe=False,
