@@ -69,7 +69,6 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
             attention_backend=AttnBackend[args.attention_backend],
             init_method_std=args.init_method_std,
             use_cpu_initialization=args.use_cpu_initialization,
-            calculate_per_token_loss=args.calculate_per_token_loss,
             cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
             cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
             recompute_granularity=args.recompute_granularity,
@@ -119,7 +118,6 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         loss_scale_window=args.loss_scale_window,
         hysteresis=args.hysteresis,
         use_distributed_optimizer=args.use_distributed_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
     )
 
 
@@ -137,7 +135,6 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
         check_for_nan_in_grad=False,
         bucket_size=args.ddp_bucket_size,
         pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
-        average_in_collective=args.ddp_average_in_collective,
     )
 
 

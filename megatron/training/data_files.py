@@ -7,14 +7,22 @@ documents), then lengths (int32), byte offsets (int64) and document ends (int64)
 
 import os
 import struct
+from typing import NamedTuple
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _HEADER_SIZE = 34
 
 
-def check_indexed_dataset(prefix: str) -> int:
-    """Check `prefix`.idx and `prefix`.bin against each other; returns the number of tokens.
+class Contents(NamedTuple):
+    """What a pair holds. GPT documents are one sequence each."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+def check_indexed_dataset(prefix: str) -> Contents:
+    """Check `prefix`.idx and `prefix`.bin against each other; returns what they hold.
 
     Raises ValueError naming the file and what is wrong with it.
     """
@@ -52,4 +60,4 @@ def check_indexed_dataset(prefix: str) -> int:
     num_tokens = expected // _ITEM_SIZES[code]
     if num_tokens == 0:
         raise ValueError(f"data file {binary} has no tokens; was the text empty?")
-    return num_tokens
+    return Contents(num_sequences, num_tokens)

@@ -72,13 +72,12 @@ def needs_data(args: argparse.Namespace) -> bool:
 def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
     """The three datasets, each None where it is not needed on this rank or its split is empty. Collective over all ranks.
 
-    Raises ValueError, on every rank alike, for files that are missing, empty or truncated, and for a split without
-    documents that the run needs.
+    Sets `args.has_split`, a bool for training, validation and test, the same on every rank. Raises ValueError for files
+    that are missing, empty or truncated, and for a training split without documents.
     """
     blend, per_split = blends(args)
     prefixes = [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]
-    for prefix in prefixes:
-        check_indexed_dataset(prefix)
+    num_sequences = [check_indexed_dataset(prefix).num_sequences for prefix in prefixes]
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -95,6 +94,11 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
         create_attention_mask=args.reset_attention_mask,  # the plain causal mask is left to the attention
     )
     wanted = num_samples(args)
+    if blend is not None:
+        _drop_empty_splits(config, num_sequences)
+    args.has_split = _existing_splits(config, wanted)
+    if not args.has_split[0] and not args.skip_train:
+        raise ValueError("the training split has no documents; change --split or give more text")
     builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if config.mock else GPTDataset, wanted, lambda: needs_data(args) and _reads_for_tensor_group(),
         config,
@@ -109,6 +113,26 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
     return datasets
 
 
+def _drop_empty_splits(config: GPTDatasetConfig, num_sequences: list[int]) -> None:
+    """A split that gets no document of a small file is left out; megatron.core would look for its samples for ever."""
+    for index, bounds in enumerate(config.split_matrix):
+        if bounds is None:
+            continue
+        sizes = [round(bounds[1] * number) - round(bounds[0] * number) for number in num_sequences]
+        if max(sizes) == 0:
+            config.split_matrix[index] = None
+        elif min(sizes) == 0:
+            prefix = config.blend[0][sizes.index(0)]
+            raise ValueError(f"{prefix} has too few documents for a {SPLITS[index]} split; change --split, give more text, "
+                             f"or name data per split")
+
+
+def _existing_splits(config: GPTDatasetConfig, wanted: list[int]) -> tuple[bool, bool, bool]:
+    """Which of the three splits have data that the run takes; the same on every rank."""
+    there = config.split_matrix if config.split_matrix is not None else config.blend_per_split
+    return tuple(part is not None and number > 0 for part, number in zip(there, wanted, strict=True))
+
+
 def _reads_for_tensor_group() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -117,9 +141,6 @@ def _check_lengths(args: argparse.Namespace, datasets: list, wanted: list[int]) 
     for name, dataset, number in zip(SPLITS, datasets, wanted, strict=True):
         if number == 0 or (name == "training" and args.skip_train):
             continue
-        length = 0 if dataset is None else len(dataset)
-        if length == 0 and name == "training":
-            raise ValueError("the training split has no documents; change --split or give more text")
-        if 0 < length < number:
-            raise ValueError(f"the {name} data holds {length} samples but the run takes {number}; give the parts of the "
+        if dataset is not None and len(dataset) < number:
+            raise ValueError(f"the {name} data holds {len(dataset)} samples but the run takes {number}; give the parts of the "
                              f"blend weights, so that they are repeated, or shorten the run")

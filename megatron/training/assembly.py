@@ -1,0 +1,180 @@
+"""Puts a run together: tokenizer, data, model, optimizer, checkpoint, stage, engine, in the order in which errors are cheap.
+
+Files are looked at before the model is built, and the checkpoint is read before the first sample. What the loop needs comes
+back as one record.
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron import backend
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
+from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
+from megatron.pipeline.schedules import Schedule
+from megatron.training import config
+from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
+from megatron.training.data import MicrobatchIterator
+from megatron.training.logging import LOSS, Reporter
+from megatron.training.models import build_chunks, num_parameters, wrap_for_training
+from megatron.training.throughput import flops_per_sample
+from megatron.training.timeline import TracedBatch
+from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
+
+ModelProvider = Callable[..., torch.nn.Module]
+DatasetsProvider = Callable[[argparse.Namespace, object], list]
+
+
+@dataclass
+class Run:
+    """Everything of a run on one rank, and where it stands (`position` counts over the whole run)."""
+
+    args: argparse.Namespace
+    chunks: list[torch.nn.Module]
+    optimizer: object
+    scheduler: OptimizerParamScheduler
+    update: MegatronWeightUpdate
+    stage: MegatronStage
+    engine: PipelineEngine
+    reporter: Reporter
+    writer: CheckpointWriter | None
+    datasets: list
+    vocab_size: int
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_valid_samples: int = 0
+    flops: float = 0.0
+    saved_iteration: int | None = None
+    history: deque[TracedBatch] = field(default_factory=lambda: deque(maxlen=64))
+
+    def position(self) -> CheckpointPosition:
+        """Where the run stands, as a checkpoint records it."""
+        return CheckpointPosition(
+            iteration=self.iteration,
+            consumed_train_samples=self.consumed_samples,
+            consumed_valid_samples=self.consumed_valid_samples,
+            next_microbatch=self.engine.next_microbatch,
+            num_floating_point_operations_so_far=self.flops,
+        )
+
+    def samples(self, index: int, name: str, consumed: int) -> MicrobatchIterator:
+        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on."""
+        return MicrobatchIterator(
+            self.args, self.datasets[index], name=name, consumed_samples=consumed, vocab_size=self.vocab_size
+        )
+
+
+def assemble(args: argparse.Namespace, *, model_provider: Callable[[argparse.Namespace, object], ModelProvider],
+             forward_step: ForwardStep, datasets_provider: DatasetsProvider) -> Run:
+    """Build a run on this rank. Collective. Raises ValueError for what the user can mend.
+
+    Args:
+        args: validated; process groups are up.
+        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`.
+        forward_step: Megatron's `forward_step(data_iterator, model)`.
+        datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
+    """
+    reporter = Reporter(args)
+    tokenizer = build_tokenizer(args)
+    args.padded_vocab_size = padded_vocab_size(args, tokenizer)
+    datasets = datasets_provider(args, tokenizer)
+    model_config = config.transformer_config(args)
+    chunks = wrap_for_training(
+        build_chunks(model_provider(args, model_config), model_config), model_config, config.ddp_config(args)
+    )
+    optimizer_config = config.optimizer_config(args)
+    overrides = get_standard_config_overrides(optimizer_config)
+    optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
+    scheduler = config.param_scheduler(args, optimizer)
+    schedule = pipeline_schedule(args)
+    stage_index = parallel_state.get_pipeline_model_parallel_rank()
+    update = MegatronWeightUpdate(
+        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stage_index,
+        loss_names=(LOSS,), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )  # fmt: skip
+    position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
+    stage = MegatronStage(
+        chunks[0], forward_step, update, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+        recompute=args.pipeline_recompute, seed=args.seed, loss_names=(LOSS,),
+    )  # fmt: skip
+    engine = build_engine(args, schedule, stage, update, position)
+    _describe(args, reporter, chunks)
+    return Run(
+        args, chunks, optimizer, scheduler, update, stage, engine, reporter,
+        CheckpointWriter(args.save) if args.save else None, datasets, vocab_size(args, tokenizer),
+        iteration=position.iteration, consumed_samples=position.consumed_train_samples,
+        consumed_valid_samples=position.consumed_valid_samples,
+        flops=position.num_floating_point_operations_so_far,
+        saved_iteration=position.iteration if position.iteration else None,
+    )  # fmt: skip
+
+
+def _load(args: argparse.Namespace, chunks: list, optimizer: object, scheduler: object, update: MegatronWeightUpdate,
+          reporter: Reporter) -> CheckpointPosition | None:
+    """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights."""
+    position = None
+    if args.load is not None:
+        position = load_checkpoint(args=args, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update)
+        if position is None and args.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+    if position is None and args.pretrained_checkpoint is not None:
+        pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
+                                           "ckpt_step": None})  # fmt: skip
+        position = load_checkpoint(args=pretrained, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update)
+        if position is None:
+            raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
+    if position is not None:
+        reporter.say(f"loaded {args.load or args.pretrained_checkpoint} at iteration {position.iteration}")
+    elif args.load is not None:
+        reporter.say(f"--load {args.load} holds no checkpoint yet: starting from iteration 0")
+    return position
+
+
+def build_engine(args: argparse.Namespace, schedule: Schedule, stage: MegatronStage, update: MegatronWeightUpdate,
+                 position: CheckpointPosition) -> PipelineEngine:
+    """The engine over this rank's pipeline group, going on at `position`.
+
+    Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped, also
+    after a change of the microbatch size or of the number of replicas.
+    """
+    tracer = None
+    if args.pipeline_timeline is not None:
+        clock = CudaClock() if backend.is_cuda() else HostClock()
+        tracer = Tracer(num_batches=args.pipeline_timeline_iterations + schedule.report_lag + 1, clock=clock)
+    return PipelineEngine(
+        schedule, stage, update,
+        ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        backend=args.distributed_backend,
+        device=backend.device(),
+        tracer=tracer,
+        first_batch=position.iteration,
+        first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
+    )  # fmt: skip
+
+
+def _describe(args: argparse.Namespace, reporter: Reporter, chunks: list) -> None:
+    counts = [None] * args.world_size
+    torch.distributed.all_gather_object(counts, (parallel_state.get_pipeline_model_parallel_rank(), num_parameters(chunks)))
+    stages: dict[int, int] = {}
+    for stage, count in counts:
+        stages[stage] = stages.get(stage, 0) + count // args.data_parallel_size
+    parts = ", ".join(f"{stages[stage] / 1e6:.3g}" for stage in sorted(stages))
+    reporter.say(
+        f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
+        f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
+        f"{args.data_parallel_size}, schedule {args.pipeline_schedule}, "
+        f"{args.batch_sizes.num_microbatches(args.consumed_train_samples)} microbatches of {args.micro_batch_size} a batch\n"
+        f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
+    )

@@ -1,0 +1,27 @@
+"""Evaluation: forward only, with the newest weights, on data of its own. The pipeline must be drained."""
+
+import argparse
+from collections.abc import Callable
+
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.training.logging import LOSS
+
+
+def evaluate(engine: PipelineEngine, args: argparse.Namespace, agree_to_stop: Callable[[], bool]) -> float | None:
+    """Mean loss per token over `--eval-iters` batches of the full global batch size; the same on every rank.
+
+    Args:
+        engine: drained; its stage has the evaluation's iterator.
+        agree_to_stop: collective question after every batch, whether any rank wants to stop.
+
+    Returns None if the evaluation was broken off.
+    """
+    numerator = denominator = 0.0
+    num_microbatches = args.global_batch_size // args.batch_sizes.samples_per_microbatch
+    for _ in range(args.eval_iters):
+        batch_sum, batch_count = engine.evaluate(num_microbatches)[LOSS]
+        numerator += batch_sum
+        denominator += batch_count
+        if agree_to_stop():
+            return None
+    return numerator / max(denominator, 1.0)

@@ -1,0 +1,217 @@
+"""What a run says: Megatron's log line, TensorBoard, Weights & Biases, the metrics file. One rank, the last, writes all."""
+
+import argparse
+import logging
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+from megatron import backend
+from megatron.pipeline.runtime.stage import BatchReport
+from megatron.training.metrics import MetricsFile
+from megatron.training.throughput import flops_per_sample
+
+LOSS = "lm loss"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stood after a batch, beside the batch's report."""
+
+    iteration: int
+    consumed_samples: int
+    num_samples: int
+    seconds: float
+
+
+@dataclass
+class _Interval:
+    """Sums since the last log line."""
+
+    losses: float = 0.0
+    num_losses: int = 0
+    skipped: int = 0
+    nan: int = 0
+    iterations: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def add(self, report: BatchReport, progress: Progress, seq_length: int) -> None:
+        self.iterations += 1
+        self.seconds += progress.seconds
+        self.tokens += progress.num_samples * seq_length
+        self.skipped += report.skipped
+        self.nan += report.nan
+        loss = report.losses.get(LOSS, math.nan)
+        if not report.skipped and math.isfinite(loss):
+            self.losses += loss
+            self.num_losses += 1
+
+
+def log_line(report: BatchReport, progress: Progress, interval: _Interval, *, train_iters: int, flops: float | None = None,
+             now: float | None = None) -> str:
+    """Megatron's log line: means over the interval for time and loss, the last batch's values for the rest.
+
+    `flops` are the floating-point operations per token and GPU, or None to leave the throughput out.
+    """
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    loss = interval.losses / interval.num_losses if interval.num_losses else math.nan
+    parts = [
+        f" [{stamp}] iteration {progress.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {progress.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.iterations:.1f}",
+        f"learning rate: {report.learning_rate:.6E}",
+        f"global batch size: {progress.num_samples:5d}",
+        f"{LOSS}: {loss:.6E}",
+        f"loss scale: {report.loss_scale:.1f}",
+    ]
+    if flops is not None:
+        rate = flops * interval.tokens / interval.seconds / 1e12
+        parts.insert(3, f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
+    if report.grad_norm is not None:
+        parts.append(f"grad norm: {report.grad_norm:.3f}")
+    parts += [
+        f"number of skipped iterations: {interval.skipped:3d}",
+        f"number of nan iterations: {interval.nan:3d}",
+        f"tokens per second: {interval.tokens / interval.seconds:.1f}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+class Reporter:
+    """Turns reports into everything that a run writes. On all ranks but the last it writes nothing.
+
+    Raises ValueError where the metrics file cannot be written.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.writes = args.rank == args.world_size - 1
+        self._interval = _Interval()
+        self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
+        self._board = _tensorboard(args) if self.writes and args.tensorboard_dir else None
+        self._wandb = _weights_and_biases(args) if self.writes and args.wandb_project else None
+        per_token = flops_per_sample(args) / args.seq_length / args.world_size
+        self._flops = per_token if args.log_throughput and backend.is_cuda() else None
+
+    def say(self, text: str) -> None:
+        """Print a line for the user, once in the job."""
+        if self.writes:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def progress(self, text: str) -> None:
+        """`--log-progress`: append a line to progress.txt beside the checkpoints. Called on rank 0."""
+        if self.args.log_progress and self.args.rank == 0:
+            job = os.environ.get("SLURM_JOB_ID", "")
+            with open(os.path.join(self.args.save, "progress.txt"), "a", encoding="utf-8") as stream:
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+                stream.write(f"{stamp}\tJob ID: {job}\t# ranks: {self.args.world_size}\t{text}\n")
+
+    def iteration(self, report: BatchReport, progress: Progress) -> None:
+        """Record one batch; print the log line where its interval ends."""
+        self._interval.add(report, progress, self.args.seq_length)
+        if self.writes:
+            self._record(report, progress)
+        if progress.iteration % self.args.log_interval == 0:
+            self.say(log_line(report, progress, self._interval, train_iters=self.args.train_iters, flops=self._flops))
+            self._interval = _Interval()
+
+    def _record(self, report: BatchReport, progress: Progress) -> None:
+        seconds = max(progress.seconds, 1e-9)
+        values = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "lm_loss": report.losses.get(LOSS),
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "loss_scale": report.loss_scale,
+            "iteration_time_ms": 1000 * progress.seconds,
+            "tokens_per_second": progress.num_samples * self.args.seq_length / seconds,
+            "peak_memory_bytes": backend.peak_memory_bytes(),
+        }
+        if self._metrics is not None:
+            self._metrics.write(**values, skipped=report.skipped)
+        if progress.iteration % self.args.tensorboard_log_interval == 0:
+            self._boards(progress, self._board_values(values, report, progress))
+
+    def _board_values(self, values: dict, report: BatchReport, progress: Progress) -> dict[str, float | None]:
+        args = self.args
+        named = {LOSS: values["lm_loss"], "batch-size": progress.num_samples, "grad-norm": report.grad_norm}
+        if args.log_learning_rate_to_tensorboard:
+            named["learning-rate"] = report.learning_rate
+        if args.log_loss_scale_to_tensorboard:
+            named["loss-scale"] = report.loss_scale
+        if args.log_timers_to_tensorboard:
+            named["iteration-time"] = progress.seconds
+        if args.log_memory_to_tensorboard:
+            named["mem-max-allocated-bytes"] = values["peak_memory_bytes"]
+        if args.log_world_size_to_tensorboard:
+            named["world-size"] = args.world_size
+        if self._flops is not None:
+            named["throughput"] = self._flops * values["tokens_per_second"] / 1e12
+        return named
+
+    def _boards(self, progress: Progress, values: dict[str, float | None]) -> None:
+        values = {name: value for name, value in values.items() if value is not None}
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, progress.iteration)
+            for name in (LOSS, "learning-rate", "grad-norm"):
+                if name in values:
+                    self._board.add_scalar(f"{name} vs samples", values[name], progress.consumed_samples)
+        if self._wandb is not None:
+            self._wandb.log(values, step=progress.iteration)
+
+    def evaluation(self, name: str, iteration: int, loss: float, *, seconds: float) -> None:
+        """Record one evaluation. `name` is "validation" or "test"."""
+        perplexity = math.exp(min(20.0, loss))
+        line = f" {name} loss at iteration {iteration} | {LOSS} value: {loss:.6E} | {LOSS} PPL: {perplexity:.6E} | "
+        self.say("-" * len(line) + f"\n{line}\n" + "-" * len(line))
+        if not self.writes:
+            return
+        if self._metrics is not None:
+            self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss, f"{name}_ppl": perplexity,
+                                   "evaluation_time_ms": 1000 * seconds})  # fmt: skip
+        if self._board is not None:
+            self._board.add_scalar(f"{LOSS} {name}", loss, iteration)
+            if self.args.log_validation_ppl_to_tensorboard:
+                self._board.add_scalar(f"{LOSS} {name} ppl", perplexity, iteration)
+        if self._wandb is not None:
+            self._wandb.log({f"{LOSS} {name}": loss}, step=iteration)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _tensorboard(args: argparse.Namespace):
+    from torch.utils.tensorboard import SummaryWriter
+
+    try:
+        return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    except OSError as error:
+        raise ValueError(f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}") from error
+
+
+def _weights_and_biases(args: argparse.Namespace):
+    import wandb
+
+    folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")
+    os.makedirs(folder, exist_ok=True)
+    config = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, bool))}
+    wandb.init(dir=folder, name=args.wandb_exp_name, project=args.wandb_project, entity=args.wandb_entity or None,
+               config=config)  # fmt: skip
+    return wandb
+
+
+def configure_logging(level: int | None) -> None:
+    """Python's logging: warnings, or what `--logging-level` says."""
+    logging.basicConfig(level=logging.WARNING if level is None else level, format="%(name)s: %(message)s")

@@ -1,0 +1,239 @@
+"""The training loop: batches through the engine, reports out, evaluations and checkpoints between.
+
+Without flushes the report of a batch comes some batches late (`Schedule.report_lag`), on all ranks alike. So nothing is
+decided by one rank: what the iteration number decides is the same everywhere, and a wish (SIGTERM, time is up) travels with
+a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
+"""
+
+import contextlib
+import gc
+import time
+from collections import deque
+
+import torch
+
+from megatron import backend
+from megatron.pipeline.runtime.stage import BatchReport
+from megatron.training.assembly import Run
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.evaluation import evaluate
+from megatron.training.logging import Progress
+from megatron.training.profiling import Profiler
+from megatron.training.signals import StopSignal
+from megatron.training.throughput import flops_per_sample
+from megatron.training.timeline import TracedBatch, write_timeline
+
+STOP = 1
+"""Wish: save and end the run."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; raised on every rank alike."""
+
+
+class Loop:
+    """Drives one run to its end.
+
+    Args:
+        run: what `assembly.assemble` built.
+        stop: SIGTERM as a wish.
+        started: `time.time()` of the program's start, for `--exit-duration-in-mins`.
+    """
+
+    def __init__(self, run: Run, stop: StopSignal, *, started: float) -> None:
+        self.run, self.args, self.stop, self.started = run, run.args, stop, started
+        self._waiting: deque[Progress] = deque()  # batches without a report yet
+        self._wishes = 0  # of all ranks, from the reports
+        self._validation = None
+        self._flops_per_sample = flops_per_sample(run.args)
+
+    def train(self) -> bool:
+        """Train until the last iteration (True), or until a wish, `--exit-interval` or the time ends the run (False)."""
+        run, args = self.run, self.args
+        if run.iteration >= args.train_iters:
+            return True
+        run.stage.data_iterator = run.samples(0, "training", run.consumed_samples)
+        profiler = Profiler(args)
+        self.stop.on_receipt = self._pass_on_wish
+        if args.manual_gc:
+            gc.disable()
+            gc.collect()
+        try:
+            while run.iteration < args.train_iters:
+                profiler.before(run.iteration)
+                self._batch()
+                self._collect_garbage()
+                profiler.after(run.iteration)
+                if self._ends_stretch() and self._between_stretches():
+                    return False
+        finally:
+            self.stop.on_receipt = None
+            profiler.close()
+            if args.manual_gc:
+                gc.enable()
+        if args.save is not None and run.saved_iteration != run.iteration:
+            self.save()
+        return True
+
+    def _pass_on_wish(self) -> None:
+        self.run.engine.wishes |= STOP
+
+    def _batch(self) -> None:
+        """One batch's leg; its time counts for the batch, whose report may come later."""
+        run, sizes = self.run, self.args.batch_sizes
+        if self.stop.received or self._time_is_up():
+            run.engine.wishes |= STOP
+        num_samples = sizes.num_samples(run.consumed_samples)
+        num_microbatches = sizes.num_microbatches(run.consumed_samples)
+        run.history.append(TracedBatch(run.iteration, run.engine.next_microbatch, num_microbatches))
+        start = time.perf_counter()
+        reports = run.engine.run_batch(num_microbatches, num_samples)
+        seconds = time.perf_counter() - start
+        run.iteration += 1
+        run.consumed_samples += num_samples
+        run.flops += self._flops_per_sample * num_samples
+        self._waiting.append(Progress(run.iteration, run.consumed_samples, num_samples, seconds))
+        self._report(reports)
+
+    def _drain(self) -> None:
+        """Finish the batches in flight. The time counts for the last batch."""
+        start = time.perf_counter()
+        reports = self.run.engine.drain()
+        seconds = time.perf_counter() - start
+        if self._waiting:
+            last = self._waiting.pop()
+            self._waiting.append(
+                Progress(last.iteration, last.consumed_samples, last.num_samples, last.seconds + seconds)
+            )
+        self._report(reports)
+        assert not self._waiting, f"batches without a report after a drain: {self._waiting}"
+
+    def _report(self, reports: list[BatchReport]) -> None:
+        for report in reports:
+            progress = self._waiting.popleft()
+            assert progress.iteration == report.batch + 1, (progress, report)
+            self._wishes |= report.wishes
+            self.run.reporter.iteration(report, progress)
+            if report.nan and self.args.check_for_nan_in_loss_and_grad:
+                raise TrainingError(
+                    f"the loss or the gradient of iteration {progress.iteration} is not finite (lm loss "
+                    f"{report.losses.get('lm loss')}, gradient norm {report.grad_norm}); lower --lr, or go on regardless "
+                    f"with --no-check-for-nan-in-loss-and-grad"
+                )
+
+    def _time_is_up(self) -> bool:
+        minutes = self.args.exit_duration_in_mins
+        return minutes is not None and time.time() - self.started > 60 * minutes
+
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.run.iteration % interval == 0
+
+    def _evaluates(self) -> bool:
+        return self.args.has_split[1] and self.args.eval_iters > 0 and self._due(self.args.eval_interval)
+
+    def _saves(self) -> bool:
+        return self.args.save is not None and self._due(self.args.save_interval)
+
+    def _ends_stretch(self) -> bool:
+        """Whether the pipeline has to be drained here; the same on every rank."""
+        last = self.run.iteration >= self.args.train_iters
+        return last or bool(self._wishes) or self._evaluates() or self._saves() or self._due(self.args.exit_interval)
+
+    def _between_stretches(self) -> bool:
+        """Drain, evaluate, save; True if the run ends here."""
+        args = self.args
+        self._drain()
+        if self._evaluates() and not self._wishes and not self.validate():
+            self._wishes |= STOP
+        ends = bool(self._wishes) or self._due(args.exit_interval)
+        if self._saves() or (ends and args.save is not None):
+            self.save()
+        if not ends and self._agree_to_stop():  # a wish that came while evaluating or saving: do not save twice
+            ends = True
+            if args.save is not None and self.run.saved_iteration != self.run.iteration:
+                self.save()
+        if ends:
+            why = "on request" if self._wishes else "as --exit-interval says"
+            self.run.reporter.say(f"exiting {why} at iteration {self.run.iteration}")
+        return ends
+
+    def _agree_to_stop(self) -> bool:
+        """Collective: whether any rank was asked to stop."""
+        wish = torch.tensor([int(self.stop.received or self._time_is_up())], device=backend.device())
+        torch.distributed.all_reduce(wish, op=torch.distributed.ReduceOp.MAX)
+        if wish.item():
+            self._wishes |= STOP
+        return bool(wish.item())
+
+    def validate(self) -> bool:
+        """Evaluate on the validation data and report it; False if a wish to stop came meanwhile."""
+        run = self.run
+        if self._validation is None:
+            self._validation = run.samples(1, "validation", run.consumed_valid_samples)
+        return self._evaluate("validation", self._validation)
+
+    def test(self) -> bool:
+        """Evaluate on the test data and report it; False if a wish to stop came meanwhile."""
+        return self._evaluate("test", self.run.samples(2, "test", 0))
+
+    def _evaluate(self, name: str, iterator) -> bool:
+        run, args = self.run, self.args
+        if args.manual_gc and args.manual_gc_eval:
+            gc.collect()
+        start = time.perf_counter()
+        run.stage.evaluation_iterator = iterator
+        loss = evaluate(run.engine, args, self._agree_to_stop)
+        if name == "validation":
+            run.consumed_valid_samples = iterator.next_sample
+        if loss is None:
+            return False
+        run.reporter.evaluation(name, run.iteration, loss, seconds=time.perf_counter() - start)
+        return True
+
+    def save(self) -> None:
+        """Save a checkpoint of where the run stands. Drained, collective."""
+        run = self.run
+        start = time.perf_counter()
+
+        def saved(path) -> None:
+            run.reporter.progress(f"Saved checkpoint\tIteration: {run.iteration}\t{path}")
+
+        save_checkpoint(
+            run.writer, args=self.args, position=run.position(), chunks=run.chunks, optimizer=run.optimizer,
+            scheduler=run.scheduler, update=run.update, on_saved=saved,
+        )  # fmt: skip
+        run.saved_iteration = run.iteration
+        how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"
+        run.reporter.say(f"checkpoint of iteration {run.iteration} in {self.args.save} {how}")
+
+    def _collect_garbage(self) -> None:
+        args = self.args
+        if args.empty_unused_memory_level >= 1 and backend.is_cuda():
+            torch.cuda.empty_cache()
+        if args.manual_gc and args.manual_gc_interval and self.run.iteration % args.manual_gc_interval == 0:
+            gc.collect()
+
+    def finish(self) -> None:
+        """Wait for checkpoints that are still being written, write the timeline, close what is open."""
+        run = self.run
+        with contextlib.ExitStack() as stack:
+            stack.callback(run.reporter.close)
+            if run.writer is not None:
+                run.writer.finish()
+            if self.args.pipeline_timeline is not None:
+                write_timeline(run)
+        run.engine.close()
+        run.update.close()
+
+
+def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
+    """Train, then evaluate on validation and test data, as Megatron-LM does, unless the run ended early."""
+    loop, args = Loop(run, stop, started=started), run.args
+    if not args.skip_train:
+        run.reporter.say(f"training from iteration {run.iteration} to {args.train_iters}")
+    goes_on = args.skip_train or loop.train()
+    if goes_on and args.eval_iters > 0:
+        goes_on = not args.has_split[1] or loop.validate()
+        if goes_on and args.has_split[2]:
+            loop.test()
+    loop.finish()

@@ -1,0 +1,43 @@
+"""`--profile`: nsys ranges or PyTorch's profiler around some iterations of some ranks."""
+
+import argparse
+
+import torch
+
+
+class Profiler:
+    """Profiles iterations `--profile-step-start` (included) to `--profile-step-end` (excluded)."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._on = args.profile and args.rank in args.profile_ranks
+        self._running = False
+        self._profile = None
+
+    def before(self, iteration: int) -> None:
+        """Before the batch that starts at `iteration`."""
+        if not self._on or iteration != self._args.profile_step_start:
+            return
+        self._running = True
+        if self._args.use_pytorch_profiler:
+            folder = self._args.tensorboard_dir or "profile"
+            handler = torch.profiler.tensorboard_trace_handler(folder, worker_name=f"rank{self._args.rank}")
+            self._profile = torch.profiler.profile(on_trace_ready=handler, record_shapes=True)
+            self._profile.start()
+        else:
+            torch.cuda.cudart().cudaProfilerStart()
+
+    def after(self, iteration: int) -> None:
+        """After the batch that ended at `iteration`."""
+        if self._running and iteration >= self._args.profile_step_end:
+            self.close()
+
+    def close(self) -> None:
+        """End a profile that is still running."""
+        if not self._running:
+            return
+        self._running = False
+        if self._profile is not None:
+            self._profile.stop()
+        else:
+            torch.cuda.cudart().cudaProfilerStop()

@@ -1,0 +1,19 @@
+"""How much arithmetic a GPT's training step needs, for TFLOP/s. No torch in here."""
+
+import argparse
+
+
+def flops_per_sample(args: argparse.Namespace) -> float:
+    """Floating-point operations of forward and backward of one sequence, recomputation not counted.
+
+    A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
+    products of [s, s] per head and layer; the causal half is not subtracted (as Megatron-LM counts it; Korthikanti et al.
+    2022, appendix A).
+    """
+    query_width = args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    projections = args.hidden_size * (2 * query_width + 2 * args.kv_channels * groups)
+    mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
+    weights = args.num_layers * (projections + mlp) + args.hidden_size * args.padded_vocab_size
+    attention = args.num_layers * 2 * args.seq_length * query_width
+    return 6.0 * args.seq_length * (weights + attention)

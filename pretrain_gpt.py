@@ -1,0 +1,42 @@
+"""Train a GPT through a pipeline program. See README.md and docs/flags.md.
+
+    torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 --pipeline-schedule 2bw ...
+"""
+
+import sys
+from argparse import Namespace
+from functools import partial
+
+from megatron.training import entry
+
+
+def model_provider(args: Namespace, config):
+    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk`."""
+    from megatron.training.models import gpt_model
+
+    def provider(pre_process: bool = True, post_process: bool = True):
+        return gpt_model(args, config, pre_process=pre_process, post_process=post_process)
+
+    return provider
+
+
+def forward_step(data_iterator, model):
+    """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    from megatron.training.data import gpt_inputs, language_model_loss
+
+    tokens, labels, loss_mask, attention_mask, position_ids = gpt_inputs(next(data_iterator))
+    output = model(tokens, position_ids, attention_mask, labels=labels)
+    return output, partial(language_model_loss, loss_mask)
+
+
+def main(args: Namespace, stop, started: float) -> None:
+    """Train as the flags say."""
+    from megatron.training.datasets import build_datasets
+    from megatron.training.pretraining import pretrain
+
+    pretrain(args, stop, started, model_provider=model_provider, forward_step=forward_step,
+             datasets_provider=build_datasets)
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run("pretrain_gpt.py", main))
