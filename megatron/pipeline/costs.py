@@ -1,7 +1,8 @@
 """What the instructions of a program cost.
 
-Times are in seconds and sizes in bytes, so that the costs of a simulation are the numbers that a profile or an emulated stage has; nothing in the
-simulator knows the unit, though, and drawings of the paper's figures count in forwards.
+Times are in seconds and sizes in bytes, so that the costs of a simulation are the numbers that a profile or an
+emulated stage has; nothing in the simulator knows the unit, though, and drawings of the paper's figures count in
+forwards.
 """
 
 import math
@@ -15,10 +16,12 @@ PerStage = float | Sequence[float]  # one number for all, or one for each stage 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds, bytes and bytes per second; a number for all stages, or a sequence with one for each. The edge e lies between stages e and e+1.
+    """Seconds, bytes and bytes per second; a number for all stages, or a sequence with one for each. The edge e lies
+        between stages e and e+1.
 
     Attributes:
-        forward, backward: of one microbatch through one stage. The paper's figures take a backward for twice a forward.
+        forward, backward: of one microbatch through one stage. The paper's figures take a backward for twice a
+            forward.
         backward_input: the input half of a split backward; default half of `backward`. The weight half is the rest.
         recompute: default as long as a forward.
         step: the optimizer step of a stage.
@@ -43,13 +46,19 @@ class Costs:
     reduce_norm: float = 0.0
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
-        """Duration of each kind at each stage; of a transfer's occupation of the edge that it leaves or enters its stage by.
+        """Duration of each kind at each stage; of a transfer's occupation of the edge that it leaves or enters its
+            stage by.
 
         Raises:
-            ValueError: a sequence of another length, a negative or non-finite number, or a bandwidth that is not positive.
+            ValueError: a sequence of another length, a negative or non-finite number, or a bandwidth that is not
+                positive.
         """
         backward = self._spread("backward", self.backward, num_stages)
-        half = [time / 2 for time in backward] if self.backward_input is None else self._spread("backward_input", self.backward_input, num_stages)
+        half = (
+            [time / 2 for time in backward]
+            if self.backward_input is None
+            else self._spread("backward_input", self.backward_input, num_stages)
+        )
         if any(part > whole for part, whole in zip(half, backward, strict=True)):
             raise ValueError("backward_input is a part of backward, so it cannot be longer; give a smaller one")
         forward = self._spread("forward", self.forward, num_stages)
@@ -58,7 +67,9 @@ class Costs:
             Kind.BACKWARD: backward,
             Kind.BACKWARD_INPUT: half,
             Kind.BACKWARD_WEIGHT: [whole - part for part, whole in zip(half, backward, strict=True)],
-            Kind.RECOMPUTE: forward if self.recompute is None else self._spread("recompute", self.recompute, num_stages),
+            Kind.RECOMPUTE: forward
+            if self.recompute is None
+            else self._spread("recompute", self.recompute, num_stages),
             Kind.STEP: self._spread("step", self.step, num_stages),
             Kind.REDUCE_GRAD: self._spread("reduce_grad", self.reduce_grad, num_stages),
             Kind.REDUCE_EMBED: self._spread("reduce_embed", self.reduce_embed, num_stages),
@@ -66,14 +77,20 @@ class Costs:
         }
 
     def edges(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
-        """Per edge: seconds that an activation occupies it, that a gradient does, and the latency. Raises as `seconds`."""
+        """Per edge: seconds that an activation occupies it, that a gradient does, and latency. Raises as `seconds`."""
         num_edges = num_stages - 1
         bandwidth = self.bandwidth if isinstance(self.bandwidth, Sequence) else [self.bandwidth] * num_edges
         if len(bandwidth) != num_edges or not all(value > 0 for value in bandwidth):
-            raise ValueError(f"bandwidth is {self.bandwidth}; give one positive number of bytes/s, or one for each of {num_edges} edges")
+            raise ValueError(
+                f"bandwidth is {self.bandwidth}; give a positive number of bytes/s, or one for each of the {num_edges}"
+            )
         forward = self._spread("forward_bytes", self.forward_bytes, num_edges)
-        backward = forward if self.backward_bytes is None else self._spread("backward_bytes", self.backward_bytes, num_edges)
-        occupation = [[size / rate for size, rate in zip(sizes, bandwidth, strict=True)] for sizes in (forward, backward)]
+        backward = (
+            forward if self.backward_bytes is None else self._spread("backward_bytes", self.backward_bytes, num_edges)
+        )
+        occupation = [
+            [size / rate for size, rate in zip(sizes, bandwidth, strict=True)] for sizes in (forward, backward)
+        ]
         return occupation[0], occupation[1], self._spread("latency", self.latency, num_edges)
 
     @staticmethod

@@ -1,56 +1,71 @@
 """How long a program takes, by executing its very instructions on a table of costs.
 
-A closed formula knows one schedule. This executes any program, under the meaning that the runtime gives to its instructions, so what it says changes
-when the program changes:
+A closed formula knows one schedule. This executes any program, under the meaning that the runtime gives to its
+instructions, so what it says changes when the program changes:
 
 - a rank goes through its row in order; computations and STEPs take their time on the rank;
-- SEND and RECV only post. A transfer starts when both ends have posted it and its channel (one per directed edge and kind of traffic) has taken the
-  transfer before it; it occupies the channel for bytes / bandwidth and arrives `latency` later. Transfers overlap with computation;
+- SEND and RECV only post. A transfer starts when both ends have posted it and its channel (one per directed edge and
+  kind of traffic) has taken the transfer before it; it occupies the channel for bytes / bandwidth and arrives
+  `latency` later. Transfers overlap with computation;
 - F waits until its input has arrived, B and I until the gradient of their output has;
-- REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row; one starts when all its members
-  have reached it (norm: every rank; embedding: the ranks that post it; gradients: replicas do the same at the same time, so none is waited for);
+- REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row;
+  one starts when all its members have reached it (norm: every rank; embedding: the ranks that post it; gradients:
+  replicas do the same at the same time, so none is waited for);
 - STEP waits for the reductions of its version that its rank has posted.
 
-A program without any transfers (a compute-only one) is timed as if each tensor were sent when it is made and its receive posted in time.
+A program without any transfers (a compute-only one) is timed as if each tensor were sent when it is made and its
+    receive posted in time.
 
-Nothing that a rank does depends on which other rank was faster, so the ranks need not be executed in the order of time: each runs until it waits for
-something whose time is not known yet, and is put back on the work list by whoever makes it known. Every instruction is executed once: the time
-is linear in their number, a few microseconds each.
+Nothing that a rank does depends on which other rank was faster, so the ranks need not be executed in the order of
+time: each runs until it waits for something whose time is not known yet, and is put back on the work list by whoever
+makes it known. Every instruction is executed once: the time is linear in their number, one to two microseconds each.
 """
 
 from collections import deque
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import Kind
 from megatron.pipeline.program import Program
 from megatron.pipeline.timeline import Span, Timeline
 
 __all__ = ["Costs", "SimulationError", "Span", "Timeline", "simulate"]
+
 
 class SimulationError(ValueError):
     """A program cannot be executed to its end."""
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
-    """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else nothing).
+    """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else
+        nothing).
 
     Returns:
         The timeline, from 0, with the spans of every instruction of the program.
 
     Raises:
         ValueError: a cost is out of range.
-        SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a deadlock; run `check`, which
-            says more.
+        SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a
+            deadlock; run `check`, which says more.
     """
     return _Simulation(program, costs or Costs()).run()
 
 
 _FORWARD, _BACKWARD, _ALONE, _SEND, _RECV, _STEP, _REDUCE = range(7)
 _ACTION = {
-    Kind.FORWARD: _FORWARD, Kind.BACKWARD: _BACKWARD, Kind.BACKWARD_INPUT: _BACKWARD, Kind.BACKWARD_WEIGHT: _ALONE, Kind.RECOMPUTE: _ALONE,
-    Kind.SEND_F: _SEND, Kind.RECV_F: _RECV, Kind.SEND_B: _SEND, Kind.RECV_B: _RECV,
-    Kind.STEP: _STEP, Kind.REDUCE_GRAD: _REDUCE, Kind.REDUCE_EMBED: _REDUCE, Kind.REDUCE_NORM: _REDUCE,
-}  # fmt: skip
+    Kind.FORWARD: _FORWARD,
+    Kind.BACKWARD: _BACKWARD,
+    Kind.BACKWARD_INPUT: _BACKWARD,
+    Kind.BACKWARD_WEIGHT: _ALONE,
+    Kind.RECOMPUTE: _ALONE,
+    Kind.SEND_F: _SEND,
+    Kind.RECV_F: _RECV,
+    Kind.SEND_B: _SEND,
+    Kind.RECV_B: _RECV,
+    Kind.STEP: _STEP,
+    Kind.REDUCE_GRAD: _REDUCE,
+    Kind.REDUCE_EMBED: _REDUCE,
+    Kind.REDUCE_NORM: _REDUCE,
+}
 _TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 _UNKNOWN = -1.0  # a time that is not known yet; times are never negative
 
@@ -65,7 +80,9 @@ class _Channel:
         self.arrivals = arrivals  # of the receiving stage, per microbatch
         self.sender, self.receiver = sender, receiver  # ranks
         self.free_at = 0.0
-        self.sends: deque[tuple[float, int, int]] = deque()  # posted at, position in the row, microbatch; waiting for the other end
+        self.sends: deque[tuple[float, int, int]] = (
+            deque()
+        )  # posted at, position in the row, microbatch; waiting for the other end
         self.receives: deque[tuple[float, int, int]] = deque()
 
 
@@ -101,7 +118,9 @@ class _Simulation:
         self.awaits: list[tuple[list[float], int] | None] = [None] * num_ranks
         self._make_channels(costs)
         # reductions
-        self.chains: list[deque[tuple[float, int]]] = [deque() for _ in range(num_ranks)]  # posted at, position; the first may have been reached
+        self.chains: list[deque[tuple[float, int]]] = [
+            deque() for _ in range(num_ranks)
+        ]  # posted at, position; the first may have been reached
         self.reached = [False] * num_ranks  # whether the first of the chain has joined its collective
         self.chain_free_at = [0.0] * num_ranks
         self.reductions: dict[tuple[Kind, int | None], _Reduction] = {}
@@ -111,12 +130,14 @@ class _Simulation:
         self.num_members = self._count_members()
 
     def _make_channels(self, costs: Costs) -> None:
-        """Channels out of and into each stage; where a program has no transfers, or a rank has both stages, the computation itself delivers."""
+        """Channels between stages; without transfers, or within a rank, the computation itself delivers."""
         ranks, num_stages = self.program.rank_of_stage, len(self.program.rank_of_stage)
         occupation_f, occupation_b, latency = costs.edges(num_stages)
         transfers = any(instruction.kind in _TRANSFERS for row in self.rows for instruction in row)
         self.channels: dict[Kind, list[_Channel | None]] = {kind: [None] * num_stages for kind in _TRANSFERS}
-        self.delivers: dict[Kind, list[_Channel | None]] = {kind: [None] * num_stages for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+        self.delivers: dict[Kind, list[_Channel | None]] = {
+            kind: [None] * num_stages for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        }
         for edge in range(num_stages - 1):
             low, high, crosses = ranks[edge], ranks[edge + 1], ranks[edge] != ranks[edge + 1]
             up = _Channel(occupation_f[edge] * crosses, latency[edge] * crosses, self.inputs[edge + 1], low, high)
@@ -156,11 +177,11 @@ class _Simulation:
             kind, stage = instruction.kind, instruction.stage
             action = _ACTION.get(kind)
             if action is None:
-                raise SimulationError(f"rank {rank}, position {position}, {instruction}: the simulator does not know {kind.value}")
+                raise self._error(rank, position, f"the simulator does not know {kind.value}")
             if action < _STEP:
                 microbatch = instruction.microbatch - first
                 if not 0 <= microbatch < limit:
-                    raise SimulationError(f"rank {rank}, position {position}, {instruction}: there is no such microbatch")
+                    raise self._error(rank, position, "there is no such microbatch")
                 if action <= _ALONE:
                     if action < _ALONE:
                         needs = self.inputs[stage] if action == _FORWARD else self.gradients[stage]
@@ -180,13 +201,13 @@ class _Simulation:
                     continue
                 channel = self.channels[kind][stage]
                 if channel is None:
-                    raise SimulationError(f"rank {rank}, position {position}, {instruction}: no channel leads there")
+                    raise self._error(rank, position, "no channel leads there")
                 own, other = (channel.sends, channel.receives) if action == _SEND else (channel.receives, channel.sends)
                 if other:
                     posted, place, counterpart = other.popleft()
                     if counterpart != microbatch:
-                        raise SimulationError(f"rank {rank}, position {position}, {instruction}: the other end of the channel has microbatch "
-                                              f"{counterpart + first} next")  # fmt: skip
+                        reason = f"the other end of the channel has microbatch {counterpart + first} next"
+                        raise self._error(rank, position, reason)
                     start, arrival = self._transfer(channel, max(posted, now), microbatch)
                     there = channel.receiver if other is channel.receives else channel.sender
                     starts[position] = self.starts[there][place] = start
@@ -210,7 +231,7 @@ class _Simulation:
         self.position[rank], self.clock[rank] = position, now
 
     def _transfer(self, channel: _Channel, ready: float, microbatch: int) -> tuple[float, float]:
-        """Start and arrival of a transfer that both ends have posted by `ready`; whoever waits for the tensor can go on."""
+        """Start and arrival of a transfer that both ends have posted by `ready`; who waits for the tensor can go on."""
         start = max(ready, channel.free_at)
         channel.free_at = start + channel.occupation
         arrival = channel.free_at + channel.latency
@@ -222,7 +243,10 @@ class _Simulation:
         return start, arrival
 
     def _advance_chains(self, rank: int) -> None:
-        """Let the first reduction of a rank's chain join its collective; where that starts it, complete it and go on with its members' chains."""
+        """Let the first reduction of a rank's chain join its collective, which completes with its last member.
+
+        Its completion lets the next reductions of all its members join theirs, and so on.
+        """
         agenda = [rank]
         while agenda:
             rank = agenda.pop()
@@ -262,7 +286,10 @@ class _Simulation:
             position = self.position[rank]
             if position < len(row):
                 what = "the reductions of its version" if row[position].kind is Kind.STEP else "its input or gradient"
-                raise SimulationError(f"rank {rank}, position {position}, {row[position]}: {what} never comes; the program is in a deadlock")
+                raise self._error(rank, position, f"a deadlock: {what} can never come")
             for position, end in enumerate(self.ends[rank]):
                 if end == _UNKNOWN:
-                    raise SimulationError(f"rank {rank}, position {position}, {row[position]}: the other members never post it")
+                    raise self._error(rank, position, "the other members never post it")
+
+    def _error(self, rank: int, position: int, reason: str) -> SimulationError:
+        return SimulationError(f"rank {rank}, position {position}, {self.rows[rank][position]}: {reason}")

@@ -1,15 +1,17 @@
 """When each instruction of a program ran, or would run.
 
-A plan and a measurement of it should be compared span by span, counted by the same functions and drawn by the same code. So the simulator and the
-runtime's tracer both yield a `Timeline`: the rows of instructions that were executed, with a start and an end in seconds for each of them. A span
-covers the *work* of its instruction and not the wait before it:
+A plan and a measurement of it should be compared span by span, counted by the same functions and drawn by the same
+code. So the simulator and the runtime's tracer both yield a `Timeline`: the rows of instructions that were executed,
+with a start and an end in seconds for each of them. A span covers the *work* of its instruction and not the wait
+before it:
 
 - a computation or STEP: from the moment that what it needs is there until it is done;
-- a transfer (SEND, RECV): from the start of the transfer until it is complete, in the sender's and in the receiver's row;
+- a transfer (SEND, RECV): from the start of the transfer until it is complete, in the sender's and in the receiver's
+  row;
 - a reduction: from its start until it is complete.
 
-What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the rows, because a long run has millions
-of spans; `spans` makes objects of them for those who want to look at a few.
+What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the
+rows, because a long run has millions of spans; `spans` makes objects of them for those who want to look at a few.
 """
 
 import json
@@ -25,7 +27,9 @@ from megatron.pipeline.instruction import Instruction, Kind
 FORMAT = "megatron.pipeline.timeline/1"
 
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
-BUSY = COMPUTATIONS | {Kind.STEP}  # what occupies a rank's compute lane; transfers and reductions have lanes of their own
+BUSY = COMPUTATIONS | {
+    Kind.STEP
+}  # what occupies a rank's compute lane; transfers and reductions have lanes of their own
 _LAST_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what lets go of a microbatch's activations
 
 
@@ -48,7 +52,8 @@ class Timeline:
         starts, ends: seconds, aligned with `rows`.
         rank_of_stage: the rank of each stage.
         batches: number of microbatches of each batch that the run spans.
-        first_batch, first_microbatch: index, over the whole training run, of the first batch and its first microbatch.
+        first_batch, first_microbatch: index, over the whole training run, of the first batch and its first
+            microbatch.
         name: what a legend calls it.
 
     Raises:
@@ -66,13 +71,18 @@ class Timeline:
 
     def __post_init__(self) -> None:
         if not len(self.rows) == len(self.starts) == len(self.ends):
-            raise ValueError(f"a timeline of {len(self.rows)} ranks has starts of {len(self.starts)} and ends of {len(self.ends)}")
+            raise ValueError(
+                f"a timeline of {len(self.rows)} ranks has starts of {len(self.starts)} and ends of {len(self.ends)}"
+            )
         for rank, (row, starts, ends) in enumerate(zip(self.rows, self.starts, self.ends, strict=True)):
             if not len(row) == len(starts) == len(ends):
-                raise ValueError(f"rank {rank} has {len(row)} instructions, {len(starts)} starts and {len(ends)} ends; give one of each")
+                raise ValueError(
+                    f"rank {rank} has {len(row)} instructions, {len(starts)} starts, {len(ends)} ends; give one of each"
+                )
             if not all(map(operator.le, starts, ends)):
-                bad = next(i for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if not start <= end)
-                raise ValueError(f"rank {rank}: {row[bad]} starts at {starts[bad]} and ends at {ends[bad]}; a span ends after it starts")
+                spans = zip(row, starts, ends, strict=True)
+                bad, start, end = next(span for span in spans if not span[1] <= span[2])
+                raise ValueError(f"rank {rank}: {bad} starts at {start} and ends at {end}; a span ends after it starts")
 
     # --- what it spans
 
@@ -137,7 +147,11 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Idle share of all ranks' time over the makespan, 0 to 1."""
-        return 1.0 - math.fsum(map(self.busy, range(self.num_ranks))) / (self.num_ranks * self.makespan) if self.makespan else 0.0
+        return (
+            1.0 - math.fsum(map(self.busy, range(self.num_ranks))) / (self.num_ranks * self.makespan)
+            if self.makespan
+            else 0.0
+        )
 
     def batch_starts(self) -> list[float]:
         """Start of the first forward of each batch on stage 0, seconds."""
@@ -150,7 +164,8 @@ class Timeline:
         return starts
 
     def steady_time_per_batch(self) -> float:
-        """Seconds from the start of a batch to the start of the next on stage 0, averaged over the second half of the run.
+        """Seconds from the start of a batch to the start of the next on stage 0, averaged over the second half of the
+            run.
 
         The first half lets the pipeline fill and settle; starts are not disturbed by the drain at the end.
 
@@ -166,7 +181,10 @@ class Timeline:
     # --- memory
 
     def saved_microbatches(self, stage: int) -> list[tuple[float, int]]:
-        """Microbatches whose activations a stage holds, as (seconds, count from then on): from the start of a forward to the end of its backward."""
+        """Microbatches whose activations a stage holds, as (seconds, count from then on).
+
+        One counts from the start of its forward to the end of its backward (of its weight half, where it is split).
+        """
         events = []
         splits = any(instruction.kind is Kind.BACKWARD_WEIGHT for instruction in self.rows[self.rank_of_stage[stage]])
         release = _LAST_BACKWARD if splits else {Kind.BACKWARD}
@@ -188,33 +206,45 @@ class Timeline:
         ends = tuple([end + seconds for end in row] for row in self.ends)
         return replace(self, starts=starts, ends=ends)
 
+    def scaled(self, factor: float) -> "Timeline":
+        """The same timeline in another unit of time, `factor` of which make one of this."""
+        starts = tuple([start * factor for start in row] for row in self.starts)
+        ends = tuple([end * factor for end in row] for row in self.ends)
+        return replace(self, starts=starts, ends=ends)
+
     def of_batches(self, first: int, count: int) -> "Timeline":
-        """What belongs to `count` batches from batch `first` on: their microbatches, and the reductions and STEPs that apply their gradients.
+        """What belongs to `count` batches from batch `first` on: their microbatches, and the reductions and STEPs
+            that apply their gradients.
 
         Raises:
             ValueError: the timeline does not span these batches.
         """
-        last = first + count
-        if not (self.first_batch <= first < last <= self.first_batch + len(self.batches)):
+        last, end = first + count, self.first_batch + len(self.batches)
+        if not self.first_batch <= first < last <= end:
             raise ValueError(
-                f"batches {first} to {last - 1} are not in a timeline of batches {self.first_batch} to {self.first_batch + len(self.batches) - 1}"
+                f"this timeline has batches {self.first_batch} to {end - 1}; {count} from batch {first} are not in it"
             )
-        borders = self.batch_borders()
-        lowest, highest = borders[first - self.first_batch], borders[last - self.first_batch]
-        kept = []
-        for row in self.rows:
-            kept.append([
-                position for position, instruction in enumerate(row)
-                if (first < (instruction.version or 0) <= last if instruction.microbatch is None else lowest <= instruction.microbatch < highest)
-            ])  # fmt: skip
+        lowest, highest = (self.batch_borders()[batch - self.first_batch] for batch in (first, last))
+
+        def belongs(instruction: Instruction) -> bool:
+            if instruction.microbatch is None:
+                return first < (instruction.version or 0) <= last
+            return lowest <= instruction.microbatch < highest
+
+        kept = [[position for position, instruction in enumerate(row) if belongs(instruction)] for row in self.rows]
 
         def chosen(lists: Sequence[Sequence]) -> tuple:
-            return tuple([values[position] for position in positions] for values, positions in zip(lists, kept, strict=True))
+            return tuple([values[position] for position in places] for values, places in zip(lists, kept, strict=True))
 
         return replace(
-            self, rows=chosen(self.rows), starts=chosen(self.starts), ends=chosen(self.ends),
-            batches=tuple(self.batches[first - self.first_batch : last - self.first_batch]), first_batch=first, first_microbatch=lowest,
-        )  # fmt: skip
+            self,
+            rows=chosen(self.rows),
+            starts=chosen(self.starts),
+            ends=chosen(self.ends),
+            batches=self.batches[first - self.first_batch : last - self.first_batch],
+            first_batch=first,
+            first_microbatch=lowest,
+        )
 
     def named(self, name: str) -> "Timeline":
         return replace(self, name=name)
@@ -222,7 +252,9 @@ class Timeline:
     # --- on disk
 
     @classmethod
-    def from_spans(cls, spans: Iterable[Span], *, rank_of_stage: Sequence[int], batches: Sequence[int], **fields: object) -> "Timeline":
+    def from_spans(
+        cls, spans: Iterable[Span], *, rank_of_stage: Sequence[int], batches: Sequence[int], **fields: object
+    ) -> "Timeline":
         """A timeline of spans in any order between ranks; those of a rank come in its program order."""
         num_ranks = max(rank_of_stage) + 1
         rows, starts, ends = ([[] for _ in range(num_ranks)] for _ in range(3))
@@ -262,7 +294,9 @@ class Timeline:
                 data["first_batch"], data["first_microbatch"], data["name"],
             )  # fmt: skip
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no complete timeline ({type(error).__name__}: {error}); write it with Timeline.save") from error
+            raise ValueError(
+                f"this is no complete timeline ({type(error).__name__}: {error}); write it with Timeline.save"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")) + "\n")

@@ -1,0 +1,86 @@
+"""What a drawing shows of a timeline, before any picture: cells, marks and borders.
+
+The picture and the text of a timeline show the same things, and a test wants to count them without looking at pixels.
+So they are derived here once: each computation is a cell; each STEP a mark; each batch begins at a border in every
+row.
+"""
+
+from dataclasses import dataclass
+
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.timeline import COMPUTATIONS, Timeline
+
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, inputs",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+    Kind.RECOMPUTE: "recompute",
+}
+_ENDS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A computation in a rank's row; times in the timeline's unit.
+
+    Attributes:
+        completes_batch: it is the last backward of its batch at its stage: the gradient of the batch is complete.
+        begins_batch: it is the first forward of its batch at its stage.
+    """
+
+    rank: int
+    kind: Kind
+    stage: int
+    microbatch: int
+    version: int | None
+    start: float
+    end: float
+    completes_batch: bool
+    begins_batch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer step, which makes weight version `version` of a stage."""
+
+    rank: int
+    stage: int
+    version: int
+    start: float
+    end: float
+
+
+def cells_of(timeline: Timeline) -> list[Cell]:
+    """All computations, rank by rank in the order of the rows."""
+    last_backward, first_forward = {}, {}
+    borders = timeline.batch_borders()
+    batch_of = {
+        microbatch: batch
+        for batch in range(len(borders) - 1)
+        for microbatch in range(borders[batch], borders[batch + 1])
+    }
+    found = [span for span in timeline.computations() if span.instruction.kind in COMPUTATIONS]
+    for index, span in enumerate(found):
+        key = (span.instruction.stage, batch_of.get(span.instruction.microbatch))
+        if span.instruction.kind in _ENDS_BACKWARD:
+            last_backward[key] = index
+        elif span.instruction.kind is Kind.FORWARD:
+            first_forward.setdefault(key, index)
+    completing, beginning = set(last_backward.values()), set(first_forward.values())
+    cells = []
+    for index, span in enumerate(found):
+        what = span.instruction
+        times = (span.start, span.end)
+        borders_of_batch = (index in completing, index in beginning)
+        cells.append(Cell(span.rank, what.kind, what.stage, what.microbatch, what.version, *times, *borders_of_batch))
+    return cells
+
+
+def steps_of(timeline: Timeline) -> list[Step]:
+    """All optimizer steps, rank by rank in the order of the rows."""
+    return [
+        Step(span.rank, span.instruction.stage, span.instruction.version, span.start, span.end)
+        for span in timeline.computations()
+        if span.instruction.kind is Kind.STEP
+    ]

@@ -1,0 +1,139 @@
+"""A timeline as a picture, in the manner of Figures 1 to 3 of the 2BW paper (`docs/schedules.md` lists the signs).
+
+One row per stage, time to the right. Forwards are blue, backwards green, recomputations violet, bubbles grey; the
+number in a cell is its microbatch, and the lightness its weight version, which stands below the number where there is
+room. The hatched backward completes the gradient of a batch; the red mark is the optimizer step that makes the version
+written beside it. A dashed line follows the first forward of each batch down the stages. Several timelines stand below
+one another on one scale of time, so that a plan can be compared with its measurement.
+
+matplotlib takes longer to import than all the rest of the room, so it is imported only when something is drawn.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.draw.cells import Cell, cells_of, steps_of
+from megatron.pipeline.draw.legend import draw_legend, legend_entries
+from megatron.pipeline.draw.rows import draw_batches, draw_labels, draw_lanes, draw_rows, draw_saved, draw_steps
+from megatron.pipeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ROW, _SAVED_ROW = 0.40, 0.24  # inches
+_LEFT, _RIGHT = 0.85, 0.3  # inches beside the panels
+_NARROWEST, _WIDEST = 7.0, 22.0  # inches
+
+
+def draw_timeline(
+    timelines: Timeline | Sequence[Timeline],
+    path: str | Path | None = None,
+    *,
+    title: str = "",
+    one_based: bool = False,
+    saved_microbatches: bool = False,
+    lanes: bool = False,
+    time_label: str = "time",
+    time_scale: float = 1.0,
+    width: float | None = None,
+) -> "Figure":
+    """Draw one timeline, or several below one another on one scale of time.
+
+    Args:
+        timelines: simulated or measured; each is drawn from its first computation on, and headed by its name where
+            there are several.
+        path: where to write; the suffix chooses the format (.png, .svg, .pdf). None: only return the figure.
+        title: above the picture.
+        one_based: number microbatches from 1, as the paper does; programs number from 0.
+        saved_microbatches: below each timeline, how many microbatches' activations each stage holds.
+        lanes: draw transfers as lines between the rows, and reductions as bars below them, where they take time.
+        time_label, time_scale: name of the axis, and its units per unit of the timeline (1000 for milliseconds).
+        width: inches; default: as wide as the labels need, 7 to 22.
+
+    Returns:
+        The figure. Its collections have gids: "F@1" for the cells of a kind and version, "step", "bubble", and others.
+
+    Raises:
+        ValueError: there is nothing to draw, or the suffix is no image format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    timelines = [timeline.shifted(-timeline.start).scaled(time_scale) for timeline in timelines]
+    all_cells = [cells_of(timeline) for timeline in timelines]
+    span = max((timeline.end for timeline in timelines), default=0.0)
+    if not span:
+        raise ValueError("there is nothing to draw; give timelines in which a computation takes time")
+    width = width or _width(all_cells, span)
+    entries = legend_entries(timelines, all_cells, lanes=lanes)
+    num_columns = min(len(entries), max(1, int(width / 2.4)))
+
+    foot = 0.62 + 0.19 * math.ceil(len(entries) / num_columns)  # the axis with its label, and the legend
+    head = (0.3 if title else 0.04) + (0.36 if len(timelines) > 1 else 0.2)
+    heights, gaps = [], []
+    for timeline in timelines:
+        heights += [timeline.num_ranks * _ROW] + [timeline.num_stages * _SAVED_ROW] * saved_microbatches
+        gaps += [0.3] * saved_microbatches + [0.55]
+    height = head + sum(heights) + sum(gaps[:-1]) + foot
+
+    figure = Figure(figsize=(width, height), facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = _LEFT / width, 1.0 - _RIGHT / width
+    panels: list[Axes] = []
+    top = height - head
+    for panel_height, gap in zip(heights, gaps, strict=True):
+        panels.append(figure.add_axes((left, (top - panel_height) / height, right - left, panel_height / height)))
+        top -= panel_height + gap
+    _finish_axes(panels, span, time_label)
+    points = 72.0 * width * (right - left) / span
+    for index, (timeline, cells) in enumerate(zip(timelines, all_cells, strict=True)):
+        axes = panels[index * (1 + saved_microbatches)]
+        draw_rows(axes, timeline, cells)
+        draw_labels(axes, cells, points=points, one_based=one_based)
+        if lanes:
+            draw_lanes(axes, timeline)
+        if len(timeline.batches) > 1:
+            draw_batches(axes, timeline, cells)
+        draw_steps(axes, steps_of(timeline), points=points)
+        if len(timelines) > 1:
+            axes.set_title(timeline.name or f"timeline {index}", loc="left", fontsize=9, fontweight="bold", pad=12)
+        if saved_microbatches:
+            draw_saved(panels[2 * index + 1], timeline)
+    if title:
+        figure.suptitle(title, fontsize=11, x=left, ha="left", y=1 - 0.08 / height, va="top")
+    draw_legend(figure, entries, num_columns=num_columns, left=_RIGHT / width)
+    numbers = f"in a cell: microbatch, counted from {int(one_based)}; below it: weight version"
+    figure.text(right, (foot - 0.45) / height, numbers, ha="right", va="center", fontsize=7.5, color="#555555")
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def _width(all_cells: list[list[Cell]], span: float) -> float:
+    """Inches at which the label of a typical short cell has its full size."""
+    lengths = sorted(cell.end - cell.start for cells in all_cells for cell in cells if cell.end > cell.start)
+    return min(_WIDEST, max(_NARROWEST, _LEFT + _RIGHT + 0.21 * span / lengths[len(lengths) // 10]))
+
+
+def _finish_axes(panels: "list[Axes]", span: float, time_label: str) -> None:
+    for axes in panels:
+        axes.set_xlim(0, span)
+        axes.tick_params(labelsize=8, length=2, labelbottom=axes is panels[-1])
+        axes.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    panels[-1].set_xlabel(time_label, fontsize=9)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    import matplotlib
+
+    suffix = path.suffix.lstrip(".").lower()
+    if suffix not in figure.canvas.get_supported_filetypes():
+        raise ValueError(f"{path} is no image that can be written; end its name in .png or .svg")
+    with matplotlib.rc_context({"svg.hashsalt": "timeline"}):  # the same picture gives the same bytes
+        figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == "svg" else None)

@@ -1,0 +1,82 @@
+"""The colours and signs of a drawing, and the legend that explains those that it uses."""
+
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.draw.cells import NAMES, Cell, steps_of
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHADES = {  # lightest to darkest; a weight version takes one of them in turn
+    Kind.FORWARD: ("#c6dcf4", "#8fb9e6", "#5b94d3", "#3873b8"),
+    Kind.BACKWARD: ("#cde9c6", "#98d08c", "#66b35c", "#3d9140"),
+    Kind.BACKWARD_INPUT: ("#cde9c6", "#98d08c", "#66b35c", "#3d9140"),
+    Kind.BACKWARD_WEIGHT: ("#e4efb4", "#cbdf7c", "#adc74d", "#8aa62c"),
+    Kind.RECOMPUTE: ("#e2d3ee", "#c5a6de", "#a67bc9", "#8457ae"),
+}
+BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
+STEP, HATCH, BORDER = "#c8102e", "#1f5c22", "#222222"
+TRANSFER, REDUCTION, SAVED = "#555555", "#e58a00", "#f2b66d"
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+REDUCTIONS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM})
+
+
+def shade_of(kind: Kind, version: int | None) -> str:
+    return SHADES[kind][(version or 0) % 4]
+
+
+def ink_on(version: int | None) -> str:
+    """The colour of writing that is legible on a version's shade."""
+    return LIGHT_INK if (version or 0) % 4 == 3 else INK
+
+
+def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, lanes: bool) -> list[tuple]:
+    """Handles and labels for what is drawn; a kind has one swatch for each shade, with its weight versions."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    entries: list[tuple] = []
+    for kind, name in NAMES.items():
+        versions = {cell.version for cells in all_cells for cell in cells if cell.kind is kind}
+        known = sorted(version for version in versions if version is not None)
+        if known:
+            named = ", ".join(f"v{version}" for version in known[:4]) + ", ..." * (len(known) > 4)
+            swatches = tuple(Patch(facecolor=shade_of(kind, version)) for version in known[:4])
+            entries.append((swatches, f"{name} with weights {named}"))
+        elif versions:
+            entries.append(((Patch(facecolor=shade_of(kind, None)),), name))
+    if any(cell.completes_batch for cells in all_cells for cell in cells):
+        hatched = Patch(facecolor=shade_of(Kind.BACKWARD, 0), edgecolor=HATCH, hatch="xxxx", linewidth=0)
+        entries.append(((hatched,), "completes the batch's gradient"))
+    if any(map(steps_of, timelines)):
+        entries.append(((Patch(facecolor=STEP),), "optimizer step; makes weights Wn"))
+    entries.append(((Patch(facecolor=BUBBLE),), "bubble"))
+    if lanes:
+        timed = {span.instruction.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
+        if timed & SENDS:
+            entries.append(((Line2D([], [], color=TRANSFER, linewidth=0.8),), "transfer"))
+        if timed & REDUCTIONS:
+            entries.append(((Patch(facecolor=REDUCTION),), "reduction in the background"))
+    return entries
+
+
+def draw_legend(figure: "Figure", entries: list[tuple], *, num_columns: int, left: float) -> None:
+    """Put the legend at the foot of the figure, `left` from its edge as a share of its width."""
+    from matplotlib.legend_handler import HandlerTuple
+
+    figure.legend(
+        handles=[handle for handle, _ in entries],
+        labels=[label for _, label in entries],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="lower left",
+        bbox_to_anchor=(left, 0.0),
+        ncols=num_columns,
+        fontsize=7.5,
+        frameon=False,
+        handlelength=2.2,
+        handleheight=1.0,
+        columnspacing=1.6,
+        borderaxespad=0.3,
+    )

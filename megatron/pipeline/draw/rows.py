@@ -1,0 +1,136 @@
+"""What stands in the panels of a picture: the rows of cells with their labels and marks, and the saved microbatches.
+
+Each function draws one sign of one timeline into one panel. Times are on the panel's axis already. Collections carry a
+gid, so that tests and tools can find what they show.
+"""
+
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.draw import legend
+from megatron.pipeline.draw.cells import Cell, Step
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SMALLEST_LABEL, _LARGEST_LABEL, _SMALL = 4.5, 9.0, 5.5  # points
+_INNER = 0.92  # share of a row's height that its cells take
+
+
+def draw_rows(axes: "Axes", timeline: Timeline, cells: list[Cell]) -> None:
+    """Bubbles as one grey bar per row, and the cells on it, in one collection per kind and version."""
+    from matplotlib.collections import PolyCollection
+
+    ranks = range(timeline.num_ranks)
+    bars = [_box(0.0, timeline.end, rank) for rank in ranks]
+    axes.add_collection(PolyCollection(bars, facecolors=legend.BUBBLE, edgecolors="none", gid="bubble"))
+    groups: dict[tuple[Kind, int | None], list] = {}
+    for cell in cells:
+        groups.setdefault((cell.kind, cell.version), []).append(_box(cell.start, cell.end, cell.rank))
+    for (kind, version), boxes in groups.items():
+        name = kind.value if version is None else f"{kind.value}@{version}"
+        shade = legend.shade_of(kind, version)
+        axes.add_collection(PolyCollection(boxes, facecolors=shade, edgecolors=legend.EDGE, linewidths=0.5, gid=name))
+    completing = [_box(cell.start, cell.end, cell.rank) for cell in cells if cell.completes_batch]
+    hatching = {"facecolors": "none", "edgecolors": legend.HATCH, "linewidths": 0.0, "hatch": "xxxx", "alpha": 0.3}
+    axes.add_collection(PolyCollection(completing, gid="completes", **hatching))
+    axes.set_ylim(timeline.num_ranks - 0.45, -0.55)
+    owned = [timeline.stages_of(rank) for rank in ranks]
+    single = all(len(stages) == 1 for stages in owned)
+    names = [f"stage {stages[0]}" if single else f"rank {rank}" for rank, stages in enumerate(owned)]
+    axes.set_yticks(list(ranks), names, fontsize=8)
+
+
+def draw_labels(axes: "Axes", cells: list[Cell], *, points: float, one_based: bool) -> None:
+    """The microbatch in each cell that has room for it, and the weight version below it.
+
+    Args:
+        points: typographic points per unit of the axis.
+    """
+    below = {"ha": "center", "va": "bottom", "fontsize": _SMALL, "gid": "version"}
+    for cell in cells:
+        text, room = str(cell.microbatch + one_based), (cell.end - cell.start) * points
+        size = min(_LARGEST_LABEL, room / (0.62 * len(text) + 0.25))
+        if size < _SMALLEST_LABEL:
+            continue
+        ink, middle = legend.ink_on(cell.version), (cell.start + cell.end) / 2
+        axes.text(middle, cell.rank - 0.04, text, ha="center", va="center", fontsize=size, color=ink, gid="microbatch")
+        if cell.version is not None and room >= 3.6 * len(str(cell.version)) + 6:
+            axes.text(middle, cell.rank + 0.40, f"v{cell.version}", color=ink, **below)
+
+
+def draw_batches(axes: "Axes", timeline: Timeline, cells: list[Cell]) -> None:
+    """A dashed line that follows the first forward of each batch down the stages."""
+    batch_of = {microbatch: batch for batch, microbatch in enumerate(timeline.batch_borders()[:-1])}
+    places: dict[int, list[tuple[int, float]]] = {}
+    for cell in cells:
+        if cell.begins_batch and cell.stage == timeline.stages_of(cell.rank)[0]:
+            places.setdefault(batch_of[cell.microbatch], []).append((cell.rank, cell.start))
+    dashes = {"color": legend.BORDER, "linewidth": 1.0, "linestyle": (0, (3, 2)), "clip_on": False}
+    small = {"color": legend.BORDER, "fontsize": 7, "xytext": (2, 1), "textcoords": "offset points"}
+    for batch, starts in sorted(places.items()):
+        starts.sort()
+        across = [start for _, start in starts for _ in range(2)]
+        down = [rank + side for rank, _ in starts for side in (-0.5, 0.5)]
+        axes.plot(across, down, gid="batch", zorder=4, **dashes)
+        name = f"batch {timeline.first_batch + batch}"
+        axes.annotate(name, (across[0], down[0]), annotation_clip=False, **small)
+
+
+def draw_steps(axes: "Axes", steps: list[Step], *, points: float) -> None:
+    """A red bar at the end of each optimizer step, as wide as the step took, with the version that it makes."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patheffects import withStroke
+
+    least = 2.2 / points
+    starts = [min(step.start, step.end - least) for step in steps]
+    boxes = [_box(start, step.end, step.rank) for start, step in zip(starts, steps, strict=True)]
+    axes.add_collection(PolyCollection(boxes, facecolors=legend.STEP, edgecolors="none", gid="step", zorder=5))
+    halo = [withStroke(linewidth=1.5, foreground="white")]
+    small = {"fontsize": _SMALL, "fontweight": "bold", "color": legend.STEP, "path_effects": halo}
+    for start, step in zip(starts, steps, strict=True):
+        place = (start - 1.5 / points, step.rank - 0.42)
+        axes.text(*place, f"W{step.version}", ha="right", va="top", gid="made", zorder=6, **small)
+
+
+def draw_lanes(axes: "Axes", timeline: Timeline) -> None:
+    """Transfers as lines from sender to receiver, reductions as bars at the foot of a row; only what takes time."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    lines, bars = [], []
+    for span in timeline.spans:
+        kind, start, end = span.instruction.kind, span.start, span.end
+        if end <= start:
+            continue
+        if kind in legend.SENDS:
+            to = timeline.rank_of_stage[span.instruction.stage + (1 if kind is Kind.SEND_F else -1)]
+            toward = 0.46 if to > span.rank else -0.46
+            lines.append([(start, span.rank + toward), (end, to - toward)])
+        elif kind in legend.REDUCTIONS:
+            low, high = span.rank + 0.38, span.rank + 0.46
+            bars.append([(start, low), (end, low), (end, high), (start, high)])
+    axes.add_collection(LineCollection(lines, colors=legend.TRANSFER, linewidths=0.7, gid="transfer", zorder=4))
+    axes.add_collection(PolyCollection(bars, facecolors=legend.REDUCTION, edgecolors="none", gid="reduction", zorder=4))
+
+
+def draw_saved(axes: "Axes", timeline: Timeline) -> None:
+    """Per stage, the number of microbatches whose activations it holds over time, and the highest number."""
+    saved = [timeline.saved_microbatches(stage) for stage in range(timeline.num_stages)]
+    highest = max((count for events in saved for _, count in events), default=1)
+    peaks = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "va": "center", "clip_on": False}
+    for stage, events in enumerate(saved):
+        times = [0.0, *(time for time, _ in events), timeline.end]
+        counts = [0, *(count for _, count in events), 0]
+        foot = stage + 0.45
+        heights = [foot - 0.85 * count / highest for count in counts]
+        axes.fill_between(times, heights, foot, step="post", color=legend.SAVED, linewidth=0, gid="saved")
+        axes.text(1.0, foot - 0.4, f" {max(counts)}", gid="peak", **peaks)
+    axes.set_ylim(timeline.num_stages - 0.4, -0.6)
+    axes.set_yticks(range(timeline.num_stages), [f"stage {stage}" for stage in range(timeline.num_stages)], fontsize=8)
+    axes.set_title("microbatches whose activations are saved, with the peak", loc="left", fontsize=8, pad=2)
+
+
+def _box(start: float, end: float, rank: int) -> list[tuple[float, float]]:
+    low, high = rank - _INNER / 2, rank + _INNER / 2
+    return [(start, low), (end, low), (end, high), (start, high)]
