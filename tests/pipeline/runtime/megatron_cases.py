@@ -9,9 +9,10 @@ schedules of megatron.core. Results carry full-size tensors under global names.
 import hashlib
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
+
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -20,7 +21,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.megatron_weights import unwrap
@@ -63,7 +63,7 @@ class Case:
     initial_loss_scale: float = 2.0**10
     hysteresis: int = 1
     overflow_batches: tuple[int, ...] = ()
-    extra: dict = field(default_factory=dict)  # for the engine
+    extra_warmup: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -122,7 +122,7 @@ def gpt_model(case: Case) -> GPTModel:
 
 
 def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """Global name -> parameter: layers numbered over the pipeline, the tied output weight under the embedding's name."""
+    """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding."""
     named = {}
     for name, param in model.named_parameters():
         parts = name.split(".")
@@ -483,7 +483,6 @@ def _result(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, repo
     live = update.versions.live()
     newest = full_tensors(case, model, update.versions.tensors(live[-1]))
     older = full_tensors(case, model, update.versions.tensors(live[0]))
-    update.close()
     return {
         "batches": [
             {
@@ -501,3 +500,88 @@ def _result(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, repo
         "num_gradient_slots": update._gradients.num_slots,
         "num_weight_slots": update.versions.num_slots,
     }
+
+
+# A rank of the pipeline, driven by the engine.
+
+
+def train(cases: list[dict]) -> list[dict]:
+    """Train each case on this rank's place in it; results as `reference` gives them."""
+    return [_train(Case(**case)) for case in cases]
+
+
+def references(cases: list[dict]) -> list[dict]:
+    return [reference(Case(**case)) for case in cases]
+
+
+def engine_of(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, **options):
+    from megatron.pipeline.runtime.engine import PipelineEngine
+    from megatron.pipeline.schedules import Schedule
+
+    schedule = Schedule.preset(
+        case.schedule,
+        num_stages=case.p,
+        recompute=case.recompute,
+        tied_embeddings=case.tied,
+        data_parallel=case.d > 1,
+        extra_warmup=case.extra_warmup,
+    )
+    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    return PipelineEngine(schedule, stage, update, ranks=ranks, **options)
+
+
+def _train(case: Case) -> dict:
+    with parallel(case):
+        stage, update = build(case)
+        engine = engine_of(case, stage, update)
+        reports, evaluations = [], []
+        for batch in range(len(case.batches)):
+            info = batch_info(case, batch)
+            reports += engine.run_batch(info.num_microbatches, info.num_samples)
+            if batch in case.drains:
+                reports += engine.drain()
+                evaluations.append(engine.evaluate(2))
+        reports += engine.drain()
+        engine.close()
+        result = _result(case, stage, update, reports)
+        result["evaluations"] = evaluations
+        result["saved_peak"] = engine.saved_microbatches_peak
+        return result
+
+
+# Comparison.
+
+
+@dataclass
+class Deviation:
+    """Largest deviations of a run from its reference: relative for losses and norms, absolute for weights."""
+
+    loss: float = 0.0
+    norm: float = 0.0
+    newest: float = 0.0
+    older: float = 0.0
+
+
+def deviation(case: Case, expected: dict, ranks: list[dict]) -> Deviation:
+    """Compare every rank's result with the reference; all batches, both versions and all names must be there."""
+    worst = Deviation()
+    for result in ranks:
+        assert len(result["batches"]) == len(expected["batches"])
+        for ours, theirs in zip(result["batches"], expected["batches"], strict=True):
+            assert (ours["overflow"], ours["scale"], ours["lr"]) == (theirs["overflow"], theirs["scale"], theirs["lr"])
+            worst.loss = max(worst.loss, _relative(ours["loss"], theirs["loss"]))
+            if not theirs["overflow"]:
+                worst.norm = max(worst.norm, _relative(ours["norm"], theirs["norm"]))
+    for version in ("newest", "older") if case.schedule == "2bw" else ("newest",):
+        seen = set()
+        for result in ranks:
+            for name, tensor in result[version].items():
+                seen.add(name)
+                difference = (tensor - expected[version][name]).abs().max().item()
+                setattr(worst, version, max(getattr(worst, version), difference))
+        assert seen == set(expected[version])
+    return worst
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / max(abs(theirs), 1e-12)

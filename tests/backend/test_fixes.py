@@ -1,0 +1,108 @@
+"""The repairs of megatron.core's wheel, each with the behaviour that it restores."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from tests import workers
+
+needs_torch_optimizer = pytest.mark.skipif(HAVE_APEX_OR_TE, reason="another library's optimizer is installed")
+
+
+def norm_config(sequence_parallel: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        sequence_parallel=sequence_parallel,
+        layernorm_zero_centered_gamma=False,
+        persist_layer_norm=False,
+        memory_efficient_layer_norm=False,
+        normalization="LayerNorm",
+    )
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_torch_norm_is_marked_under_sequence_parallelism(sequence_parallel):
+    """The norm is built, its parameters are marked only where ranks see parts, and the configuration is as before."""
+    config = norm_config(sequence_parallel)
+    norm = WrappedTorchNorm(config, 8)
+    assert config.sequence_parallel is sequence_parallel
+    assert all(getattr(param, "sequence_parallel", False) is sequence_parallel for param in norm.parameters())
+
+
+@pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")
+def test_checkpoint_without_output_is_not_fp8():
+    """`fp8=False` means without FP8."""
+    assert CheckpointWithoutOutput(fp8=False).fp8 is False
+    assert CheckpointWithoutOutput().fp8 is False
+
+
+@needs_torch_optimizer
+def test_distributed_optimizer_resumes_with_its_own_step_counters():
+    """A resumed optimizer makes the same next two steps as the one that was never saved, from the first step on."""
+    differences = workers.run(2, f"{__name__}:resume_distributed_optimizer", timeout=100)
+    assert differences == [[0.0] * 3] * 2
+
+
+@needs_torch_optimizer
+def test_optimizer_state_can_be_created_for_loading():
+    """Before any step, Adam's state has its counter and SGD's its momentum, as loading a checkpoint needs it."""
+    assert workers.run(1, f"{__name__}:initial_states", timeout=100) == [{"adam": True, "sgd": True}]
+
+
+def initial_states() -> dict[str, bool]:
+    from tests.pipeline.runtime import megatron_cases as cases
+
+    result = {}
+    for name in ("adam", "sgd"):
+        case = cases.Case(optimizer=name, layers=1)
+        with cases.parallel(case):
+            _, update = cases.build(case)
+            inner = update.optimizer.chained_optimizers[0]
+            inner.init_state_fn(inner.optimizer, inner.config)
+            state = next(iter(inner.optimizer.state.values()))
+            wanted = {"adam": {"step", "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}[name]
+            result[name] = set(state) == wanted and len(inner.optimizer.state) == len(inner.get_parameters())
+    return result
+
+
+def resume_distributed_optimizer() -> list[float]:
+    """Save after 0, 1 and 2 steps, resume in a new optimizer, take two more steps; the largest difference of each."""
+    from tests.pipeline.runtime import megatron_cases as cases
+
+    case = cases.Case(d=2, layers=1, distributed_optimizer=True, dtype="bfloat16")
+    differences = []
+    with cases.parallel(case):
+        for steps_before in range(3):
+            first, second = cases.build(case)[1], cases.build(case)[1]
+            for number in range(steps_before):
+                step_with_noise(first, number)
+            inner, resumed = first.optimizer.chained_optimizers[0], second.optimizer.chained_optimizers[0]
+            state = copy.deepcopy(inner.state_dict())
+            resumed.load_state_dict(state)
+            for param in inner.model_param_gbuf_map:
+                twin = dict(zip(inner.model_param_gbuf_map, resumed.model_param_gbuf_map, strict=True))[param]
+                tensors = inner._get_main_param_and_optimizer_states(param)
+                resumed._set_main_param_and_optimizer_states(twin, {k: v for k, v in tensors.items() if k != "step"})
+            for number in range(steps_before, steps_before + 2):
+                step_with_noise(first, number)
+                step_with_noise(second, number)
+            pairs = zip(inner.get_parameters(), resumed.get_parameters(), strict=True)
+            differences.append(max((a - b).abs().max().item() for a, b in pairs))
+    return differences
+
+
+def step_with_noise(update, number: int) -> None:
+    inner = update.optimizer.chained_optimizers[0]
+    generator = torch.Generator().manual_seed(number)
+    for param in inner.get_parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+    inner.step_with_ready_grads()

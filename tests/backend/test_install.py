@@ -1,0 +1,110 @@
+"""`backend.install`: megatron.core on a machine without CUDA, and nothing replaced where there is CUDA."""
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins exist only where there is no CUDA")
+
+
+def run_python(program: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+
+@on_cpu
+def test_late_installation_is_refused():
+    """Where megatron.core was imported first, install() says what to do instead of failing somewhere later."""
+    result = run_python("import megatron.core\nfrom megatron import backend\nbackend.install()")
+    assert result.returncode != 0
+    assert "megatron.core was imported before megatron.backend.install()" in result.stderr
+
+
+@on_cpu
+def test_installation_is_silent_repeatable_and_leaves_compilation_alone():
+    """Twice is once; torch.compile is what it was; no warning about missing GPU libraries is printed."""
+    result = run_python(
+        "import torch\ncompile_function = torch.compile\n"
+        "from megatron import backend\nbackend.install(); backend.install()\n"
+        "assert torch.compile is compile_function and backend.is_installed()\n"
+        "assert not torch.cuda.is_available()"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+
+@on_cpu
+def test_factories_take_the_name_cuda():
+    """Every tensor factory that megatron.core calls with device="cuda" makes a CPU tensor."""
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.tensor([1.0], dtype=torch.float, device="cuda").device.type == "cpu"
+    assert torch.empty((1,), device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.arange(3, device=torch.device("cuda")).tolist() == [0, 1, 2]
+    assert torch.ones_like(torch.zeros(2), device="cuda").sum() == 2
+    assert torch.zeros(1).cuda(torch.cuda.current_device()).device.type == "cpu"
+
+
+@on_cpu
+def test_type_names_are_cuda_names_for_megatron_core_only():
+    """The optimizers compare `param.type()` with CUDA's names; all other callers see the truth."""
+    tensor = torch.zeros(1, dtype=torch.bfloat16)
+    assert tensor.type() == "torch.BFloat16Tensor"
+    scope = {"__name__": "megatron.core.optimizer.optimizer"}
+    exec("def name_of(tensor): return tensor.type()", scope)
+    assert scope["name_of"](tensor) == "torch.cuda.BFloat16Tensor"
+
+
+@on_cpu
+def test_tracker_states_differ_and_are_kept():
+    """The random-number tracker forks: inside other numbers than outside, and the outside stream goes on unchanged."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    def draws(tensor_rank: int) -> tuple[float, float, float]:
+        model_parallel_cuda_manual_seed(7, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
+        before = torch.rand(1).item()
+        with get_cuda_rng_tracker().fork():
+            inside = torch.rand(1).item()
+        return before, inside, torch.rand(1).item()
+
+    first, second = draws(0), draws(1)
+    assert first[0] == second[0] and first[2] == second[2]
+    assert first[1] != second[1] and first[1] != first[0]
+    torch.manual_seed(7)
+    assert [first[0], first[2]] == [torch.rand(1).item(), torch.rand(1).item()]
+
+
+@on_cpu
+def test_autocast_named_cuda_casts():
+    """A region that megatron.core opens for "cuda" casts on the CPU."""
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+@on_cpu
+def test_streams_and_events_run_at_once():
+    """What modules do with streams and events on CUDA is harmless here."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        event = stream.record_event()
+    event.synchronize()
+    torch.cuda.synchronize()
+    assert event.query()
+
+
+@pytest.mark.gpu
+def test_nothing_is_replaced_on_cuda():
+    """With CUDA the functions of torch are torch's own."""
+    result = run_python(
+        "import torch\nkept = [torch.zeros, torch.compile, torch.cuda.current_device, torch.Tensor.type, torch.autocast]\n"
+        "from megatron import backend\nbackend.install()\n"
+        "now = [torch.zeros, torch.compile, torch.cuda.current_device, torch.Tensor.type, torch.autocast]\n"
+        "assert all(a is b for a, b in zip(kept, now))"
+    )
+    assert result.returncode == 0, result.stderr
