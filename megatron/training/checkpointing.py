@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.training.checkpoint import arguments, directory
+from megatron.training.checkpoint import arguments, directory, optimizer_formats
 from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
@@ -27,7 +27,6 @@ from megatron.training.checkpoint.random_state import restore_random_state, shar
 from megatron.training.checkpoint.state import (
     FORMAT_VERSION,
     PREVIOUS_VERSION_PREFIX,
-    complete_state,
     model_state,
     optimizer_state,
     previous_version_state,
@@ -182,23 +181,30 @@ def load_checkpoint(
     with_optimizer = optimizer is not None and not starts_anew and not args.no_load_optim
     if with_optimizer:
         request["optimizer"] = optimizer_state(optimizer, model, metadata, is_loading=True)
+        if converts := optimizer_formats.needs_conversion(optimizer, common.get("optimizer")):
+            request["optimizer"] = optimizer_formats.convert_request(request["optimizer"], reader.holds_key)
     random_state = sharded_random_state()
     with_random = not starts_anew and not args.no_load_rng
     if with_random and reader.holds(random_state):
         request["rng_state"] = random_state
     elif with_random:
         _log_once("random number generators start from the seed: the checkpoint has none for these parallel degrees")
+    version_names: dict[tuple[str, str], str] = {}
     if _takes_two_versions(update) and not starts_anew and reader.holds_prefix(PREVIOUS_VERSION_PREFIX):
+        version_names = _version_names(chunks, update.versions, model)
         empty = {id(parameter): torch.empty_like(parameter.data) for parameter in _parameters(chunks)}
         request["previous_version"] = previous_version_state(model, empty)
     state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
     for entry, chunk in zip(model, chunks, strict=True):
         _load_module(unwrap(chunk), state[entry])
     if update is not None:
-        _restore_versions(update.versions, chunks, model, state.get("previous_version"), position.iteration)
+        _restore_versions(update.versions, position.iteration, state.get("previous_version"), version_names)
     if with_optimizer:
-        optimizer.load_state_dict(state["optimizer"])
-        complete_state(optimizer)
+        loaded = state["optimizer"]
+        if converts:
+            loaded = optimizer_formats.convert_loaded(loaded, optimizer)
+        optimizer_formats.add_step_counters(loaded, optimizer)
+        optimizer.load_state_dict(loaded)
         if scheduler is not None:
             scheduler.load_state_dict(state["opt_param_scheduler"])
         if update is not None and (extra := (state.get("pipeline") or {}).get("update")) is not None:
@@ -274,27 +280,32 @@ def _by_parameter(chunks: Sequence[torch.nn.Module], versions: WeightVersions, v
     return {parameter: tensors[name] for parameter, name in _names_of_parameters(chunks, versions).items()}
 
 
-def _restore_versions(
-    versions: WeightVersions,
-    chunks: Sequence[torch.nn.Module],
-    model: dict,
-    older: dict | None,
-    iteration: int,
-) -> None:
-    """The weights just loaded become the version that `iteration` batches have made, and the older one that before it.
+def _version_names(chunks: Sequence[torch.nn.Module], versions: WeightVersions, model: dict) -> dict[tuple, str]:
+    """(entry, name in the chunk's state) -> name in the version table."""
+    names = _names_of_parameters(chunks, versions)
+    return {
+        (entry, name): names[id(sharded.data)]
+        for entry, chunk_state in model.items()
+        for name, sharded in chunk_state.items()
+        if id(sharded.data) in names
+    }
 
-    Without an older one (saved under another policy, or a skipped update) both versions are the same weights.
+
+def _restore_versions(
+    versions: WeightVersions, iteration: int, older: dict | None, names: dict[tuple[str, str], str]
+) -> None:
+    """The weights just loaded become the version that `iteration` batches have made, and `older` that before it.
+
+    Without `older` (saved under another policy, or after a skipped update) both versions are the same weights.
     """
     if older is None:
         both = [iteration - 1, iteration] if iteration > 0 and versions.window > 1 else [iteration]
         versions.reset(*both)
         return
-    names = _names_of_parameters(chunks, versions)
     newest_tensors = versions.tensors(versions.newest)
     older_tensors = dict(newest_tensors)
     for entry, chunk_state in older.items():
-        for name, tensor in chunk_state.items():
-            older_tensors[names[id(model[entry][name].data)]] = tensor
+        older_tensors.update({names[entry, name]: tensor for name, tensor in chunk_state.items()})
     versions.restore({iteration - 1: older_tensors, iteration: newest_tensors})
 
 

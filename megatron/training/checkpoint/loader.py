@@ -73,6 +73,10 @@ class CheckpointReader:
         """True if the checkpoint has this tensor, or this very shard of an object."""
         return _index_key(sharded) in self.index.state_dict_metadata
 
+    def holds_key(self, key: str) -> bool:
+        """True if the checkpoint has a tensor of this key."""
+        return key in self.index.state_dict_metadata
+
     def holds_prefix(self, prefix: str) -> bool:
         """True if any of the checkpoint's keys starts so."""
         return any(key.startswith(prefix) for key in self.index.state_dict_metadata)
@@ -91,7 +95,10 @@ class CheckpointReader:
             strategy = FullyParallelLoadStrategyWrapper(
                 get_default_load_sharded_strategy(str(self.location.path)), group
             )
-        return load(state, str(self.location.path), strategy)
+        with warnings.catch_warnings():
+            # megatron.core reads through torch functions that newer torch calls deprecated.
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            return load(state, str(self.location.path), strategy)
 
     def _verify(self) -> None:
         files = _manifest(self.location)

@@ -1,0 +1,202 @@
+"""Runs saved and loaded through megatron.core: same degrees, other degrees, other programs, and what can go wrong."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests import workers
+
+CASES = "tests.training.checkpoint_cases:"
+TWO_STAGES = {"pipeline_model_parallel_size": 2}
+TWO_TENSOR_RANKS = {"tensor_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints by number of ranks and arguments, each written once: directory, losses after it, weights at the end."""
+    written = {}
+
+    def get(world_size, **changes):
+        key = (world_size, tuple(sorted(changes.items())))
+        if key not in written:
+            directory = str(tmp_path_factory.mktemp("checkpoint"))
+            results = workers.run(world_size, CASES + "save_and_go_on", directory=directory, changes=changes)
+            written[key] = (directory, results)
+        return written[key]
+
+    return get
+
+
+def test_resumed_run_equals_the_uninterrupted_one(saved):
+    """With dropout, at p=2: after a load losses and weights are bit-equal to those of the run that went on."""
+    changes = {**TWO_STAGES, "hidden_dropout": 0.1}
+    directory, uninterrupted = saved(2, **changes)
+    resumed = workers.run(2, CASES + "load_and_go_on", directory=directory, changes=changes)
+    for (losses, weights), (position, losses_again, weights_again) in zip(uninterrupted, resumed, strict=True):
+        assert losses_again == losses
+        assert equal(weights, weights_again)
+        assert (position.iteration, position.consumed_train_samples, position.consumed_valid_samples) == (3, 12, 8)
+        assert (position.next_microbatch, position.num_floating_point_operations_so_far) == (5, 1e12)
+
+
+FULL = pytest.mark.full
+BF16 = {"bf16": True, "swiglu": True, "untie_embeddings_and_output_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("writers", "source", "readers", "target", "tolerance"),
+    [
+        pytest.param(2, TWO_STAGES, 1, {}, 1e-6, id="p=2 to p=1"),
+        pytest.param(1, DISTRIBUTED, 2, TWO_STAGES, 1e-6, id="distributed optimizer to p=2 without it"),
+        pytest.param(2, TWO_TENSOR_RANKS, 1, {}, 1e-6, id="t=2 to t=1"),
+        pytest.param(2, DISTRIBUTED, 2, {**TWO_STAGES, **DISTRIBUTED}, 1e-6, id="distributed d=2 to p=2"),
+        pytest.param(1, {}, 2, TWO_TENSOR_RANKS, 1e-6, id="t=1 to t=2", marks=FULL),
+        pytest.param(1, {}, 2, DISTRIBUTED, 1e-6, id="plain to distributed d=2", marks=FULL),
+        pytest.param(2, BF16, 1, {**BF16, **DISTRIBUTED}, 1e-4, id="bf16 plain to distributed", marks=FULL),
+        pytest.param(2, {**BF16, **DISTRIBUTED}, 1, BF16, 1e-4, id="bf16 distributed to plain", marks=FULL),
+        pytest.param(
+            2, {**BF16, **TWO_STAGES}, 2, {**BF16, **TWO_TENSOR_RANKS}, 1e-3, id="bf16 p=2 to t=2", marks=FULL
+        ),
+        pytest.param(2, {**TWO_STAGES, "optimizer": "sgd"}, 1, {"optimizer": "sgd"}, 1e-6, id="SGD", marks=FULL),
+    ],
+)
+def test_other_degrees_go_on_with_the_same_losses(saved, writers, source, readers, target, tolerance):
+    """Weights, optimizer state and schedule arrive at other degrees, with or without the distributed optimizer."""
+    directory, uninterrupted = saved(writers, **source)
+    resumed = workers.run(readers, CASES + "load_and_go_on", directory=directory, changes=target)
+    for _, losses, _ in resumed:
+        assert losses == pytest.approx(uninterrupted[0][0], rel=tolerance)
+
+
+def test_what_is_not_loaded_starts_fresh(saved):
+    """--no-load-optim keeps the position, --finetune takes the weights alone; both then train differently."""
+    directory, ((uninterrupted, _),) = saved(1)
+    ((position, losses, _),) = workers.run(
+        1, CASES + "load_and_go_on", directory=directory, changes={}, no_load_optim=True
+    )
+    assert (
+        position.iteration == 3
+        and losses[0] == uninterrupted[0]
+        and losses[2] != pytest.approx(uninterrupted[2], rel=1e-4)
+    )
+    ((position, losses, _),) = workers.run(1, CASES + "load_and_go_on", directory=directory, changes={}, finetune=True)
+    assert position.iteration == 0 and losses[0] == uninterrupted[0]
+    ((position, _, _),) = workers.run(1, CASES + "load_and_go_on", directory=directory + "/none", changes={})
+    assert position is None
+
+
+def test_checkpoint_without_optimizer_says_so(tmp_path):
+    """--no-save-optim: a load that wants the optimizer names the flag that does without; with it the weights load."""
+    directory = str(tmp_path)
+    workers.run(1, CASES + "save_and_go_on", directory=directory, changes={}, no_save_optim=True, no_save_rng=True)
+    ((message, untouched),) = workers.run(1, CASES + "load_error", directory=directory, changes={})
+    assert "optimizer.state.exp_avg" in message and "--no-load-optim" in message and untouched
+    ((message, _),) = workers.run(1, CASES + "load_error", directory=directory, changes={}, no_load_optim=True)
+    assert message is None
+
+
+@pytest.mark.parametrize(
+    "degrees", [TWO_STAGES, pytest.param({"bf16": True, "swiglu": True}, marks=FULL)], ids=["p=2", "d=2"]
+)
+def test_both_weight_versions_are_restored(tmp_path, degrees):
+    """2bw gets both versions back; flush takes the newest; 2bw takes a flush checkpoint's weights for both."""
+    directory = str(tmp_path)
+    saved = workers.run(2, CASES + "save_two_versions", directory=directory, changes=degrees)
+    two = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, window=2)
+    one = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, window=1)
+    anew = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, window=2, finetune=True)
+    for before, (after, slots, scales), (newest, _, _), (fresh, _, _) in zip(saved, two, one, anew, strict=True):
+        assert after.keys() == {2, 3} and equal(after[2], before[2]) and equal(after[3], before[3])
+        assert slots == 2 and scales == {"4": 1024.0}
+        assert newest.keys() == {3} and equal(newest[3], before[3])
+        assert fresh.keys() == {0} and equal(fresh[0], before[3])
+
+
+def test_flush_checkpoint_serves_both_versions(saved):
+    """From a flush checkpoint both versions of 2bw are the same weights, in one buffer."""
+    directory, _ = saved(1)
+    ((versions, slots, _),) = workers.run(1, CASES + "load_versions", directory=directory, changes={}, window=2)
+    assert versions.keys() == {2, 3} and equal(versions[2], versions[3]) and slots == 1
+
+
+def test_megatron_lm_checkpoints_load_here_and_ours_there(tmp_path, saved):
+    """A checkpoint written the way Megatron-LM writes goes on here exactly; ours goes on with bare megatron.core."""
+    directory = str(tmp_path)
+    written = workers.run(2, CASES + "save_as_megatron_lm_does", directory=directory, changes=TWO_STAGES)
+    resumed = workers.run(2, CASES + "load_and_go_on", directory=directory, changes=TWO_STAGES)
+    for (losses, weights), (position, losses_again, weights_again) in zip(written, resumed, strict=True):
+        assert losses_again == losses and equal(weights, weights_again)
+        assert (position.iteration, position.consumed_train_samples) == (3, 12)
+    ours, ((uninterrupted, _),) = saved(1)
+    ((common, losses),) = workers.run(1, CASES + "load_as_megatron_lm_does", directory=ours, changes={})
+    assert losses == uninterrupted
+    assert (common["checkpoint_version"], common["iteration"], common["args"].consumed_train_samples) == (3.0, 3, 12)
+    assert {"opt_param_scheduler", "num_floating_point_operations_so_far"} <= common.keys()
+
+
+def test_truncated_foreign_checkpoint_is_named(tmp_path):
+    """Megatron-LM writes no checksums; a shortened or missing shard is still named, before anything is loaded."""
+    workers.run(1, CASES + "save_as_megatron_lm_does", directory=str(tmp_path), changes={})
+    shard = tmp_path / "iter_0000003" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:5000])
+    ((message, untouched),) = workers.run(1, CASES + "load_error", directory=str(tmp_path), changes={})
+    assert f"{shard} is truncated: 5000 of at least" in message and untouched
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "common.pt", ".metadata", "metadata.json", "checksums.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damage_to_any_file_is_named_on_all_ranks(saved, tmp_path, name, damage):
+    """Whichever file is damaged, every rank names it, says whether others exist, and has loaded nothing."""
+    directory, _ = saved(2, **TWO_STAGES, hidden_dropout=0.1)
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "iter_0000003" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content if damage == "flip" else content[: len(content) // 2])
+    results = workers.run(2, CASES + "load_error", directory=str(tmp_path), changes=TWO_STAGES)
+    for message, untouched in results:
+        assert name in message and untouched
+        assert any(word in message for word in ("damaged", "truncated", "missing"))
+        assert "There is no other checkpoint" in message
+    assert results[0] == results[1]
+
+
+def test_other_model_is_refused_before_anything_is_loaded(saved):
+    """The first mismatching argument is named."""
+    directory, _ = saved(1)
+    changes = {"hidden_size": 32, "ffn_hidden_size": 128}
+    ((message, untouched),) = workers.run(1, CASES + "load_error", directory=directory, changes=changes)
+    assert "hidden_size is 16 there and 32 here" in message and untouched
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param({"bf16": True, **DISTRIBUTED}, marks=FULL)], ids=["fp32", "bf16"])
+def test_asynchronous_save_holds_the_moment_of_the_call(tmp_path, changes):
+    """What training does to the weights while they are written does not reach the checkpoint."""
+    saved = workers.run(2, CASES + "save_in_background", directory=str(tmp_path), changes=changes)
+    loaded = workers.run(2, CASES + "loaded_weights", directory=str(tmp_path), changes=changes)
+    assert all(equal(before, after) for before, after in zip(saved, loaded, strict=True))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_write_leaves_everything_as_it_was(tmp_path, failing_rank, asynchronous):
+    """Where one rank cannot write, all raise the same error naming file and cause; the checkpoint before stays, nothing
+    else does, and the next save works."""
+    results = workers.run(
+        2, CASES + "fail_to_write", directory=str(tmp_path), changes=TWO_STAGES, failing_rank=failing_rank,
+        asynchronous=asynchronous,
+    )  # fmt: skip
+    for message, names, names_later in results:
+        assert "cannot save the checkpoint of iteration 2" in message and f"__{failing_rank}_0.distcp" in message
+        assert "The checkpoint of iteration 1 is intact" in message
+        assert names == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert names_later == ["iter_0000001", "iter_0000003", "latest_checkpointed_iteration.txt"]
