@@ -24,7 +24,8 @@ def annotate(error: BaseException, instruction: Instruction, where: str) -> None
     if getattr(error, "pipeline_instruction", None) is None:
         error.pipeline_instruction = instruction
         error.pipeline_where = where
-        error.add_note(f"raised in instruction {instruction} on {where}")
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"raised in instruction {instruction} on {where}")
 
 
 class Executor:

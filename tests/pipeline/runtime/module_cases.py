@@ -1,0 +1,147 @@
+"""What the ranks of the module pipeline tests run, in the processes of `tests.workers`."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.pipeline.program import WeightPolicy
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.module_stage import ModuleStage
+from megatron.pipeline.runtime.module_update import ModuleUpdate
+from megatron.pipeline.runtime.stage import BatchReport, TensorSpec
+from megatron.pipeline.runtime.trace import Tracer
+from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.runtime import reference
+from tests.pipeline.runtime.reference import Training
+
+
+@dataclass
+class RankOutcome:
+    """One rank's view of a run."""
+
+    reports: list[BatchReport]
+    parameters: dict[str, Tensor]  # newest version, by name in the whole model
+    peak_saved: int
+    peak_versions: int
+    num_slots: int
+    num_unread_sends: int
+    num_saved_at_end: int
+    evaluations: list[dict] = field(default_factory=list)
+    executed: list[list[str]] = field(default_factory=list)  # compute-lane and chain instructions per leg
+
+
+WINDOWS = {
+    WeightPolicy.FLUSH: lambda p, s: 1,
+    WeightPolicy.TWO_BW: lambda p, s: 2,
+    WeightPolicy.STASH: lambda p, s: p - s,
+}
+
+
+def make_stage(schedule: Schedule, training: Training, *, stage: int, replica: int) -> ModuleStage:
+    """This stage's slice of the reference model."""
+    p = schedule.num_stages
+    module = reference.split(reference.build_model(training.dropout), p)[stage]
+    versions = WeightVersions(dict(module.named_parameters()), window=WINDOWS[schedule.weights](p, stage))
+    spec = TensorSpec((reference.MICROBATCH_SIZE, reference.WIDTH))
+
+    def source(microbatch):
+        return reference.data(microbatch.index, replica, poisoned=microbatch.index == training.poisoned_microbatch)[0]
+
+    def loss(output, microbatch):
+        return reference.loss_of(output, reference.data(microbatch.index, replica)[1])
+
+    return ModuleStage(
+        module,
+        index=stage,
+        num_stages=p,
+        versions=versions,
+        source=source if stage == 0 else None,
+        loss=loss if stage == p - 1 else None,
+        input_spec=None if stage == 0 else spec,
+        output_spec=None if stage == p - 1 else spec,
+        recompute=schedule.recompute,
+    )
+
+
+class Pipeline:
+    """Engine, stage and update of this rank; replicas are blocks of p successive ranks."""
+
+    def __init__(self, preset: str, training: Training, *, tracing: bool = False, **schedule_options) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        p = world // training.num_replicas
+        self.replica, self.stage_index = divmod(rank, p)
+        self.num_stages = p
+        self.groups = []
+        self.schedule = Schedule.preset(
+            preset, num_stages=p, data_parallel=training.num_replicas > 1, **schedule_options
+        )
+        self.stage = make_stage(self.schedule, training, stage=self.stage_index, replica=self.replica)
+        versions = self.stage._versions
+        parameters = dict(self.stage.module.named_parameters())
+        optimizer = reference.make_optimizer(parameters.values(), training)
+        job = self._group(range(world))
+        replicas = [self._group(range(s, world, p)) for s in range(p)] if training.num_replicas > 1 else None
+        self.update = ModuleUpdate(
+            parameters,
+            versions=versions,
+            optimizer=optimizer,
+            scheduler=reference.make_scheduler(optimizer, training),
+            clip_grad=training.clip_grad,
+            num_grad_buffers=1 if self.schedule.weights is WeightPolicy.FLUSH else 2,
+            data_parallel_group=replicas[self.stage_index] if replicas else None,
+            counts_in_norm=self.replica == 0,
+            job_group=job,
+        )
+        self.engine = PipelineEngine(
+            self.schedule,
+            self.stage,
+            self.update,
+            ranks=range(self.replica * p, (self.replica + 1) * p),
+            timeout=timedelta(seconds=20),
+            tracer=Tracer(num_batches=64) if tracing else None,
+        )
+
+    def _group(self, ranks):
+        group = dist.new_group(list(ranks))
+        self.groups.append(group)
+        return group
+
+    def close(self) -> None:
+        self.engine.close()
+        for group in self.groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evaluate: int = 0, tracing: bool = False,
+        **schedule_options) -> RankOutcome:  # fmt: skip
+    """Train; after each batch in `drains` drain the pipeline, and evaluate on `evaluate` microbatches if not 0."""
+    pipeline = Pipeline(preset, training, tracing=tracing, **schedule_options)
+    engine, reports, evaluations = pipeline.engine, [], []
+    for batch, num_microbatches in enumerate(training.batches):
+        reports += engine.run_batch(num_microbatches, num_microbatches * reference.MICROBATCH_SIZE)
+        if batch in drains:
+            reports += engine.drain()
+            if evaluate:
+                evaluations.append(engine.evaluate(evaluate))
+    reports += engine.drain()
+    stage, names = pipeline.stage, reference.stage_names(pipeline.num_stages, pipeline.stage_index)
+    versions = pipeline.update.versions
+    dist.barrier()
+    pipeline.close()
+    return RankOutcome(
+        reports=reports,
+        parameters={names[name]: tensor.clone() for name, tensor in versions.tensors(versions.newest).items()},
+        peak_saved=engine.saved_microbatches_peak[pipeline.stage_index],
+        peak_versions=versions.peak_live,
+        num_slots=versions.num_slots,
+        num_unread_sends=engine.num_unread_sends(),
+        num_saved_at_end=len(stage.activations),
+        evaluations=evaluations,
+        executed=[[str(span.instruction) for span in engine.trace_spans() if span.track == track]
+                  for track in ("compute", "chain")],
+    )  # fmt: skip

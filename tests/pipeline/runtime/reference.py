@@ -1,0 +1,150 @@
+"""A small model, its data, and single-process training loops that say what every pipeline must reproduce.
+
+`train` computes W(t+1) = W(t) - update(g(W(t - delay))) with a torch optimizer: delay 0 is ordinary training (gpipe,
+flush), delay 1 is 2BW. `train_stash` is PipeDream: one update per microbatch, stage s of p uses weights p-1-s updates old.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, NUM_LAYERS, MICROBATCH_SIZE = 6, 8, 3
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run does, for the reference and the pipeline alike."""
+
+    batches: tuple[int, ...]  # microbatches of each batch, per replica
+    clip_grad: float = 0.0
+    learning_rate: float = 0.02
+    weight_decay: float = 0.01
+    warmup: int = 0
+    dropout: float = 0.0
+    num_replicas: int = 1
+    poisoned_microbatch: int = -1  # its inputs are infinite: the gradients of its batch overflow
+
+
+@dataclass
+class Outcome:
+    """Losses and norms per batch, and the final newest parameters by name in the whole model."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def build_model(dropout: float = 0.0) -> nn.Sequential:
+    """The same weights in every process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(NUM_LAYERS)]
+    return nn.Sequential(*blocks)
+
+
+def data(microbatch: int, replica: int = 0, *, poisoned: bool = False) -> tuple[Tensor, Tensor]:
+    """Input and target of a microbatch, by its index over the whole run."""
+    generator = torch.Generator().manual_seed(1000 * (replica + 1) + microbatch)
+    pair = torch.randn(2, MICROBATCH_SIZE, WIDTH, generator=generator)
+    return (pair[0] * float("inf") if poisoned else pair[0]), pair[1]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def make_optimizer(parameters, training: Training) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, training: Training):
+    if not training.warmup:
+        return None
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / training.warmup))
+
+
+def train(training: Training, *, delay: int) -> Outcome:
+    """Batch j's gradients are taken at version max(j - delay, 0) and applied to version j."""
+    model = build_model(training.dropout)
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(parameters.values(), training)
+    scheduler = make_scheduler(optimizer, training)
+    outcome = Outcome()
+    versions = [_copy(parameters)]
+    first_microbatch = 0
+    for j, num_microbatches in enumerate(training.batches):
+        _show(parameters, versions[max(j - delay, 0)])
+        optimizer.zero_grad()
+        total = 0.0
+        for replica in range(training.num_replicas):
+            for index in range(first_microbatch, first_microbatch + num_microbatches):
+                inputs, targets = data(index, replica, poisoned=index == training.poisoned_microbatch)
+                loss = loss_of(model(inputs), targets)
+                (loss / num_microbatches / training.num_replicas).backward()
+                total += loss.item()
+        first_microbatch += num_microbatches
+        outcome.losses.append(total / num_microbatches / training.num_replicas)
+        outcome.learning_rates.append(optimizer.param_groups[0]["lr"])
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
+        outcome.grad_norms.append(norm.item())
+        _show(parameters, versions[j])
+        if norm.isfinite():
+            if training.clip_grad:
+                torch.nn.utils.clip_grads_with_norm_(parameters.values(), training.clip_grad, norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        versions.append(_copy(parameters))
+    outcome.parameters = versions[-1]
+    return outcome
+
+
+def train_stash(training: Training, *, num_stages: int, drains: tuple[int, ...] = ()) -> Outcome:
+    """PipeDream with weight stashing; `drains`: batches after which the pipeline is drained."""
+    model = build_model()
+    stages = split(model, num_stages)
+    optimizers = [make_optimizer(stage.parameters(), training) for stage in stages]
+    versions = [[_copy(dict(stage.named_parameters()))] for stage in stages]
+    outcome = Outcome()
+    stretch_start = 0
+    for k in range(len(training.batches)):
+        for s, stage in enumerate(stages):
+            _show(dict(stage.named_parameters()), versions[s][max(stretch_start, k - (num_stages - 1 - s))])
+            optimizers[s].zero_grad()
+        inputs, targets = data(k)
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        outcome.losses.append(loss.item())
+        for s, stage in enumerate(stages):
+            _show(dict(stage.named_parameters()), versions[s][k])
+            optimizers[s].step()
+            versions[s].append(_copy(dict(stage.named_parameters())))
+        if k in drains:
+            stretch_start = k + 1
+    outcome.parameters = _copy(dict(model.named_parameters()))
+    return outcome
+
+
+def split(model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:
+    """Contiguous equal parts; each keeps its parameters' names by an offset (`stage_names`)."""
+    size = len(model) // num_stages
+    return [model[stage * size : (stage + 1) * size] for stage in range(num_stages)]
+
+
+def stage_names(num_stages: int, stage: int) -> dict[str, str]:
+    """name in the stage -> name in the whole model"""
+    size = NUM_LAYERS // num_stages
+    return {
+        f"{layer}.0.{part}": f"{stage * size + layer}.0.{part}" for layer in range(size) for part in ("weight", "bias")
+    }
+
+
+def _copy(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _show(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.data = values[name].clone()
