@@ -1,10 +1,10 @@
 """Packages and dependencies.
 
-`megatron` is a namespace package: `megatron.core` comes from the wheel of megatron-core, the subpackages here lie beside
-it, and neither has a `megatron/__init__.py`. For an editable install the root is named as package directory and
-`megatron` itself as a package: setuptools then takes the layout for a simple one and puts the repository on `sys.path`,
-where Python merges the two folders by itself. Otherwise it would write an import hook with a fixed list of today's
-subpackages.
+`megatron` is a namespace package: `megatron.core` comes from the wheel of megatron-core, the subpackages here lie
+beside it, and neither has a `megatron/__init__.py`. For an editable install the root is named as package directory and
+`megatron` itself as a package: setuptools then takes the layout for a simple one and puts the repository on
+`sys.path`, where Python merges the two folders by itself. Otherwise it would write an import hook with a fixed list of
+today's subpackages.
 """
 
 from pathlib import Path
@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent
 
 
 def requirements(name: str) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines())
+    lines = (
+        line.partition("#")[0].strip() for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    )
     return [line for line in lines if line]
 
 

@@ -1,0 +1,49 @@
+"""The loss-curve tool: what it reads from metrics files, what it draws, and how it refuses."""
+
+import json
+
+import pytest
+
+from tools import plot_metrics
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_repeated_iterations_count_once(tmp_path):
+    """Where a resumed run repeats an iteration, its later figure is drawn; what was not finite is left out."""
+    path = write(
+        tmp_path / "run.jsonl",
+        {"iteration": 1, "lm_loss": 4.0},
+        {"iteration": 2, "lm_loss": 3.0},
+        {"iteration": 2, "validation_loss": 3.5, "validation_ppl": 33.1},
+        {"iteration": 2, "lm_loss": 3.25},
+        {"iteration": 3, "lm_loss": None},
+    )
+    curves = plot_metrics.read_curves(path, "run")
+    assert curves.training == {1: 4.0, 2: 3.25}
+    assert curves.validation == {2: 3.5}
+
+
+def test_runs_share_one_picture(tmp_path, capsys):
+    """Two runs give one picture, and their last validation losses are printed under their labels."""
+    for name, loss in (("a", 2.0), ("b", 2.5)):
+        write(tmp_path / f"{name}.jsonl", {"iteration": 5, "lm_loss": loss}, {"iteration": 5, "validation_loss": loss})
+    picture = tmp_path / "made" / "loss.png"
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    plot_metrics.main([*files, "--labels", "flush", "2bw", "--output", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "flush: validation loss 2.0000" in printed and "2bw: validation loss 2.5000" in printed
+
+
+def test_files_without_losses_are_refused(tmp_path, capsys):
+    """A missing file and one without losses end with one sentence that names the file, not with a traceback."""
+    empty = write(tmp_path / "empty.jsonl", {"iteration": 1})
+    for path in (empty, tmp_path / "missing.jsonl"):
+        with pytest.raises(SystemExit) as exit_info:
+            plot_metrics.main([str(path)])
+        assert exit_info.value.code == 1
+        assert path.name in capsys.readouterr().err
