@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.checkpoint import arguments, directory, optimizer_formats
 from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
-
 from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.training.checkpoint import random_state
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, save_checkpoint

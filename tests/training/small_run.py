@@ -1,10 +1,10 @@
-"""A tiny GPT trained with megatron.core alone, for checkpoint tests: any degrees, any optimizer, data by sample index."""
+"""A tiny GPT trained with megatron.core alone, for checkpoint tests: any degrees and optimizer, data by sample index."""
 
 import argparse
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
+
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -138,8 +138,8 @@ def start(args: argparse.Namespace) -> SmallRun:
     config.no_sync_func = None
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer=args.optimizer, lr=1e-2, min_lr=0.0, weight_decay=0.01, bf16=args.bf16, params_dtype=dtype, clip_grad=1.0,
-            use_distributed_optimizer=args.use_distributed_optimizer,
+            optimizer=args.optimizer, lr=1e-2, min_lr=0.0, weight_decay=0.01, bf16=args.bf16, params_dtype=dtype,
+            clip_grad=1.0, use_distributed_optimizer=args.use_distributed_optimizer,
         ),
         [chunk],
     )  # fmt: skip

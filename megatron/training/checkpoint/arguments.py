@@ -11,7 +11,7 @@ import torch
 
 from megatron.training.checkpoint.errors import CheckpointError
 
-# What decides the shape or the meaning of the weights. Left column: Megatron's name, so that its checkpoints compare too.
+# What decides the shape or the meaning of the weights, by Megatron-LM's names, so that its checkpoints compare too.
 MODEL_ARGUMENTS = (
     "num_layers",
     "hidden_size",
@@ -115,7 +115,7 @@ def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None)
 
 
 def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
-    """--use-checkpoint-args: set the model's arguments in `args` to the saved ones; tokenizer arguments only where unset."""
+    """--use-checkpoint-args: set the model's arguments to the saved ones, and the tokenizer's where they are unset."""
     if saved is None:
         raise CheckpointError(
             f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"

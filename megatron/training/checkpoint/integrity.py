@@ -3,8 +3,8 @@
 Problem: torch's distributed format notices neither a flipped bit in a tensor nor, before it has loaded half of the
 model, a missing or shortened file; and then it says so in words that name no file.
 
-Solution: the last file that a save writes is `checksums.json`: size and CRC-32 of every other file, and the CRC-32 of that
-list itself. A load compares before anything is read. CRC-32 finds every single flipped bit and every burst of up to 32,
+Solution: the last file that a save writes is `checksums.json`: size and CRC-32 of every other file, and of that list
+itself. A load compares before anything is read. CRC-32 finds every single flipped bit and every burst of up to 32,
 and runs at memory speed. Checkpoints of Megatron-LM have no such file; for them the lengths that the format records in
 its `.metadata` are compared, which finds missing and shortened files.
 """

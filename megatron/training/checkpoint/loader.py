@@ -8,9 +8,11 @@ and the checkpoint lacks or holds in another shape.
 import pickle
 import warnings
 
-
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import load
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
@@ -18,9 +20,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-
 from megatron.training.checkpoint import integrity
 from megatron.training.checkpoint.agreement import agree, agreed
 from megatron.training.checkpoint.directory import CheckpointLocation, other_iterations_hint

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
 from megatron.training.checkpoint.errors import CheckpointError
 
 _DISTRIBUTED_MASTER, _MIXED_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
@@ -97,7 +97,7 @@ def add_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
 
 
 def _to_distributed(loaded: dict, optimizer: MegatronOptimizer) -> dict:
-    plain = loaded["optimizer"] if "optimizer" in loaded else loaded
+    plain = loaded.get("optimizer", loaded)
     step = plain.get("state", {}).get("common_step")
     groups = [{name: value for name, value in group.items() if name != "params"} for group in plain["param_groups"]]
     for group in groups:

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing import ShardedObject
 
 from megatron import backend
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
 
 
 def random_state() -> dict:

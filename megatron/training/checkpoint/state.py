@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.backend.fixes import complete_optimizer_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
 
 FORMAT_VERSION = 3.0
 PREVIOUS_VERSION_PREFIX = "previous_version."
 
 
 def sharding_metadata(args: argparse.Namespace) -> dict:
-    """How the distributed optimizer's state is laid out; megatron.core changes the dict, so every call makes a new one."""
+    """How optimizer state is laid out. megatron.core changes the dict that it is given, so every call makes a new one."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if getattr(args, "use_distributed_optimizer", False):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -27,7 +28,6 @@ from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStr
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
 from megatron.training.checkpoint import directory, integrity
 from megatron.training.checkpoint.agreement import agree, agreed, control_group, on_rank_zero
 from megatron.training.checkpoint.arguments import without_rank
@@ -124,7 +124,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for an asynchronous save; raises its CheckpointError. Free where there is none. Not collective itself."""
+        """Wait for an asynchronous save and raise its CheckpointError; free where there is none. Not collective itself."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
