@@ -1,0 +1,133 @@
+"""How long it takes to build, lower and prove a pipeline program, and how that grows with its size.
+
+    python benchmarks/program_scale.py
+    python benchmarks/program_scale.py --schedule flush --stages 16 64 --microbatches 128 512 1024 --batches 3
+
+One line for each program: its instructions, the seconds to build it (order, versions, updates, communication) and to
+prove it, and both per instruction. The last line fits seconds = c * instructions ** e over all programs: e = 1 is
+linear growth. Where the output is no terminal, it is one JSON object.
+"""
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.pipeline.check import check
+from megatron.pipeline.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One program: its extent and the least seconds over the repetitions."""
+
+    num_stages: int
+    num_microbatches: int
+    num_batches: int
+    num_instructions: int
+    build_seconds: float
+    check_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.build_seconds + self.check_seconds
+
+
+def measure(schedule: Schedule, num_microbatches: int, num_batches: int, repeat: int) -> Measurement:
+    """Build and prove one program `repeat` times."""
+    build_seconds, check_seconds = [], []
+    for _ in range(repeat):
+        program = None  # the one before is freed outside the clock
+        gc.collect()
+        start = time.perf_counter()
+        program = schedule.build((num_microbatches,) * num_batches)
+        built = time.perf_counter()
+        report = check(program)
+        build_seconds.append(built - start)
+        check_seconds.append(time.perf_counter() - built)
+    return Measurement(
+        schedule.num_stages,
+        num_microbatches,
+        num_batches,
+        report.num_instructions,
+        min(build_seconds),
+        min(check_seconds),
+    )
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """The slope of log(seconds) over log(size), by least squares."""
+    x, y = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((each - mean_x) ** 2 for each in x)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--schedule", default="2bw", help="preset: gpipe, flush, 2bw")
+    parser.add_argument("--stages", type=int, nargs="+", default=[8, 16, 32, 64], help="pipeline stages p")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[128, 256, 512], help="microbatches per batch m")
+    parser.add_argument("--batches", type=int, default=3, help="batches that a program spans")
+    parser.add_argument("--repeat", type=int, default=3, help="the least time of so many is taken")
+    return parser.parse_args(arguments)
+
+
+def show(args: argparse.Namespace, measurements: list[Measurement], summary: dict[str, float | None]) -> None:
+    """A table, and the fit below it."""
+    table = Table(title=f"{args.schedule}, {args.batches} batches: build, lower and prove")
+    for column in ("stages", "microbatches", "instructions", "build s", "check s", "build us/instr", "check us/instr"):
+        table.add_column(column, justify="right")
+    for each in measurements:
+        table.add_row(
+            str(each.num_stages),
+            str(each.num_microbatches),
+            f"{each.num_instructions:,}",
+            f"{each.build_seconds:.3f}",
+            f"{each.check_seconds:.3f}",
+            f"{1e6 * each.build_seconds / each.num_instructions:.2f}",
+            f"{1e6 * each.check_seconds / each.num_instructions:.2f}",
+        )
+    console = Console()
+    console.print(table)
+    if summary["exponent"] is not None:
+        parts = f"build {summary['build_exponent']:.2f}, check {summary['check_exponent']:.2f}"
+        console.print(f"seconds ~ instructions ** {summary['exponent']:.2f} ({parts})")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    measurements = []
+    for num_stages in args.stages:
+        schedule = Schedule.preset(args.schedule, num_stages=num_stages)
+        for num_microbatches in args.microbatches:
+            measurements.append(measure(schedule, num_microbatches, args.batches, args.repeat))
+    sizes = [each.num_instructions for each in measurements]
+    fit = len(set(sizes)) > 1
+    summary = {
+        "exponent": exponent(sizes, [each.seconds for each in measurements]) if fit else None,
+        "build_exponent": exponent(sizes, [each.build_seconds for each in measurements]) if fit else None,
+        "check_exponent": exponent(sizes, [each.check_seconds for each in measurements]) if fit else None,
+    }
+    if sys.stdout.isatty():
+        show(args, measurements, summary)
+    else:
+        json.dump(
+            {"schedule": args.schedule, **summary, "programs": [asdict(each) for each in measurements]},
+            sys.stdout,
+            indent=2,
+        )
+        sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Prove that a pipeline program is right before any rank executes it.
+
+A schedule that deadlocks does so on the cluster, after the queue; one that uses the wrong weights does not even do
+that, but trains to another result. Both are properties of the program's text, so they are proved from the text. One
+proof a file:
+
+    compact        every instruction is known, on the rank that owns its stage, on a microbatch of the program
+    computations   each (stage, microbatch) has one forward, then one backward, with all they need before them
+    transfers      sends and receives pair up in order on every channel
+    updates        each batch's gradients are reduced and applied once, in order, after its last backward
+    versions       each computation uses the version that the policy says and finds it live; few are live
+    memory         saved activations stay within their bound
+    progress       no deadlock, even where a send completes only once its receive is posted
+    periods        the same for fill + n periods + drain, for every n
+
+Every proof is one pass over the rows: the time grows linearly with the number of instructions.
+
+What is not proved: that the tensors are those that the stages expect, that the replicas of a pipeline run the same
+program, and anything about a rank that fails.
+"""
+
+from collections.abc import Sequence
+
+from megatron.pipeline.check.compact import CompactProgram, compact
+from megatron.pipeline.check.computations import prove_computations
+from megatron.pipeline.check.error import ProgramError
+from megatron.pipeline.check.memory import prove_memory
+from megatron.pipeline.check.periods import Origin, Periodic, prove_periods, prove_repetition
+from megatron.pipeline.check.progress import prove_progress
+from megatron.pipeline.check.report import CheckReport
+from megatron.pipeline.check.transfers import prove_transfers
+from megatron.pipeline.check.updates import prove_updates
+from megatron.pipeline.check.versions import prove_same_version, prove_versions
+from megatron.pipeline.program import Program
+
+__all__ = ["CheckReport", "ProgramError", "check", "check_evaluation", "check_periodic"]
+
+
+def check(program: Program, *, max_saved: Sequence[int] | None = None) -> CheckReport:
+    """Prove that a program is right.
+
+    Args:
+        program: a complete program, or a compute-only one, whose tensors are then taken to move by themselves between
+            ranks. Where nothing in it names a weight version, nothing is proved about versions and updates.
+        max_saved: the largest number of saved microbatches that each stage may hold. None bounds nothing; the peaks are
+            reported.
+
+    Returns:
+        What the program needs and holds.
+
+    Raises:
+        ProgramError: the first claim that does not hold, with rank, position, instruction and reason.
+    """
+    compacted = compact(program)
+    return _prove(compacted, max_saved)
+
+
+def _prove(compacted: CompactProgram, max_saved: Sequence[int] | None) -> CheckReport:
+    prove_computations(compacted, forward_only=False)
+    prove_transfers(compacted)
+    live_versions: tuple[int, ...] = ()
+    if compacted.versioned:
+        prove_updates(compacted)
+        live_versions = prove_versions(compacted)
+    peak_saved, peak_recomputed = prove_memory(compacted, max_saved)
+    prove_progress(compacted)
+    return _report(compacted, peak_saved=peak_saved, peak_recomputed=peak_recomputed, live_versions=live_versions)
+
+
+def check_evaluation(program: Program) -> CheckReport:
+    """Prove that a program of forwards only, which runs on drained stages, is right: as `check`, and all its forwards
+    use the same version.
+
+    Its forwards save nothing, so its peaks are zero.
+
+    Raises:
+        ProgramError: the first claim that does not hold.
+    """
+    compacted = compact(program)
+    prove_computations(compacted, forward_only=True)
+    prove_transfers(compacted)
+    prove_same_version(compacted)
+    prove_progress(compacted)
+    nothing = (0,) * compacted.num_stages
+    return _report(
+        compacted,
+        peak_saved=nothing,
+        peak_recomputed=nothing,
+        live_versions=(1,) * compacted.num_stages if compacted.versioned else (),
+    )
+
+
+def check_periodic(periodic: Periodic, *, max_saved: Sequence[int] | None = None) -> CheckReport:
+    """Prove that fill + n periods + drain is right for every n >= 0.
+
+    Args:
+        periodic: rows of the fill, of one period and of the drain, and a way to unroll them.
+        max_saved: as for `check`.
+
+    Returns:
+        The report of one period with its fill and drain; peaks and live versions are those of every n >= 1, and bound
+        those of n = 0.
+
+    Raises:
+        ProgramError: what does not hold in fill + period + drain, or how the state after the period differs from the
+            state before it.
+    """
+    one, two = periodic.unroll(1), periodic.unroll(2)
+    fill, period = [len(row) for row in periodic.fill], [len(row) for row in periodic.period]
+    shift = Origin(microbatch=two.num_microbatches - one.num_microbatches, batch=len(two.batches) - len(one.batches))
+    compacted = compact(one)
+    report = _prove(compacted, max_saved)
+    prove_repetition(one, two, fill=fill, period=period, shift=shift)
+    prove_periods(compacted, fill=fill, period=period, shift=shift)
+    return report
+
+
+def _report(
+    compacted: CompactProgram,
+    *,
+    peak_saved: tuple[int, ...],
+    peak_recomputed: tuple[int, ...],
+    live_versions: tuple[int, ...],
+) -> CheckReport:
+    return CheckReport(
+        num_ranks=len(compacted.codes),
+        num_stages=compacted.num_stages,
+        num_batches=len(compacted.program.batches),
+        num_microbatches=compacted.num_microbatches,
+        num_instructions=compacted.num_instructions,
+        communicates=compacted.communicates,
+        versioned=compacted.versioned,
+        peak_saved_microbatches=peak_saved,
+        peak_recomputed_microbatches=peak_recomputed,
+        live_versions=live_versions,
+    )

@@ -1,0 +1,85 @@
+"""Who waits for whom, in words, when an execution is stuck.
+
+A rank that cannot go on waits for another rank's row (a tensor that it has not sent) or for its own chain of
+reductions; a chain waits for a member of its running reduction, either for that member's row, where the reduction is
+still to be posted, or for that member's chain, where it stands behind another one. From any of these the next one
+follows; the walk ends where it meets itself, in a circle, or at a rank that has nothing left to do before the border.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.check.compact import KIND_OF_CODE, REDUCE_GRAD, SEND_B, SEND_F, STEP, B, F
+from megatron.pipeline.check.error import ProgramError
+
+if TYPE_CHECKING:
+    from megatron.pipeline.check.progress import Execution
+
+_ROW, _CHAIN = "row", "chain"
+_Node = tuple[str, int]  # what waits: the row or the chain of a rank
+
+
+def explain_deadlock(execution: Execution) -> ProgramError:
+    """The error that names the circle of ranks, or the rank at whose end the waiting stops."""
+    first = next(rank for rank, end in enumerate(execution.ends) if execution.position[rank] < end)
+    path: list[_Node] = []
+    sentences: dict[_Node, str] = {}
+    node: _Node | None = (_ROW, first)
+    while node is not None and node not in sentences:
+        path.append(node)
+        sentences[node], node = _waits_for(execution, node)
+    circle = [] if node is None else path[path.index(node) :]
+    told = circle if any(what == _ROW for what, _ in circle) else path
+    rank = next(rank for what, rank in told if what == _ROW)
+    reason = "deadlock: " + "; ".join(sentences[each] for each in told)
+    return execution.compact.error(rank, execution.position[rank], reason)
+
+
+def _waits_for(execution: Execution, node: _Node) -> tuple[str, _Node | None]:
+    """A sentence that says what a row or a chain waits for, and the node that has to bring it (None: nobody will)."""
+    what, rank = node
+    return _row_waits_for(execution, rank) if what == _ROW else _chain_waits_for(execution, rank)
+
+
+def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
+    compact, position = execution.compact, execution.position[rank]
+    if position == execution.ends[rank]:
+        return f"rank {rank} has executed all that stands before the border", None
+    here = f"rank {rank} waits at {compact.program.rows[rank][position]}"
+    if compact.codes[rank][position] == STEP:
+        return f"{here} for its chain of reductions", (_CHAIN, rank)
+    place, is_input = execution.awaited_tensor[rank], True
+    num_places = len(execution.arrived) // 2
+    if place >= num_places:
+        place, is_input = place - num_places, False
+    stage, width = place // compact.num_microbatches, compact.num_microbatches
+    if is_input:
+        producer, code = stage - 1, SEND_F if compact.crosses(stage - 1) else F
+    else:
+        producer, code = stage + 1, SEND_B if compact.crosses(stage) else B
+    other = compact.rank_of_stage[producer]
+    return f"{here} for {compact.word(code, place + (producer - stage) * width)} of rank {other}", (_ROW, other)
+
+
+def _chain_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
+    index = execution.completed[rank]
+    running = execution.chains[rank][index]
+    assert running[0] != REDUCE_GRAD, "a reduction over the replicas waits for no other row"
+    for member in execution.members[running[0]]:
+        begun = execution.started[member]
+        if running in execution.chains[member][:begun]:
+            continue
+        if running in execution.chains[member][begun:]:
+            blocker = _word(execution.chains[member][execution.completed[member]])
+            return f"{_word(running)} of rank {rank} waits for rank {member}, where it stands behind {blocker}", (
+                _CHAIN,
+                member,
+            )
+        return f"{_word(running)} of rank {rank} waits for rank {member}, which has not posted it", (_ROW, member)
+    raise AssertionError("a reduction that all members have started is complete")
+
+
+def _word(reduction: tuple[int, int]) -> str:
+    code, version = reduction
+    return f"{KIND_OF_CODE[code].value}@{version}"

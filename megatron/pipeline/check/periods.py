@@ -1,0 +1,179 @@
+"""Proof: fill, any number of periods, and drain make a good program, whatever the number.
+
+By induction over the number of periods, on the *state* between them:
+
+1. fill + period + drain is a good program: every proof of `check` holds for it.
+2. Every rank can execute its fill before any rank begins its period, and its period before any rank begins its drain.
+   So the state after the fill and the state after the period are states that an execution reaches. An execution that
+   reaches them reaches every state that any other reaches, for what a rank does depends on no other rank's speed (see
+   `progress`): rows cut there may be reasoned about one part at a time.
+3. The state after the period equals the state after the fill, with microbatches, batches and versions counted from one
+   period later.
+4. What an instruction needs, what it does, and every bound are stated in terms of that state, and none in absolute
+   numbers. The one exception is 2bw's version 0, which both of the first two batches use; so the version that the
+   policy gives to the next batch is a part of the state.
+
+From 3 and 4, a second period, shifted by one, executes as the first did and ends in the same state, shifted by one
+more; and the drain, shifted, ends drained after each of them, and after none. Peaks and live versions are those of step
+1.
+
+The state at a cut is, for each stage: which facts hold of each microbatch that has been touched and is not complete,
+and the version of its forward; how many of each link of its chain stand, hence which versions are live; the version of
+the next batch. For each rank: its reductions that are posted and not complete. For each channel: what only one of its
+ends has posted.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from megatron.pipeline.check.compact import KIND_OF_CODE, NUM_CODES, REDUCE_GRAD, CompactProgram, F
+from megatron.pipeline.check.computations import complete_facts, stage_rules
+from megatron.pipeline.check.error import error_at
+from megatron.pipeline.check.progress import Execution
+from megatron.pipeline.check.transfers import list_channels
+from megatron.pipeline.check.updates import chain_of_stage
+from megatron.pipeline.check.versions import version_of_each_microbatch
+from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.program import Program, WeightPolicy
+
+
+class Periodic(Protocol):
+    """A program without an end: the rows of its fill and of its first period, and the whole with `count` periods."""
+
+    fill: Sequence[Sequence[Instruction]]
+    period: Sequence[Sequence[Instruction]]
+
+    def unroll(self, count: int, /) -> Program: ...
+
+
+class Origin(NamedTuple):
+    """What the numbers of a state are counted from."""
+
+    microbatch: int
+    batch: int
+
+
+# What is said of a rank at a cut: a name for messages -> a value that can be compared.
+_RankState = dict[str, Any]
+
+
+def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Sequence[int], shift: Origin) -> None:
+    """Prove steps 2 and 3.
+
+    Args:
+        compact: fill + period + drain, for which every proof of `check` holds.
+        fill, period: how many instructions of each row belong to the fill and to the period.
+        shift: how many microbatches and batches one period adds.
+
+    Raises:
+        ProgramError: naming the rank whose state differs, or who waits for whom at a cut.
+    """
+    after_fill = list(fill)
+    after_period = [first + second for first, second in zip(fill, period, strict=True)]
+    execution = Execution(compact)
+    execution.run(after_fill)
+    before = _state(compact, execution, after_fill, Origin(0, 0))
+    execution.run(after_period)
+    after = _state(compact, execution, after_period, shift)
+    for rank, (first, second) in enumerate(zip(before, after, strict=True)):
+        for name in first | second:
+            if first.get(name) != second.get(name):
+                values = f"{name} is {first.get(name)} before it and {second.get(name)} after it"
+                reason = f"the period does not repeat: counted from its own start, {values}"
+                raise compact.error(rank, after_period[rank], reason)
+
+
+def prove_repetition(one: Program, two: Program, *, fill: Sequence[int], period: Sequence[int], shift: Origin) -> None:
+    """Prove that the second period of `two` is its first one shifted, and so its drain: what the induction is about is
+    what is unrolled.
+
+    Raises:
+        ProgramError: naming the first instruction of `two` that is another one.
+    """
+    for rank, (row_of_one, row_of_two) in enumerate(zip(one.rows, two.rows, strict=True)):
+        before, length = fill[rank], period[rank]
+        expected = [*row_of_one[: before + length], *(_shifted(each, shift) for each in row_of_one[before:])]
+        if list(row_of_two) != expected:
+            pairs = enumerate(zip(row_of_two, expected, strict=False))
+            position = next(
+                (position for position, (found, wanted) in pairs if found != wanted),
+                min(len(row_of_two), len(expected)),
+            )
+            wanted = expected[position] if position < len(expected) else "the end of the row"
+            raise error_at(two, rank, position, f"in the second of two periods {wanted} is due here")
+
+
+def _shifted(instruction: Instruction, shift: Origin) -> Instruction:
+    microbatch, version = instruction.microbatch, instruction.version
+    return Instruction(
+        instruction.kind,
+        instruction.stage,
+        None if microbatch is None else microbatch + shift.microbatch,
+        None if version is None else version + shift.batch,
+        instruction.peer,
+    )
+
+
+def _state(compact: CompactProgram, execution: Execution, ends: list[int], origin: Origin) -> list[_RankState]:
+    """The state when every rank has executed `ends[rank]` instructions, counted from `origin`, rank by rank."""
+    states = [_rows_state(compact, rank, ends[rank], origin) for rank in range(len(ends))]
+    for rank, state in enumerate(states):
+        pending = execution.chains[rank][execution.completed[rank] :]
+        state["reductions that are not complete"] = [
+            f"{KIND_OF_CODE[code].value}@{version - origin.batch}" for code, version in pending
+        ]
+    sent, received = list_channels(compact, ends)
+    for channel in sent.keys() | received.keys():
+        code, sender = channel
+        sends, receives = sent.get(channel, []), received.get(channel, [])
+        common = min(len(sends), len(receives))
+        for verb, end in ("sent and not received", sends), ("received and not sent", receives):
+            tail = [microbatch - origin.microbatch for microbatch in end[common:]]
+            states[compact.rank_of_stage[sender]][f"what stage {sender} has {KIND_OF_CODE[code].value} {verb}"] = tail
+    return states
+
+
+def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) -> _RankState:
+    """What follows from the first `end` instructions of one row alone."""
+    width = compact.num_microbatches
+    stages = [stage for stage, owner in enumerate(compact.rank_of_stage) if owner == rank]
+    facts = {stage: bytearray(width) for stage in stages}
+    added = {
+        stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage, forward_only=False)] for stage in stages
+    }
+    forward_version: dict[int, int | None] = {}
+    posted = {stage: [0] * NUM_CODES for stage in stages}
+    row = zip(compact.codes[rank][:end], compact.places[rank][:end], compact.versions[rank][:end], strict=True)
+    for code, place, version in row:
+        stage, index = divmod(place, width)
+        facts[stage][index] |= added[stage][code]
+        if code == F:
+            forward_version[place] = version
+        elif code >= REDUCE_GRAD:
+            posted[stage][code] += 1
+    state: _RankState = {}
+    for stage in stages:
+        complete = complete_facts(stage_rules(compact, stage, forward_only=False))
+        begun = len(facts[stage].rstrip(b"\0"))
+        state[f"how many microbatches are begun at stage {stage}"] = begun - origin.microbatch
+        state[f"what is under way at stage {stage} (microbatch, facts, version)"] = [
+            (index - origin.microbatch, found, _minus(forward_version.get(stage * width + index), origin.batch))
+            for index, found in enumerate(facts[stage][:begun])
+            if found != complete
+        ]
+        for code in chain_of_stage(compact, stage):
+            state[f"how many {KIND_OF_CODE[code].value} stand at stage {stage}"] = posted[stage][code] - origin.batch
+        state[f"the delay of the next batch at stage {stage}"] = _delay_of_next_batch(compact, facts[stage])
+    return state
+
+
+def _minus(version: int | None, batches: int) -> int | None:
+    return None if version is None else version - batches
+
+
+def _delay_of_next_batch(compact: CompactProgram, facts: bytearray) -> int:
+    """How many batches the version of the next batch to begin lags behind it: constant but for the start of 2bw."""
+    program, index = compact.program, facts.find(0)
+    if index < 0 or program.weights is WeightPolicy.STASH:
+        return 0
+    return program.batch_of(program.first_microbatch + index) - version_of_each_microbatch(compact)[index]

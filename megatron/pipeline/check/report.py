@@ -1,0 +1,31 @@
+"""What a proof reports about the program that it accepted."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Facts about a program that has been proved.
+
+    Attributes:
+        num_ranks, num_stages, num_batches, num_microbatches, num_instructions: its extent.
+        communicates: whether it contains transfers; those of a compute-only program are taken to happen by themselves.
+        versioned: whether it names weight versions and updates weights. Without, nothing is said about either.
+        peak_saved_microbatches: per stage, the largest number of microbatches between their forward and the end of
+            their backward.
+        peak_recomputed_microbatches: per stage, the largest number between their recompute and the end of their
+            backward.
+        live_versions: per stage, the largest number of weight versions that are live at once; empty where the program
+            is not versioned.
+    """
+
+    num_ranks: int
+    num_stages: int
+    num_batches: int
+    num_microbatches: int
+    num_instructions: int
+    communicates: bool
+    versioned: bool
+    peak_saved_microbatches: tuple[int, ...]
+    peak_recomputed_microbatches: tuple[int, ...]
+    live_versions: tuple[int, ...]

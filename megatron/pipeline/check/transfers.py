@@ -1,0 +1,61 @@
+"""Proof: sends and receives pair up in order.
+
+A channel is a directed edge between two stages and one kind of traffic, activations or gradients. It carries no tags:
+the n-th tensor sent is the n-th received. That every transfer is posted exactly once at each end is proved with the
+computations; here the two ends of each channel are shown to list the same microbatches in the same order. If they did
+not, a stage would compute on another microbatch's data, silently.
+"""
+
+from megatron.pipeline.check.compact import RECV_B, RECV_F, SEND_B, SEND_F, CompactProgram
+
+Channel = tuple[int, int]  # (code of the send, sending stage)
+
+_RECEIVED_FROM = {RECV_F: (SEND_F, -1), RECV_B: (SEND_B, 1)}
+
+
+def prove_transfers(compact: CompactProgram) -> None:
+    """Prove that the two ends of every channel list the same microbatches in the same order.
+
+    Raises:
+        ProgramError: naming the first receive that would get another microbatch's tensor.
+    """
+    sent, received = list_channels(compact, [len(codes) for codes in compact.codes])
+    for channel, microbatches in received.items():
+        if microbatches != sent.get(channel):
+            _raise_mismatch(compact, channel, sent.get(channel, []), microbatches)
+    assert sent.keys() == received.keys(), "the computations are proved first"
+
+
+def list_channels(
+    compact: CompactProgram, ends: list[int]
+) -> tuple[dict[Channel, list[int]], dict[Channel, list[int]]]:
+    """The microbatches that both ends of each channel list in the first `ends[rank]` instructions of each row.
+
+    They are counted from the program's first; the result is what is sent, and what is received.
+    """
+    num_microbatches = compact.num_microbatches
+    sent: dict[Channel, list[int]] = {}
+    received: dict[Channel, list[int]] = {}
+    for codes, places, end in zip(compact.codes, compact.places, ends, strict=True):
+        for code, place in zip(codes[:end], places[:end], strict=True):
+            if SEND_F <= code <= RECV_B:
+                stage, microbatch = divmod(place, num_microbatches)
+                if code in _RECEIVED_FROM:
+                    send, offset = _RECEIVED_FROM[code]
+                    received.setdefault((send, stage + offset), []).append(microbatch)
+                else:
+                    sent.setdefault((code, stage), []).append(microbatch)
+    return sent, received
+
+
+def _raise_mismatch(compact: CompactProgram, channel: Channel, sent: list[int], received: list[int]) -> None:
+    send, sender = channel
+    receiver, receive = (sender + 1, RECV_F) if send == SEND_F else (sender - 1, RECV_B)
+    nth = next(nth for nth, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1])
+    rank = compact.rank_of_stage[receiver]
+    place = receiver * compact.num_microbatches + received[nth]
+    expected = compact.word(send, sender * compact.num_microbatches + sent[nth])
+    reason = (
+        f"receive {nth} on the channel from stage {sender} would get what send {nth} there sends, which is {expected}"
+    )
+    raise compact.error(rank, compact.position(rank, receive, place), reason)

@@ -1,0 +1,101 @@
+"""Programs for the checker's tests: written out as text, built, and mutated."""
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.schedules import Schedule
+
+
+def written(*rows: str, batches: tuple[int, ...] = (1,), weights: str = "flush", **fields: object) -> Program:
+    """A program from the text form of its rows; one stage a rank unless `rank_of_stage` says otherwise."""
+    fields.setdefault("rank_of_stage", tuple(range(len(rows))))
+    parsed = tuple(tuple(map(Instruction.parse, row.split())) for row in rows)
+    return Program(rows=parsed, batches=batches, weights=WeightPolicy(weights), **fields)
+
+
+def with_row(program: Program, rank: int, row: list[Instruction]) -> Program:
+    """The program with another row on one rank."""
+    rows = list(program.rows)
+    rows[rank] = tuple(row)
+    return dataclasses.replace(program, rows=tuple(rows))
+
+
+def saved_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:
+    """The saved microbatches that each stage may hold, by the formulas of the papers."""
+    p, largest = schedule.num_stages, max(batches)
+    if schedule.order == "gpipe":
+        return [largest] * p
+    bounds = [2 * (p - stage) - 1 if schedule.extra_warmup else p - stage for stage in range(p)]
+    return [min(bound, largest) for bound in bounds] if schedule.weights is WeightPolicy.FLUSH else bounds
+
+
+@st.composite
+def schedules(draw: st.DrawFn, max_stages: int = 8) -> Schedule:
+    """Any schedule: order, policy, and what its chain contains."""
+    num_stages = draw(st.integers(1, max_stages))
+    name = draw(st.sampled_from(["gpipe", "flush", "2bw", "pipedream"]))
+    flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
+    if name != "pipedream":
+        flags["tied_embeddings"] = draw(st.booleans())
+    if name in ("flush", "2bw"):
+        flags["extra_warmup"] = draw(st.booleans())
+    return Schedule.preset(name, num_stages=num_stages, **flags)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, max_stages: int = 8, max_microbatches: int = 12, max_batches: int = 4
+) -> tuple[Schedule, Program]:
+    """A schedule and a program that it builds: ramped-up batches, at any place of a run."""
+    schedule = draw(schedules(max_stages=max_stages))
+    if schedule.weights is WeightPolicy.STASH:
+        sizes = st.just(1)
+    elif schedule.weights is WeightPolicy.TWO_BW:
+        fewest = 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+        sizes = st.integers(fewest, max(fewest, max_microbatches))
+    else:
+        sizes = st.integers(1, max_microbatches)
+    batches = tuple(draw(st.lists(sizes, min_size=1, max_size=max_batches)))
+    first_batch = draw(st.integers(0, 3))
+    first_microbatch = draw(st.integers(first_batch, 20)) if first_batch else 0
+    return schedule, schedule.build(batches, first_batch=first_batch, first_microbatch=first_microbatch)
+
+
+@st.composite
+def spots(draw: st.DrawFn, program: Program) -> tuple[int, int]:
+    """A rank and a position in its row."""
+    rank = draw(st.integers(0, len(program.rows) - 1))
+    return rank, draw(st.integers(0, len(program.rows[rank]) - 1))
+
+
+@st.composite
+def broken(draw: st.DrawFn, program: Program) -> tuple[Program, str]:
+    """The program with one instruction dropped, duplicated or re-versioned, and what was done. Never a good program."""
+    rank, position = draw(spots(program))
+    row = list(program.rows[rank])
+    instruction = row[position]
+    kinds = ["drop", "duplicate"] + (["re-version"] if instruction.version is not None else [])
+    mutation = draw(st.sampled_from(kinds))
+    if mutation == "drop":
+        del row[position]
+    elif mutation == "duplicate":
+        row.insert(draw(st.integers(0, len(row))), instruction)
+    else:
+        others = [
+            instruction.version + difference for difference in (-2, -1, 1, 2) if instruction.version + difference >= 0
+        ]
+        row[position] = dataclasses.replace(instruction, version=draw(st.sampled_from(others)))
+    return with_row(program, rank, row), f"{mutation} {instruction} of rank {rank} at {position}"
+
+
+@st.composite
+def swapped(draw: st.DrawFn, program: Program) -> tuple[Program, str]:
+    """The program with two instructions of a row exchanged, near ones more often. It may be good or not."""
+    rank, first = draw(spots(program))
+    row = list(program.rows[rank])
+    second = min(len(row) - 1, first + draw(st.integers(1, 6)))
+    row[first], row[second] = row[second], row[first]
+    return with_row(program, rank, row), f"swap {row[second]} and {row[first]} of rank {rank} at {first} and {second}"

@@ -1,0 +1,314 @@
+"""A second opinion on programs, written without the checker: execute them on symbols and look at the weights that come
+out.
+
+The checker reasons about the text of a program. The oracle runs it, as naively as possible: ranks are generators,
+channels are untagged queues, activations, gradients and weights are symbols that remember what they were made from. A
+program is right if it ends, leaves nothing behind, and every weight version of every stage is the symbol that the
+policy's definition gives, batch after batch, on a single process. The sum of gradients is a multiset, so the order in
+which microbatches are added does not matter.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program import Program, WeightPolicy
+
+REDUCTIONS = (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM)
+
+
+class Wrong(Exception):
+    """The program does something that a runtime could not do, or must not."""
+
+
+class Symbols:
+    """Symbols, interned: equal construction gives the equal small integer."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple, int] = {}
+
+    def __call__(self, *parts: object) -> int:
+        return self._numbers.setdefault(parts, len(self._numbers))
+
+    def gradient_sum(self, gradients: Counter) -> int:
+        return self("sum", frozenset(gradients.items()))
+
+
+def verdict(program: Program, bounds: list[int]) -> str:
+    """'' if the program is right and stays within `bounds` saved microbatches per stage, else what is wrong."""
+    symbols = Symbols()
+    try:
+        made = Machine(program, bounds, symbols).run()
+    except Wrong as wrong:
+        return str(wrong)
+    return "" if made == reference(program, symbols) else "the weights are other ones"
+
+
+def reference(program: Program, symbols: Symbols) -> dict[tuple[int, int], int]:
+    """(stage, version) -> weights, by the definition of the policy, on one process."""
+    num_stages = program.num_stages
+    weights = {
+        (stage, version): symbols("entry", stage, version)
+        for stage in range(num_stages)
+        for version in program.entry_versions
+    }
+    for batch in range(program.first_batch, program.first_batch + len(program.batches)):
+        if program.weights is WeightPolicy.STASH:
+            versions = [max(program.first_batch, batch - (num_stages - 1 - stage)) for stage in range(num_stages)]
+        else:
+            versions = [max(batch - (program.weights is WeightPolicy.TWO_BW), 0)] * num_stages
+        sums = [Counter() for _ in range(num_stages)]
+        for microbatch in program.microbatches_of(batch):
+            inputs = [symbols("data", microbatch)]
+            for stage in range(num_stages):
+                inputs.append(symbols("F", weights[stage, versions[stage]], inputs[-1]))
+            gradient = symbols("loss", inputs[-1])
+            for stage in reversed(range(num_stages)):
+                gradient = symbols("B", weights[stage, versions[stage]], inputs[stage], gradient)
+                sums[stage][gradient] += 1
+        for stage in range(num_stages):
+            weights[stage, batch + 1] = symbols("step", weights[stage, batch], symbols.gradient_sum(sums[stage]))
+    return weights
+
+
+class Channel:
+    """Untagged: the n-th receive gets what the n-th send gave."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.num_received = 0
+
+
+class Machine:
+    """One process that runs all ranks in turn. Assumes one stage a rank."""
+
+    def __init__(self, program: Program, bounds: list[int], symbols: Symbols) -> None:
+        self.program, self.bounds, self.symbols = program, bounds, symbols
+        self.channels: dict[tuple[str, int, int], Channel] = {}
+        last = program.num_stages - 1
+        self.groups = {Kind.REDUCE_EMBED: [0, last], Kind.REDUCE_NORM: list(range(last + 1))}
+        self.chains: list[list[tuple[Kind, int]]] = [[] for _ in program.rows]  # posted
+        self.done = [0] * len(program.rows)  # reductions that have completed, per rank
+        self.made: dict[tuple[int, int], int] = {}
+
+    def run(self) -> dict[tuple[int, int], int]:
+        ranks = [self.rank(stage, row) for stage, row in enumerate(self.program.rows)]
+        going = list(ranks)
+        while going:
+            progress = self.reduce()
+            for rank in list(going):
+                try:
+                    progress |= next(rank)
+                except StopIteration:
+                    going.remove(rank)
+                    progress = True
+            if not progress:
+                raise Wrong("deadlock")
+        while self.reduce():
+            pass
+        if any(len(chain) != done for chain, done in zip(self.chains, self.done, strict=True)):
+            raise Wrong("a reduction never completes")
+        if any(len(channel.sent) != channel.num_received for channel in self.channels.values()):
+            raise Wrong("a transfer never completes")
+        return self.made
+
+    def reduce(self) -> bool:
+        """Run every reduction that stands at the head of the chains of all its members."""
+        progress = False
+        for rank, chain in enumerate(self.chains):
+            if self.done[rank] == len(chain):
+                continue
+            kind, version = chain[self.done[rank]]
+            members = self.groups.get(kind, [rank])
+            heads = [
+                self.chains[member][self.done[member]] if self.done[member] < len(self.chains[member]) else None
+                for member in members
+            ]
+            if any(head is None or head[0] is not kind for head in heads):
+                continue
+            if any(head[1] != version for head in heads):
+                raise Wrong("a group reduces different versions together")
+            for member in members:
+                self.done[member] += 1
+            progress = True
+        return progress
+
+    def rank(self, stage: int, row: tuple[Instruction, ...]) -> Iterator[bool]:
+        """Execute a row; yields True after an instruction, False while it waits."""
+        state = StageMachine(self, stage)
+        for instruction in row:
+            while not state.try_to_execute(instruction):
+                yield False
+            yield True
+        state.end()
+
+
+class StageMachine:
+    """What a stage holds, and what its instructions do to it."""
+
+    def __init__(self, machine: Machine, stage: int) -> None:
+        self.machine, self.stage, self.program, self.symbols = machine, stage, machine.program, machine.symbols
+        self.is_first, self.is_last = stage == 0, stage == machine.program.num_stages - 1
+        self.weights = {version: self.symbols("entry", stage, version) for version in self.program.entry_versions}
+        machine.made.update({(stage, version): value for version, value in self.weights.items()})
+        self.inputs: dict[int, tuple[Channel, int]] = {}
+        self.gradients: dict[int, tuple[Channel, int]] = {}
+        self.saved: dict[int, tuple[int, int]] = {}  # microbatch -> version, input
+        self.recomputed: set[int] = set()
+        self.outputs: dict[int, int] = {}
+        self.input_gradients: dict[int, int] = {}
+        self.forwarded: set[int] = set()
+        self.sums: dict[int, Counter] = {}
+        self.position_of_version: dict[int, int] = {}
+        self.reduced: dict[int, list[Kind]] = {}
+
+    def try_to_execute(self, instruction: Instruction) -> bool:
+        """False if it has to wait."""
+        kind, microbatch, version = instruction.kind, instruction.microbatch, instruction.version
+        if kind is Kind.FORWARD:
+            return self.forward(microbatch, version)
+        if kind is Kind.BACKWARD:
+            return self.backward(microbatch, version)
+        if kind is Kind.RECOMPUTE:
+            self.require(microbatch in self.saved and microbatch not in self.recomputed, "recompute without forward")
+            self.require(
+                self.saved[microbatch][0] == version and version in self.weights, "recompute with other weights"
+            )
+            self.recomputed.add(microbatch)
+        elif kind is Kind.SEND_F:
+            self.channel("F", self.stage, self.stage + 1).sent.append(self.take(self.outputs, microbatch))
+        elif kind is Kind.SEND_B:
+            self.channel("B", self.stage, self.stage - 1).sent.append(self.take(self.input_gradients, microbatch))
+        elif kind is Kind.RECV_F:
+            self.receive("F", self.stage - 1, self.inputs, microbatch)
+        elif kind is Kind.RECV_B:
+            self.receive("B", self.stage + 1, self.gradients, microbatch)
+        elif kind in REDUCTIONS:
+            self.reduce(kind, version)
+        elif kind is Kind.STEP:
+            return self.step(version)
+        return True
+
+    def forward(self, microbatch: int, version: int) -> bool:
+        self.require(microbatch not in self.forwarded, "a forward twice")
+        self.require(version in self.weights, "weights are not there")
+        if self.is_first:
+            value = self.symbols("data", microbatch)
+        else:
+            value = self.tensor(self.inputs, microbatch)
+            if value is None:
+                return False
+            del self.inputs[microbatch]
+        self.forwarded.add(microbatch)
+        self.saved[microbatch] = (version, value)
+        self.require(len(self.saved) <= self.machine.bounds[self.stage], "too many microbatches are saved")
+        self.outputs[microbatch] = self.symbols("F", self.weights[version], value)
+        return True
+
+    def backward(self, microbatch: int, version: int) -> bool:
+        self.require(microbatch in self.saved, "a backward without forward")
+        self.require((microbatch in self.recomputed) == self.program.recompute, "nothing recomputed")
+        self.require(version in self.weights, "weights are not there")
+        if self.is_last:
+            gradient = self.symbols("loss", self.take(self.outputs, microbatch))
+        else:
+            gradient = self.tensor(self.gradients, microbatch)
+            if gradient is None:
+                return False
+            del self.gradients[microbatch]
+        _, value = self.saved.pop(microbatch)
+        batch = self.program.batch_of(microbatch)
+        self.require(
+            batch + 1 not in self.position_of_version and batch + 1 not in self.reduced,
+            "a gradient comes after its reduction",
+        )
+        result = self.symbols("B", self.weights[version], value, gradient)
+        self.sums.setdefault(batch, Counter())[result] += 1
+        if not self.is_first:
+            self.input_gradients[microbatch] = result
+        return True
+
+    def reduce(self, kind: Kind, version: int) -> None:
+        index = version - 1 - self.program.first_batch
+        self.require(0 <= index < len(self.program.batches), "a version that the program does not make")
+        self.require(
+            self.sums.get(version - 1, Counter()).total() == self.program.batches[index],
+            "a reduction of an incomplete gradient",
+        )
+        self.machine.chains[self.stage].append((kind, version))
+        self.position_of_version[version] = len(self.machine.chains[self.stage])
+        self.reduced.setdefault(version, []).append(kind)
+        self.require(self.reduced[version] == self.flags()[: len(self.reduced[version])], "reductions in another order")
+        if self.program.weights is WeightPolicy.STASH and kind is Kind.REDUCE_NORM:
+            self.require(version in self.weights or version < max(self.weights), "the report comes before the step")
+
+    def step(self, version: int) -> bool:
+        needed = [
+            kind
+            for kind in self.flags()
+            if kind is not Kind.REDUCE_NORM or self.program.weights is not WeightPolicy.STASH
+        ]
+        self.require(self.reduced.get(version, []) == needed, "a step without its reductions")
+        if self.machine.done[self.stage] < self.position_of_version.get(version, 0):
+            return False
+        newest = max(self.weights)
+        self.require(version == newest + 1, "a step out of order")
+        self.weights[version] = self.symbols(
+            "step", self.weights[newest], self.symbols.gradient_sum(self.sums.get(version - 1, Counter()))
+        )
+        self.reduced.setdefault(version, [])
+        self.machine.made[self.stage, version] = self.weights[version]
+        keep = {
+            WeightPolicy.FLUSH: {version},
+            WeightPolicy.TWO_BW: {version, version - 1},
+            WeightPolicy.STASH: {version},
+        }[self.program.weights]
+        if self.program.weights is WeightPolicy.STASH:
+            keep |= {used for used, _ in self.saved.values()}
+            self.require(len(keep) <= self.program.num_stages - self.stage, "too many versions are stashed")
+        for old in set(self.weights) - keep:
+            del self.weights[old]
+        return True
+
+    def end(self) -> None:
+        self.require(
+            not (self.saved or self.inputs or self.gradients or self.input_gradients), "something is left behind"
+        )
+        self.require(not self.outputs, "an output is left behind")
+        every = {
+            batch + 1: self.flags()
+            for batch in range(self.program.first_batch, self.program.first_batch + len(self.program.batches))
+        }
+        self.require(self.reduced == every, "a reduction is missing or there is one too many")
+
+    def flags(self) -> list[Kind]:
+        program = self.program
+        wanted = [
+            program.data_parallel,
+            program.tied_embeddings and program.num_stages > 1 and (self.is_first or self.is_last),
+            program.global_norm,
+        ]
+        return [kind for kind, is_wanted in zip(REDUCTIONS, wanted, strict=True) if is_wanted]
+
+    def channel(self, kind: str, source: int, target: int) -> Channel:
+        return self.machine.channels.setdefault((kind, source, target), Channel())
+
+    def receive(self, kind: str, source: int, posted: dict[int, tuple[Channel, int]], microbatch: int) -> None:
+        self.require(microbatch not in posted, "a receive twice")
+        channel = self.channel(kind, source, self.stage)
+        posted[microbatch] = (channel, channel.num_received)
+        channel.num_received += 1
+
+    def tensor(self, posted: dict[int, tuple[Channel, int]], microbatch: int) -> int | None:
+        self.require(microbatch in posted, "a tensor is needed before its receive is posted")
+        channel, nth = posted[microbatch]
+        return channel.sent[nth] if nth < len(channel.sent) else None
+
+    def take(self, values: dict[int, int], microbatch: int) -> int:
+        self.require(microbatch in values, "it sends what it does not have")
+        return values.pop(microbatch)
+
+    @staticmethod
+    def require(condition: bool, reason: str) -> None:
+        if not condition:
+            raise Wrong(reason)

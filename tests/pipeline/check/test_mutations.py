@@ -1,0 +1,113 @@
+"""Bad programs are rejected: one instruction dropped, duplicated, re-versioned or exchanged with another."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.check import ProgramError, check
+from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.program import Program
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.check.examples import broken, cases, saved_bounds, swapped, with_row
+from tests.pipeline.check.oracle import verdict
+
+SMALL = {"max_stages": 4, "max_microbatches": 5, "max_batches": 3}
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@given(st.data())
+def test_a_broken_program_is_rejected(data: st.DataObject):
+    """Dropping, duplicating or re-versioning any instruction of any program is found, and placed."""
+    _, program = data.draw(cases(**SMALL))
+    mutant, what = data.draw(broken(program))
+    with pytest.raises(ProgramError) as caught:
+        check(mutant)
+    assert_placed(caught.value, mutant, what)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
+    """Two instructions exchanged: accepted are exactly the programs that compute the definition within the bound."""
+    schedule, program = data.draw(cases(**SMALL))
+    mutant, what = data.draw(swapped(program))
+    bounds = saved_bounds(schedule, program.batches)
+    wrong = verdict(mutant, bounds)
+    if not wrong:
+        check(mutant, max_saved=bounds)
+        return
+    with pytest.raises(ProgramError) as caught:
+        check(mutant, max_saved=bounds)
+    assert_placed(caught.value, mutant, f"{what}: {wrong}")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream"])
+def test_every_single_mutation_of_a_program_is_rejected(name: str):
+    """Not a sample: each instruction of a program with a full chain is dropped, doubled and re-versioned."""
+    program = full_program(name)
+    for rank, row in enumerate(program.rows):
+        for position, instruction in enumerate(row):
+            for changed in replacements(instruction):
+                mutant = with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]])
+                with pytest.raises(ProgramError) as caught:
+                    check(mutant)
+                assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream"])
+def test_every_adjacent_swap_is_judged_as_the_oracle_judges_it(name: str):
+    """Not a sample either: each pair of neighbours in every row."""
+    program = full_program(name)
+    bounds = saved_bounds(full_schedule(name), program.batches)
+    verdicts = []
+    for rank, row in enumerate(program.rows):
+        for position in range(len(row) - 1):
+            mutant = with_row(program, rank, [*row[:position], row[position + 1], row[position], *row[position + 2 :]])
+            wrong = verdict(mutant, bounds)
+            assert accepts(mutant, bounds) == (not wrong), (
+                rank,
+                position,
+                str(row[position]),
+                str(row[position + 1]),
+                wrong,
+            )
+            verdicts.append(not wrong)
+    assert any(verdicts) and not all(verdicts)
+
+
+def full_schedule(name: str) -> Schedule:
+    flags = {} if name == "pipedream" else {"tied_embeddings": True}
+    return Schedule.preset(name, num_stages=3, recompute=True, data_parallel=True, **flags)
+
+
+def full_program(name: str) -> Program:
+    return full_schedule(name).build((1,) * 7 if name == "pipedream" else (3, 4, 5))
+
+
+def replacements(instruction: Instruction) -> list[list[Instruction]]:
+    """What a single mutation puts in the place of an instruction."""
+    changed = [[], [instruction, instruction]]
+    if instruction.version is not None:
+        versions = [version for version in (instruction.version - 1, instruction.version + 1) if version >= 0]
+        changed += [
+            [Instruction(instruction.kind, instruction.stage, instruction.microbatch, version)] for version in versions
+        ]
+    return changed
+
+
+def accepts(program: Program, bounds: list[int]) -> bool:
+    try:
+        check(program, max_saved=bounds)
+    except ProgramError:
+        return False
+    return True
+
+
+def assert_placed(error: ProgramError, program: Program, what: str) -> None:
+    """The error names a rank, a position in its row and the instruction there, and draws an arrow."""
+    assert 0 <= error.rank < len(program.rows), what
+    row = program.rows[error.rank]
+    assert 0 <= error.position <= len(row), what
+    assert error.instruction == (row[error.position] if error.position < len(row) else None), what
+    assert f"rank {error.rank}, position {error.position}" in str(error), what
+    assert str(error).rstrip().endswith("^"), what

@@ -1,0 +1,261 @@
+"""Each proof on a program small enough to read: what it accepts, what it rejects, and what it says."""
+
+import dataclasses
+
+import pytest
+
+from megatron.pipeline.check import ProgramError, check, check_evaluation
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program import Program
+from tests.pipeline.check.examples import with_row, written
+
+# One microbatch, two stages, flush: the smallest complete program.
+FIRST = "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE_NORM@1 0STEP@1"
+SECOND = "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1REDUCE_NORM@1 1STEP@1"
+
+
+def rejected(program: Program, **options: object) -> ProgramError:
+    with pytest.raises(ProgramError) as caught:
+        check(program, **options)
+    return caught.value
+
+
+def test_the_smallest_program_is_right():
+    """The report counts what the program holds."""
+    report = check(written(FIRST, SECOND), max_saved=[1, 1])
+    assert (report.num_ranks, report.num_stages, report.num_batches, report.num_microbatches) == (2, 2, 1, 1)
+    assert report.num_instructions == 12
+    assert report.communicates and report.versioned
+    assert report.peak_saved_microbatches == (1, 1)
+    assert report.peak_recomputed_microbatches == (0, 0)
+    assert report.live_versions == (1, 1)
+
+
+def test_an_error_is_drawn():
+    """Rank, position, instruction and reason stand in the message, and an arrow under the instruction."""
+    error = rejected(written("0F0@0 0SEND_F0 0B0@0 0REDUCE_NORM@1 0STEP@1", SECOND))
+    assert (error.rank, error.position, str(error.instruction)) == (0, 2, "0B0@0")
+    assert str(error).splitlines() == [
+        "rank 0, position 2, 0B0@0: the gradient of its output has not been received: no 0RECV_B0 stands before it",
+        "rank 0: 0F0@0  0SEND_F0  0B0@0  0REDUCE_NORM@1  0STEP@1",
+        "                         ^^^^^",
+    ]
+
+
+def test_what_is_missing_at_the_end_is_drawn_there():
+    """A row that lacks its last STEP points past its end."""
+    error = rejected(written(FIRST.removesuffix(" 0STEP@1"), SECOND))
+    assert (error.rank, error.position, error.instruction) == (0, 5, None)
+    assert "end of the row: 0STEP@1 is missing" in str(error)
+    assert str(error).splitlines()[1].endswith("(end)")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rank", "position", "reason"),
+    [
+        (FIRST + " 0F0@0", SECOND, 0, 6, "it had its forward already"),
+        (FIRST, SECOND.replace("1F0@0 ", ""), 1, 1, "its forward has not run"),
+        (FIRST, SECOND + " 1B0@0", 1, 6, "it had its backward already"),
+        (FIRST, SECOND.replace("1RECV_F0 ", ""), 1, 0, "its input has not been received"),
+        (FIRST.replace("0SEND_F0 ", ""), SECOND, 0, 0, "its output is never sent: the row has no 0SEND_F0"),
+        (FIRST, SECOND.replace("1SEND_B0 ", ""), 1, 1, "the gradient of its input is never sent"),
+        (FIRST.replace("0SEND_F0", "0SEND_F0 0SEND_F0"), SECOND, 0, 2, "its output is sent twice"),
+        (FIRST + " 0F1@0", SECOND, 0, 6, "there is no microbatch 1"),
+        (FIRST + " 1F0@0", SECOND, 0, 6, "stage 1 lives on rank 1"),
+        (FIRST + " 2F0@0", SECOND, 0, 6, "there is no stage 2"),
+        (FIRST + " 0EVICT0", SECOND, 0, 6, "the checker proves nothing about EVICT"),
+        (FIRST, SECOND + " 1SEND_F0", 1, 6, "stage 1 has no neighbour there"),
+        (FIRST.replace("0B0@0", "0R0@0 0B0@0"), SECOND, 0, 3, "the program recomputes nothing"),
+        (FIRST.replace("0F0@0", "0F0@1"), SECOND, 0, 0, "flush runs this batch here with version 0"),
+        (FIRST.replace("0F0@0", "0F0"), SECOND, 0, 0, "it names no weight version"),
+        (FIRST.replace("0B0@0", "0B0@1"), SECOND, 0, 3, "its forward ran with version 0"),
+        (FIRST.replace("0STEP@1", "0STEP@2"), SECOND, 0, 5, "0STEP@1 is due"),
+        (FIRST.replace("0REDUCE_NORM@1 ", ""), SECOND, 0, 4, "no 0REDUCE_NORM@1 stands before it"),
+        (FIRST.replace("0REDUCE_NORM@1", "0REDUCE_NORM@2"), SECOND, 0, 4, "0REDUCE_NORM@1 is due"),
+        (FIRST.replace("0STEP", "0REDUCE_GRAD@1 0STEP"), SECOND, 0, 5, "stage 0 has no REDUCE_GRAD"),
+        (FIRST + " 0REDUCE_NORM@2", SECOND, 0, 6, "every batch stands before it already"),
+        ("0F0@0 0SEND_F0 0RECV_B0 0REDUCE_NORM@1 0B0@0 0STEP@1", SECOND, 0, 3, "has backwards to come"),
+    ],
+)  # fmt: skip
+def test_reasons(first: str, second: str, rank: int, position: int, reason: str):
+    """One change to the smallest program, and what is said of it."""
+    error = rejected(written(first, second))
+    assert (error.rank, error.position) == (rank, position)
+    assert reason in error.reason
+
+
+def test_malformed_instructions():
+    """What the text form cannot say but a builder could: a wrong peer, a version or a microbatch out of place."""
+    program = written(FIRST, SECOND)
+    changes = [
+        (1, {"peer": 0}, "its peer is stage 1, not 0"),
+        (1, {"version": 3}, "a transfer has no weight version"),
+        (5, {"microbatch": 0}, "STEP belongs to a weight version and to no microbatch"),
+        (0, {"microbatch": None}, "it names no microbatch"),
+    ]
+    for position, change, reason in changes:
+        row = list(program.rows[0])
+        row[position] = dataclasses.replace(row[position], **change)
+        error = rejected(with_row(program, 0, row))
+        assert (error.position, error.reason) == (position, reason)
+
+
+def test_rows_and_ranks_have_to_fit():
+    """A rank without a stage, or a stage on a rank without a row, is refused."""
+    with pytest.raises(ValueError, match="give each rank a stage and a row"):
+        check(written(FIRST, SECOND, rank_of_stage=(0, 0)))
+
+
+def test_split_backward():
+    """I sends the gradient of the input, W ends the microbatch; each once and in that order."""
+    program = written(FIRST, "1RECV_F0 1F0@0 1I0@0 1SEND_B0 1W0@0 1REDUCE_NORM@1 1STEP@1")
+    assert check(program).peak_saved_microbatches == (1, 1)
+    assert "its backward has not run" in rejected(written(FIRST, SECOND.replace("1B0@0", "1W0@0 1I0@0"))).reason
+    error = rejected(written(FIRST, SECOND.replace("1B0@0", "1I0@0")))
+    assert error.reason == "the gradients of its weights are not computed: the row has no 1W0"
+
+
+def test_transfers_pair_up_in_order():
+    """A channel has no tags: where two receives stand in another order than the sends, each gets the other's tensor."""
+    first = "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0RECV_B0 0B0@0 0RECV_B1 0B1@0 0REDUCE_NORM@1 0STEP@1"
+    second = "1RECV_F0 1RECV_F1 1F0@0 1F1@0 1B0@0 1SEND_B0 1B1@0 1SEND_B1 1REDUCE_NORM@1 1STEP@1"
+    check(written(first, second, batches=(2,)))
+    error = rejected(written(first, second.replace("1RECV_F0 1RECV_F1", "1RECV_F1 1RECV_F0"), batches=(2,)))
+    assert (error.rank, error.position) == (1, 0)
+    assert error.reason == "receive 0 on the channel from stage 0 would get what send 0 there sends, which is 0SEND_F0"
+
+
+def test_crossed_waits_deadlock():
+    """Each rank computes something before it sends what the other waits for: the circle is named."""
+    first = "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0F1@0 0SEND_F1 0RECV_B1 0B1@0 0REDUCE_NORM@1 0STEP@1"
+    second = "1RECV_F0 1F0@0 1RECV_F1 1F1@0 1B0@0 1SEND_B0 1B1@0 1SEND_B1 1REDUCE_NORM@1 1STEP@1"
+    error = rejected(written(first, second, batches=(2,)))
+    assert (error.rank, error.position) == (0, 3)
+    assert error.reason == (
+        "deadlock: rank 0 waits at 0B0@0 for 1SEND_B0 of rank 1; rank 1 waits at 1F1@0 for 0SEND_F1 of rank 0"
+    )
+
+
+def test_a_send_after_its_own_answer_deadlocks():
+    """A rank that waits for the gradient of what it has not sent yet waits for itself in the end."""
+    error = rejected(written("0F0@0 0RECV_B0 0B0@0 0SEND_F0 0REDUCE_NORM@1 0STEP@1", SECOND))
+    assert error.reason.startswith("deadlock: rank 0 waits at 0B0@0 for 1SEND_B0 of rank 1; rank 1 waits at 1F0@0")
+
+
+def test_reductions_in_crossed_order_deadlock():
+    """Reductions of a rank run one after another: if two ranks post those of two groups crosswise, nobody goes on."""
+    fields = {"batches": (1, 1), "weights": "2bw", "tied_embeddings": True}
+    first = (
+        "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0F1@0 0SEND_F1 0RECV_B1 0REDUCE_EMBED@1 0REDUCE_NORM@1 0B1@0 "
+        "0REDUCE_EMBED@2 0REDUCE_NORM@2 0STEP@1 0STEP@2"
+    )
+    second = (
+        "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1RECV_F1 1F1@0 1B1@0 1SEND_B1 "
+        "1REDUCE_EMBED@1 1REDUCE_NORM@1 1STEP@1 1REDUCE_EMBED@2 1REDUCE_NORM@2 1STEP@2"
+    )
+    check(written(first, second, **fields))
+    crossed = second.replace("1REDUCE_NORM@1 1STEP@1 1REDUCE_EMBED@2 ", "1REDUCE_EMBED@2 1REDUCE_NORM@1 1STEP@1 ")
+    error = rejected(written(first, crossed, **fields))
+    assert error.reason.startswith("deadlock")
+    assert "its chain of reductions" in error.reason
+    assert "REDUCE_EMBED@2 of rank 1 waits for rank 0, where it stands behind REDUCE_NORM@1" in error.reason
+    assert "REDUCE_NORM@1 of rank 0 waits for rank 1, where it stands behind REDUCE_EMBED@2" in error.reason
+
+
+def test_two_versions_are_enough_for_2bw_and_no_more():
+    """Input of batch 2 needs version 1; a STEP that comes too late for it, or too early for a backward, is found."""
+    row = "0F0@0 0B0@0 0REDUCE_NORM@1 0F1@0 0B1@0 0REDUCE_NORM@2 0STEP@1 0F2@1 0B2@1 0REDUCE_NORM@3 0STEP@2 0STEP@3"
+    fields = {"batches": (1, 1, 1), "weights": "2bw"}
+    assert check(written(row, **fields)).live_versions == (2,)
+    late = row.replace("0STEP@1 0F2@1", "0F2@1 0STEP@1")
+    assert "no 0STEP@1 stands before it" in rejected(written(late, **fields)).reason
+    early = row.replace("0B1@0 0REDUCE_NORM@2 0STEP@1", "0REDUCE_NORM@2 0B1@0 0STEP@1")
+    assert "batch 1, whose gradients it takes, has backwards to come" in rejected(written(early, **fields)).reason
+
+
+def test_2bw_goes_on_from_where_a_run_stands():
+    """A program that enters a run at batch 3 enters with versions 2 and 3, and batch 3 uses the older."""
+    row = "0F7@2 0B7@2 0REDUCE_NORM@4 0STEP@4"
+    fields = {"weights": "2bw", "first_batch": 3, "first_microbatch": 7}
+    check(written(row, **fields))
+    assert "2bw runs this batch here with version 2" in rejected(written(row.replace("7@2", "7@3"), **fields)).reason
+
+
+def test_stash_lets_no_forward_overtake_a_step():
+    """PipeDream applies an update at once, so the newest version follows from the order alone."""
+    first = "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0RECV_B0 0B0@0 0STEP@1 0REDUCE_NORM@1 0RECV_B1 0B1@0 0STEP@2 0REDUCE_NORM@2"
+    second = "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1STEP@1 1REDUCE_NORM@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1STEP@2 1REDUCE_NORM@2"
+    fields = {"batches": (1, 1), "weights": "stash"}
+    assert check(written(first, second, **fields)).live_versions == (2, 1)
+    late = second.replace("1STEP@1 1REDUCE_NORM@1 1RECV_F1 1F1@1 1B1@1", "1RECV_F1 1F1@0 1STEP@1 1REDUCE_NORM@1 1B1@0")
+    assert "its STEP comes first" in rejected(written(first, late, **fields)).reason
+    early = second.replace("1STEP@1 1REDUCE_NORM@1", "1REDUCE_NORM@1 1STEP@1")
+    assert "no 1STEP@1 stands before it" in rejected(written(first, early, **fields)).reason
+
+
+def test_saved_microbatches_stay_within_the_bound():
+    """The first forward beyond the bound is named."""
+    first = "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0RECV_B0 0B0@0 0RECV_B1 0B1@0 0REDUCE_NORM@1 0STEP@1"
+    second = "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1RECV_F1 1F1@0 1B1@0 1SEND_B1 1REDUCE_NORM@1 1STEP@1"
+    program = written(first, second, batches=(2,))
+    assert check(program, max_saved=[2, 1]).peak_saved_microbatches == (2, 1)
+    error = rejected(program, max_saved=[1, 1])
+    assert (error.rank, error.position) == (0, 2)
+    with pytest.raises(ValueError, match="give one for each stage"):
+        check(program, max_saved=[1])
+
+
+def test_compute_only_programs():
+    """Without transfers, tensors move by themselves; without versions, none are proved; the order is, across rows too."""
+    report = check(written("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", batches=(2,)))
+    assert not report.communicates and not report.versioned and report.live_versions == ()
+    assert report.peak_saved_microbatches == (2, 1)
+    error = rejected(written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", batches=(2,)))
+    assert error.reason == "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank 0"
+
+
+def test_several_stages_on_a_rank():
+    """Stages on a rank exchange tensors without transfers, in the row's order; their norm is taken at the lowest."""
+    forward = "0F0@0 1F0@0 "
+    chain = "1REDUCE_GRAD@1 0REDUCE_GRAD@1 0REDUCE_NORM@1 "
+    fields = {"rank_of_stage": (0, 0), "data_parallel": True}
+    check(written(forward + "1B0@0 0B0@0 " + chain + "1STEP@1 0STEP@1", **fields))
+    error = rejected(written("1F0@0 0F0@0 1B0@0 0B0@0 " + chain + "1STEP@1 0STEP@1", **fields))
+    assert error.reason.startswith("deadlock: rank 0 waits at 1F0@0 for 0F0 of rank 0")
+    early = "0REDUCE_GRAD@1 0REDUCE_NORM@1 1REDUCE_GRAD@1 1STEP@1 0STEP@1"
+    assert "no 1REDUCE_GRAD@1 stands before it" in rejected(written(forward + "1B0@0 0B0@0 " + early, **fields)).reason
+    early = "1REDUCE_GRAD@1 1STEP@1 0REDUCE_GRAD@1 0REDUCE_NORM@1 0STEP@1"
+    assert "no 0REDUCE_NORM@1 stands before it" in rejected(written(forward + "1B0@0 0B0@0 " + early, **fields)).reason
+
+
+def test_interleaved_compute_only():
+    """Two stages on each of two ranks: the dependency chain goes around twice."""
+    rows = ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1")
+    report = check(written(*rows, batches=(2,), rank_of_stage=(0, 1, 0, 1)))
+    assert report.peak_saved_microbatches == (2, 2, 2, 1)
+    error = rejected(written("2F0 0F0 0F1 2F1 2B0 2B1 0B0 0B1", rows[1], batches=(2,), rank_of_stage=(0, 1, 0, 1)))
+    assert "waits at 2F0 for 1F0" in error.reason
+
+
+def test_evaluation():
+    """A program that evaluates has forwards only, all with one version, and saves nothing."""
+    first, second = "0F0@4 0SEND_F0 0F1@4 0SEND_F1", "1RECV_F0 1F0@4 1RECV_F1 1F1@4"
+    report = check_evaluation(written(first, second, batches=(2,)))
+    assert report.peak_saved_microbatches == (0, 0) and report.live_versions == (1, 1)
+    for wrong, reason in [
+        (second.replace("1F1@4", "1F1@3"), "the program evaluates version 4"),
+        (second + " 1B1@4", "has forwards only"),
+        (second + " 1STEP@5", "updates nothing"),
+        (second.replace("1RECV_F1 1F1@4", ""), "its forward has not run"),
+    ]:
+        with pytest.raises(ProgramError, match=reason):
+            check_evaluation(written(first, wrong, batches=(2,)))
+    assert "its backward has not run" in rejected(written(first, second, batches=(2,))).reason
+
+
+def test_kinds_that_come_later_are_no_silent_skips():
+    """Every kind of instruction is either proved or refused by name."""
+    program = written(FIRST, SECOND)
+    for kind in (Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD):
+        error = rejected(with_row(program, 0, [*program.rows[0], Instruction(kind, 0, 0)]))
+        assert kind.value in error.reason
