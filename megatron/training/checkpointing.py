@@ -88,7 +88,7 @@ class WeightUpdate(Protocol):
 
     def state_dict(self) -> dict: ...
 
-    def load_state_dict(self, state: dict) -> None: ...
+    def load_state_dict(self, state: dict | None) -> None: ...
 
 
 def save_checkpoint(
@@ -207,8 +207,8 @@ def load_checkpoint(
         optimizer.load_state_dict(loaded)
         if scheduler is not None:
             scheduler.load_state_dict(state["opt_param_scheduler"])
-        if update is not None and (extra := (state.get("pipeline") or {}).get("update")) is not None:
-            update.load_state_dict(extra)
+        if update is not None:
+            update.load_state_dict((state.get("pipeline") or {}).get("update"))
     elif optimizer is not None:
         optimizer.reload_model_params()
     if "rng_state" in request:

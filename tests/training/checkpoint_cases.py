@@ -95,7 +95,7 @@ class _Update:
         return {"scales": {"4": 1024.0}}
 
     def load_state_dict(self, state):
-        self.scales = state["scales"]
+        self.scales = state and state["scales"]
 
     def snapshot(self):
         return {

@@ -1,4 +1,4 @@
-"""A tiny GPT trained with megatron.core alone, for checkpoint tests: any degrees and optimizer, data by sample index."""
+"""A tiny GPT trained with megatron.core alone, for checkpoint tests; data by sample index, whatever the degrees."""
 
 import argparse
 from dataclasses import dataclass, field

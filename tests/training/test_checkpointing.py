@@ -19,7 +19,7 @@ def equal(left, right):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints by ranks and arguments, each written once: directory, and by rank losses after it, weights at the end."""
+    """Checkpoints by ranks and arguments, each written once: directory, then by rank losses after it and last weights."""
     written = {}
 
     def get(world_size, **changes):

@@ -25,7 +25,7 @@ PREVIOUS_VERSION_PREFIX = "previous_version."
 
 
 def sharding_metadata(args: argparse.Namespace) -> dict:
-    """How optimizer state is laid out. megatron.core changes the dict that it is given, so every call makes a new one."""
+    """How optimizer state is laid out. A new dict with every call, since megatron.core changes the one it is given."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if getattr(args, "use_distributed_optimizer", False):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"

@@ -124,7 +124,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for an asynchronous save and raise its CheckpointError; free where there is none. Not collective itself."""
+        """Wait for an asynchronous save and raise its CheckpointError. Not collective, and free where there is none."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
