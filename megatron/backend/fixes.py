@@ -5,12 +5,15 @@ repair wraps one function, states the fault, and is skipped where the better lib
 """
 
 import functools
+import warnings
 
 import torch
 
 
 def apply() -> None:
     """Apply all repairs that this installation needs. megatron.core must be importable."""
+    # megatron.core calls collectives by names that newer torch has renamed; its users cannot change that.
+    warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm

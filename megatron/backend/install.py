@@ -44,4 +44,5 @@ def install() -> None:
 def _import_core() -> None:
     import megatron.core
     import megatron.core.models.gpt
+    import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401

@@ -102,9 +102,11 @@ def test_streams_and_events_run_at_once():
 def test_nothing_is_replaced_on_cuda():
     """With CUDA the functions of torch are torch's own."""
     result = run_python(
-        "import torch\nkept = [torch.zeros, torch.compile, torch.cuda.current_device, torch.Tensor.type, torch.autocast]\n"
+        "import torch\n"
+        "def functions():\n"
+        "    return [torch.zeros, torch.compile, torch.cuda.current_device, torch.Tensor.type, torch.autocast]\n"
+        "kept = functions()\n"
         "from megatron import backend\nbackend.install()\n"
-        "now = [torch.zeros, torch.compile, torch.cuda.current_device, torch.Tensor.type, torch.autocast]\n"
-        "assert all(a is b for a, b in zip(kept, now))"
+        "assert all(a is b for a, b in zip(kept, functions()))"
     )
     assert result.returncode == 0, result.stderr

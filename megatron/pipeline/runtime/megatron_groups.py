@@ -81,14 +81,14 @@ class ChainGroups:
     world: ChainGroup | None
 
     @classmethod
-    def create(cls, *, timeout: timedelta | None = None) -> "ChainGroups":
+    def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT) -> "ChainGroups":
         """Duplicate megatron.core's current groups. Collective: every rank of the job calls it once."""
         backend_name = "nccl" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "gloo"
 
         def duplicate(name: str, ranks: list[int]) -> ChainGroup | None:
             if len(ranks) < 2 or dist.get_rank() not in ranks:
                 return None
-            return ChainGroup(name, ranks, backend_name=backend_name, timeout=timeout or DEFAULT_TIMEOUT)
+            return ChainGroup(name, ranks, backend_name=backend_name, timeout=timeout)
 
         return cls(
             data=duplicate("data", _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),

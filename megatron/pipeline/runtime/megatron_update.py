@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
-from megatron.pipeline.runtime.megatron_groups import ChainGroups
+from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
 from megatron.pipeline.runtime.megatron_loss_scale import LossScales
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.megatron_weights import (
@@ -68,7 +68,7 @@ class MegatronWeightUpdate:
         single_gradient_buffer: do without the second gradient buffer of 2bw: a batch's gradients are applied when the
             next batch's first backward needs the buffer, clipped with the norm of the batch before (the very first
             batch waits for its own norm).
-        timeout: of the chain's collectives; default: torch's.
+        timeout: of the chain's collectives; default: ten minutes.
 
     Raises:
         ValueError: a configuration that this update cannot drive exactly.
@@ -101,7 +101,8 @@ class MegatronWeightUpdate:
         self.versions = weight_versions(chunks, self._inner, window=window)
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._gradients = GradientBuffers(chunks)
-        self._groups = ChainGroups.create(timeout=timeout)
+        self._timeout = timeout or DEFAULT_TIMEOUT
+        self._groups = ChainGroups.create(timeout=self._timeout)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients, self._groups)
         self._scales = LossScales(self._scaler, delay=2 if self.weights is WeightPolicy.TWO_BW else 1)
         self._batches: dict[int, _Batch] = {}
@@ -235,7 +236,11 @@ class MegatronWeightUpdate:
         if batch.applied:
             return
         wait = batch.gradients_ready if self._last_norm is not None or self._clip_grad == 0.0 else batch.norm_reduced
-        wait.wait()
+        if not wait.wait(self._timeout.total_seconds()):
+            raise TimeoutError(
+                f"The gradients of batch {batch.info.index} were not reduced within {self._timeout}: another rank has "
+                "not joined the reduction."
+            )
         self._apply(batch, self._coefficient(batch))
 
     @torch.no_grad()

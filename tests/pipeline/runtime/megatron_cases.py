@@ -360,10 +360,9 @@ def _reference(case: Case, original: Case) -> dict:
     step, data = forward_step(case), training_data(case, 0)
     microbatch_index = 0
     for batch, count in enumerate(case.batches):
-        weights = versions[max(batch - delay, 0)]
         with torch.no_grad():
             for name, param in params.items():
-                param.copy_(weights[name])
+                param.copy_(versions[version_used(original, batch, name)][name])
         batch_scale = initial_scale if batch < delay + 1 else scales_after[batch - delay - 1]
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
@@ -394,8 +393,9 @@ def _reference(case: Case, original: Case) -> dict:
         lr = _learning_rate(case, samples_done)
         if not overflow:
             coefficient = 1.0 / batch_scale
-            if case.clip > 0 and case.clip / (norm + 1e-6) < 1:
-                coefficient *= case.clip / (norm + 1e-6)
+            clip_norm = results[-1]["norm"] if case.single_gradient_buffer and batch > 0 else norm
+            if case.clip > 0 and case.clip / (clip_norm + 1e-6) < 1:
+                coefficient *= case.clip / (clip_norm + 1e-6)
             for name, master in masters.items():
                 master.grad = gradients[name] * coefficient
             for group in optimizer.param_groups:
@@ -426,6 +426,19 @@ def _reference(case: Case, original: Case) -> dict:
     cast = {name: tensor.to(case.torch_dtype).float() for name, tensor in newest.items()}
     cast_older = {name: tensor.to(case.torch_dtype).float() for name, tensor in older.items()}
     return {"batches": results, "newest": cast, "older": cast_older}
+
+
+def version_used(case: Case, batch: int, name: str) -> int:
+    """The version with which a batch computes the parameter `name`: flush, 2bw, or PipeDream's per-stage delays."""
+    if case.schedule == "2bw":
+        return max(batch - 1, 0)
+    if case.schedule != "pipedream":
+        return batch
+    if ".layers." in name:
+        stage = (int(name.split(".layers.")[1].split(".")[0]) - 1) // (case.layers // case.p)
+    else:
+        stage = 0 if name.startswith("embedding") else case.p - 1
+    return max(batch - (case.p - 1 - stage), 0)
 
 
 def _learning_rate(case: Case, samples: int) -> float:

@@ -1,0 +1,152 @@
+"""Training through the engine equals a single process: losses, gradient norms, weights and both weight versions.
+
+The cases are data: a name, the options, the layouts (p, t, d) and how exact they must be. All cases of one world size
+run in one call of its worker pool; the references (plain torch, see `megatron_cases`) in one call of a single worker.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from tests import workers
+from tests.pipeline.runtime import megatron_cases as cases
+
+EXACT = cases.Deviation(loss=0.0, norm=1e-14, newest=0.0, older=0.0)
+"""Bit-equal; the norm's squares are added in another order, in float64."""
+CLOSE = cases.Deviation(loss=1e-5, norm=1e-5, newest=2e-5, older=2e-5)
+"""Tied gradients, tensor ranks or replicas add up in another order; eight steps of Adam at 1e-2 spread that."""
+
+P124 = ((1, 1, 1), (2, 1, 1), (4, 1, 1))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: options of `Case`, the layouts to try, the deviation allowed."""
+
+    options: dict
+    layouts: tuple[tuple[int, int, int], ...] = P124
+    allowed: cases.Deviation = field(default_factory=lambda: EXACT)
+
+    def cases(self) -> list[cases.Case]:
+        return [cases.Case(**self.options, p=p, t=t, d=d) for p, t, d in self.layouts]
+
+
+EIGHT = (4,) * 8
+TWO_BW = {"schedule": "2bw", "batches": EIGHT}
+FP16 = {"schedule": "2bw", "dtype": "float16", "layers": 2, "hidden": 16, "clip": 1.0}
+
+SELECTION = {
+    "flush": Row({"schedule": "flush"}),
+    "gpipe": Row({"schedule": "gpipe"}, layouts=((2, 1, 1), (4, 1, 1)), allowed=CLOSE),
+    "flush tied, clipped": Row({"schedule": "flush", "tied": True, "clip": 0.5}, allowed=CLOSE),
+    "2bw": Row(TWO_BW),
+    "2bw m=2p": Row({"schedule": "2bw", "batches": (8,) * 8}, layouts=((4, 1, 1),)),
+    "2bw clipped, warm-up, ramp-up": Row(
+        {"schedule": "2bw", "batches": (4, 4, 5, 5, 6, 6, 8, 8), "clip": 0.5, "warmup": 24, "weight_decay": 0.1},
+    ),
+    "2bw tied": Row(TWO_BW | {"tied": True, "clip": 0.5}, allowed=CLOSE),
+    "2bw drained": Row(TWO_BW | {"drains": (0, 3, 4)}, layouts=((2, 1, 1),)),
+    "2bw dropout": Row(TWO_BW | {"dropout": 0.1}),
+    "2bw recompute instructions": Row(TWO_BW | {"recompute": True, "dropout": 0.1}, layouts=((2, 1, 1),)),
+    "2bw full recompute": Row(TWO_BW | {"recompute_granularity": "full", "dropout": 0.1}, layouts=((2, 1, 1),)),
+    "2bw data parallel": Row(TWO_BW | {"clip": 0.5}, layouts=((1, 1, 2), (2, 1, 2)), allowed=CLOSE),
+    "2bw distributed optimizer": Row(
+        TWO_BW | {"clip": 0.5, "tied": True, "distributed_optimizer": True},
+        layouts=((1, 1, 2), (2, 1, 2)),
+        allowed=CLOSE,
+    ),
+    "2bw tensor parallel": Row(TWO_BW | {"clip": 0.5}, layouts=((1, 2, 1), (2, 2, 1)), allowed=CLOSE),
+    "2bw sequence parallel": Row(
+        TWO_BW | {"clip": 0.5, "tied": True, "sequence_parallel": True}, layouts=((2, 2, 1),), allowed=CLOSE
+    ),
+    "2bw bf16": Row(TWO_BW | {"dtype": "bfloat16"}, layouts=((2, 1, 1),)),
+    "2bw single gradient buffer": Row(
+        TWO_BW | {"clip": 0.5, "single_gradient_buffer": True, "drains": (4,)}, layouts=((1, 1, 1), (2, 1, 1))
+    ),
+    "pipedream": Row({"schedule": "pipedream", "batches": (1,) * 16}, layouts=((1, 1, 1), (2, 1, 1), (4, 1, 1))),
+    "2bw fp16, one overflow": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (2,)}, layouts=((2, 1, 1),)),
+    "2bw fp16, two in a row": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (2, 3)}, layouts=((2, 1, 1),)),
+    "2bw fp16, before a drain": Row(
+        FP16 | {"batches": (2,) * 8, "overflow_batches": (3,), "drains": (3, 5)}, layouts=((2, 1, 1),)
+    ),
+}
+
+
+def reference_key(case: cases.Case) -> cases.Case:
+    """The case of which this one is a layout."""
+    kept = case.p if case.schedule == "pipedream" else 1  # its delays depend on the pipeline
+    return replace(case, p=kept, t=1, sequence_parallel=False, distributed_optimizer=False, recompute=False, drains=())
+
+
+def run_table(table: dict[str, Row]) -> dict[tuple[str, tuple[int, int, int]], tuple]:
+    """(name, layout) -> (case, reference, results of all ranks)."""
+    wanted = {reference_key(case): None for row in table.values() for case in row.cases()}
+    found = workers.run(1, f"{cases.__name__}:references", timeout=300, cases=[vars(case) for case in wanted])[0]
+    expected = dict(zip(wanted, found, strict=True))
+    outcomes = {}
+    for world in (1, 2, 4):
+        entries = [
+            (name, case) for name, row in table.items() for case in row.cases() if case.p * case.t * case.d == world
+        ]
+        arguments = [vars(case) for _, case in entries]
+        ranks = workers.run(world, f"{cases.__name__}:train", timeout=400, cases=arguments)
+        for number, (name, case) in enumerate(entries):
+            results = [rank[number] for rank in ranks]
+            outcomes[name, (case.p, case.t, case.d)] = (case, expected[reference_key(case)], results)
+    return outcomes
+
+
+def check(outcome: tuple, allowed: cases.Deviation) -> None:
+    case, expected, results = outcome
+    found = cases.deviation(case, expected, results)
+    for quantity in ("loss", "norm", "newest", "older"):
+        assert getattr(found, quantity) <= getattr(allowed, quantity), found
+
+
+@pytest.fixture(scope="module")
+def selection():
+    return run_table(SELECTION)
+
+
+def layouts_of(table: dict[str, Row]) -> list[tuple[str, tuple[int, int, int]]]:
+    return [(name, layout) for name, row in table.items() for layout in row.layouts]
+
+
+@pytest.mark.parametrize(("name", "layout"), layouts_of(SELECTION), ids=str)
+def test_training_equals_one_process(selection, name, layout):
+    """Every layout of every case reproduces the single process within what its row allows."""
+    check(selection[name, layout], SELECTION[name].allowed)
+
+
+def test_two_weight_slots_and_two_gradient_slots_at_most(selection):
+    """2bw keeps two sets of weights and two gradient buffers, flush one of each."""
+    for (_, _), (case, _, results) in selection.items():
+        for result in results:
+            most = 2 if case.schedule == "2bw" else 1
+            if case.schedule != "pipedream":
+                assert result["num_weight_slots"] == most
+            assert result["num_gradient_slots"] <= (1 if case.single_gradient_buffer else most)
+
+
+def test_all_ranks_report_alike(selection):
+    """Loss, norm, overflow, scale and learning rate of every batch are the same objects of fact on every rank."""
+    for case, _, results in selection.values():
+        for result in results[1:]:
+            for ours, theirs in zip(result["batches"], results[0]["batches"], strict=True):
+                assert repr(ours) == repr(theirs), case
+
+
+def test_overflows_skip_the_step_and_the_learning_rate(selection):
+    """An overflowed batch leaves weights, optimizer and schedule alone: the next batch has its learning rate."""
+    case, _, results = selection["2bw fp16, two in a row", (2, 1, 1)]
+    batches = results[0]["batches"]
+    assert [batch["overflow"] for batch in batches] == [index in (2, 3) for index in range(8)]
+    assert batches[2]["lr"] == batches[3]["lr"] == batches[4]["lr"] > batches[5]["lr"]
+    assert [batch["scale"] for batch in batches[:5]] == [1024.0] * 4 + [512.0]
+    assert all(report.skipped == report.overflow and not report.nan for report in results[0]["reports"][4:])
