@@ -17,9 +17,9 @@ Solution: a guard around the training of each rank.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,15 +33,16 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.runtime.channels import TransferError
+from megatron.pipeline.runtime.failure_board import FailureBoard
 from megatron.pipeline.runtime.links import gloo_pair
 
 POLL = 0.3
-"""Seconds between two looks at the failure key."""
-SILENCE_PATIENCE = 1.0
-"""How long a neighbour of a dead rank waits for that rank's own story."""
+"""Seconds between two looks at the board."""
+SILENCE_PATIENCE = 0.2
+"""How long a neighbour of a dead rank waits for that rank's own story; it is told before its connections close."""
 CONSEQUENCE_PATIENCE = 2.0
 """How long a rank with a broken transfer waits for somebody else's story."""
-LINGER = 3.0
+LINGER = 2.0
 """How long a failed rank stays for the others to read its story."""
 _FOREVER = timedelta(days=3650)
 _GOODBYE = timedelta(seconds=5)
@@ -111,26 +112,27 @@ class Guard:
     def __init__(self, store: Store, *, scope: str, exit_code: int) -> None:
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
-        self._store = store.clone() if hasattr(store, "clone") else store  # own connection: polls never wait behind others
-        self._scope = scope
+        self._board = FailureBoard(store, scope=scope)
         self._exit_code = exit_code
-        self._hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._hosts_store = self.rank == 0 and not self._agent_hosts_store
         self._name = f"rank {self.rank}"
         self._doing: Callable[[], tuple[str, int | None]] = lambda: ("", None)
         self._overdue: Callable[[], BaseException | None] = lambda: None
         self._leaving = threading.Event()
         self._ending = threading.Lock()
-        self._told = ("", -1)
-        self._neighbours = self._join_ring(store)
-        for neighbour, group, side in self._neighbours:
-            self._spawn(self._listen, neighbour, group, side)
-        self._spawn(self._poll)
+        self._told: tuple[str, str, int | None] | None = None
+        self._neighbours = self._join_ring(store, scope)
+        self._listeners = [self._spawn(self._listen, *neighbour) for neighbour in self._neighbours]
+        self._poller = self._spawn(self._poll)
+        self._replaces_default_handler = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._replaces_default_handler:
+            signal.signal(signal.SIGTERM, self._on_terminate)
 
-    def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=target, args=arguments, name=f"failure {target.__name__}", daemon=True).start()
-
-    def _key(self, name: str) -> str:
-        return f"{self._scope}/{name}"
+    def _spawn(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, name=f"failure {target.__name__}", daemon=True)
+        thread.start()
+        return thread
 
     # -- what the engine tells ----------------------------------------------------------------------------------------
 
@@ -143,6 +145,7 @@ class Guard:
     ) -> None:
         """Learn this rank's name ("rank 2 (stage 2)"), and how to ask what it does and whether a transfer is overdue."""
         self._name, self._doing, self._overdue = name, doing, overdue
+        self._board.set_doing(self.rank, name, "", None)
 
     def unwatch(self) -> None:
         self._doing, self._overdue = lambda: ("", None), lambda: None
@@ -150,73 +153,43 @@ class Guard:
     # -- threads ------------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        failures = 0
         while not self._leaving.wait(POLL):
-            try:
-                self._look()
-                failures = 0
-            except Exception as error:
-                failures += 1
-                if failures == 3 and not self._leaving.is_set():
-                    self._end(f"{self._name} lost the job's store ({error}); the process that hosts it is gone")
-
-    def _look(self) -> None:
-        story = self._story()
-        if story is not None:
-            self._end(story)
-        doing, waits_for = self._doing()
-        if (doing, waits_for) != self._told:
-            self._told = doing, waits_for
-            self._store.set(self._key(f"doing/{self.rank}"), json.dumps([self._name, doing, waits_for]))
-        error = self._overdue()
-        if error is not None:
-            self.fail(error)
+            story = self._board.story()
+            if story is not None:
+                self._end(story)
+            told = (self._name, *self._doing())
+            if told != self._told:
+                self._told = told
+                self._board.set_doing(self.rank, *told)
+            if self._board.is_lost:
+                host = "the launcher" if self._agent_hosts_store else "rank 0"
+                self._end(f"{host} ended without a word (killed, or crashed): it hosts the job's store, which is gone")
+            error = self._overdue()
+            if error is not None:
+                self.fail(error)
 
     def _listen(self, neighbour: int, group: Any, side: int) -> None:
         """Blocks until the neighbour says goodbye, or its process is gone."""
         try:
             group.recv([torch.empty(1)], 1 - side, side).wait(_FOREVER)
+            return
         except RuntimeError:
-            if self._leaving.is_set():
-                return
-            story = self._wait_for_story(SILENCE_PATIENCE)
-            if self._leaving.is_set():
-                return
-            if story is None:
-                name, doing, _ = self._told_by(neighbour)
-                last = f"; last seen in {doing}" if doing else ""
-                story = self._tell(f"{name} ended without a word (killed, or crashed){last}")
+            story = self._board.wait_for_story(SILENCE_PATIENCE)
+        if story is None:
+            name, doing, _ = self._board.doing(neighbour)
+            last = f"; last seen in {doing}" if doing else ""
+            story = self._board.tell(f"{name} ended without a word (killed, or crashed){last}")
+        self._end(story)
+
+    def _on_terminate(self, number: int, frame: Any) -> None:
+        """A launcher that saw another rank die ends this one; tell why before going. Training may set a handler of its own."""
+        story = self._board.wait_for_story(CONSEQUENCE_PATIENCE)
+        if story is not None:
             self._end(story)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     # -- stories ------------------------------------------------------------------------------------------------------
-
-    def _story(self) -> str | None:
-        key = self._key("story")
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _wait_for_story(self, patience: float) -> str | None:
-        deadline = time.monotonic() + patience
-        while True:
-            with suppress(Exception):  # the store may be gone with the rank that hosted it
-                story = self._story()
-                if story is not None:
-                    return story
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.05)
-
-    def _tell(self, story: str) -> str:
-        """Make `story` the root cause unless another is there; return the one that counts."""
-        with suppress(Exception):
-            return self._store.compare_set(self._key("story"), "", story).decode()
-        return story
-
-    def _told_by(self, rank: int) -> tuple[str, str, int | None]:
-        with suppress(Exception):
-            key = self._key(f"doing/{rank}")
-            if self._store.check([key]):
-                return tuple(json.loads(self._store.get(key)))
-        return f"rank {rank}", "", None
 
     def _own_story(self, error: BaseException) -> str:
         if isinstance(error, TransferError):
@@ -232,7 +205,7 @@ class Guard:
         text, seen = "", {self.rank}
         while rank is not None and rank not in seen:
             seen.add(rank)
-            name, doing, waits_for = self._told_by(rank)
+            name, doing, waits_for = self._board.doing(rank)
             if doing:
                 text += f"; {name} is in {doing}"
             if waits_for is not None:
@@ -244,10 +217,10 @@ class Guard:
 
     def fail(self, error: BaseException) -> None:
         """End the job because of `error` on this rank. Does not return."""
-        story = self._wait_for_story(CONSEQUENCE_PATIENCE if is_consequence(error) else 0.0)
+        story = self._board.wait_for_story(CONSEQUENCE_PATIENCE if is_consequence(error) else 0.0)
         if story is None:
             own = self._own_story(error)
-            story = self._tell(own)
+            story = self._board.tell(own)
             if story == own:
                 sys.stderr.write("".join(traceback.format_exception(error)))
         self._end(story)
@@ -256,47 +229,59 @@ class Guard:
         """Print the root cause, let the others read it, and end the process. Only the first caller gets through."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread of this process is ending it
+        sys.stderr.write(f"{self._name} stops: {story}\n")
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        sys.stderr.write(f"{self._name} stops: {story}\n")
-        sys.stderr.flush()
         deadline = time.monotonic() + LINGER
-        with suppress(Exception):
-            num_read = self._store.add(self._key("read"), 1)
-            told_here = story.startswith(self._name)
-            while (told_here or self._hosts_store) and num_read < self.world_size and time.monotonic() < deadline:
-                time.sleep(0.05)
-                num_read = self._store.add(self._key("read"), 0)
+        num_read = self._board.count("read", 1)
+        others_need_this_rank = self._hosts_store or story.startswith(self._name)
+        while others_need_this_rank and num_read < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            num_read = self._board.count("read")
         logging.shutdown()
         os._exit(self._exit_code)
 
     def leave(self) -> None:
-        """Say goodbye: this rank's end is no failure from here on. The rank that hosts the store waits for all others."""
-        self._store.add(self._key("left"), 1)
-        while self._hosts_store and self._store.add(self._key("left"), 0) < self.world_size:
-            time.sleep(0.02)  # the poll thread still ends this process if another rank fails meanwhile
-        self._leaving.set()
+        """Say goodbye to the neighbours and wait for theirs; a failure elsewhere still ends this process meanwhile.
+
+        The rank that hosts the store leaves last. No thread is left: one that wakes up while the interpreter shuts down
+        would abort the process.
+        """
         for _, group, side in self._neighbours:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # gone: the listener tells
                 group.send([torch.zeros(1)], 1 - side, 1 - side).wait(_GOODBYE)
-        self._neighbours = []
+        for listener in self._listeners:
+            listener.join()
+        if not self._hosts_store:
+            self._stop_polling()
+        self._board.count("left", 1)
+        while self._hosts_store and self._board.count("left") < self.world_size and not self._board.is_lost:
+            time.sleep(0.02)
+        self._stop_polling()
+        self._neighbours.clear()
+        if self._replaces_default_handler and signal.getsignal(signal.SIGTERM) == self._on_terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _stop_polling(self) -> None:
+        self._leaving.set()
+        self._poller.join()
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
-    def _join_ring(self, store: Store) -> list[tuple[int, Any, int]]:
+    def _join_ring(self, store: Store, scope: str) -> list[tuple[int, Any, int]]:
         """(neighbour, group, own side) of this rank's edges; edge i joins rank i (side 0) and i + 1 (side 1)."""
         size = self.world_size
         edges = [(edge, (edge + 1) % size) for edge in range(size if size > 2 else 1)]
 
         def order(edge: tuple[int, int]) -> tuple[int, int]:
-            closing_of_odd_ring = edge[1] == 0 and size % 2 == 1
-            return (2 if closing_of_odd_ring else edge[0] % 2), edge[0]
+            closes_odd_ring = edge[1] == 0 and size % 2 == 1
+            return (2 if closes_odd_ring else edge[0] % 2), edge[0]
 
         joined = []
         for edge in sorted(edges, key=order):
             if self.rank in edge:
                 side = edge.index(self.rank)
-                name = f"{self._scope}/alive/{edge[0]}-{edge[1]}"
+                name = f"{scope}/alive/{edge[0]}-{edge[1]}"
                 joined.append((edge[1 - side], gloo_pair(name, store, member=side, timeout=_FOREVER), side))
         return joined

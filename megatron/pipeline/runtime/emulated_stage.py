@@ -1,0 +1,160 @@
+"""A stage that sleeps instead of computing, and really sends what a stage would send.
+
+Problem: on two cores nobody can measure how well a schedule of sixteen stages overlaps; the processors would be the limit.
+
+Solution: forward and backward sleep until a deadline, so many stages run on few cores, while transfers and reductions move
+real bytes between real processes. What is measured is the schedule and the runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, Microbatch, TensorSpec
+
+_PR_SET_TIMERSLACK = 29
+
+
+def sharpen_sleep() -> None:
+    """Ask Linux to wake this thread when it said (1 ns slack instead of 50 us); elsewhere sleeping stays coarse."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+    except (AttributeError, OSError):
+        return
+
+
+def sleep_for(seconds: float) -> None:
+    """Sleep until `seconds` from now by the monotonic clock, however often the sleep is cut short."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+@dataclass(frozen=True)
+class EmulatedTimes:
+    """Seconds that a microbatch takes at a stage; `recompute` defaults to nothing being recomputed."""
+
+    forward: float
+    backward: float
+    recompute: float = 0.0
+
+
+class EmulatedStage:
+    """Stage `index` of `num_stages` that takes `times` and sends `payload_bytes` per microbatch in both directions."""
+
+    loss_names = ("loss",)
+
+    def __init__(self, *, index: int, num_stages: int, times: EmulatedTimes, payload_bytes: int) -> None:
+        spec = TensorSpec((max(1, payload_bytes // 4),), torch.float32)
+        self.index = index
+        self.num_stages = num_stages
+        self.input_spec = None if index == 0 else spec
+        self.output_spec = None if index == num_stages - 1 else spec
+        self._times = times
+        self._payload = torch.zeros(spec.shape, dtype=spec.dtype)  # never written: every send may read the same tensor
+        sharpen_sleep()
+
+    def load_version(self, version: int) -> None:
+        """No weights to show."""
+
+    def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        sleep_for(self._times.forward)
+        return None if self.output_spec is None else self._payload
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        sleep_for(self._times.recompute)
+
+    def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
+        sleep_for(self._times.backward)
+        return None if self.input_spec is None else self._payload
+
+    def free_output(self, microbatch: Microbatch) -> None:
+        """The payload stays."""
+
+    def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        return self.forward(microbatch, input)
+
+    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class EmulatedReduction:
+    """One link of the chain: an all-reduce of `num_bytes` over `group`, or without a group a sleep of `seconds`."""
+
+    num_bytes: int = 0
+    group: Any = None
+    seconds: float = 0.0
+
+    def run(self, buffer: Tensor | None) -> None:
+        if self.group is not None:
+            torch.distributed.all_reduce(buffer, group=self.group)
+        if self.seconds:
+            sleep_for(self.seconds)
+
+
+class EmulatedUpdate:
+    """A weight update that only moves bytes: `grad` and `embed` are reduced where the program says so, `step` sleeps.
+
+    `job_group`: all ranks of the job, for the norm reduction; None skips it.
+    """
+
+    def __init__(
+        self,
+        *,
+        grad: EmulatedReduction | None = None,
+        embed: EmulatedReduction | None = None,
+        job_group: Any = None,
+        step_seconds: float = 0.0,
+    ) -> None:
+        self._grad, self._grad_buffer = grad, self._buffer(grad)
+        self._embed, self._embed_buffer = embed, self._buffer(embed)
+        self._job_group = job_group
+        self._step_seconds = step_seconds
+        self._reports: dict[int, BatchReport] = {}
+
+    @staticmethod
+    def _buffer(reduction: EmulatedReduction | None) -> Tensor | None:
+        if reduction is None or reduction.group is None:
+            return None
+        return torch.zeros(max(1, reduction.num_bytes // 4))
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        """No gradients."""
+
+    def reduce_grad(self, version: int) -> None:
+        if self._grad is not None:
+            self._grad.run(self._grad_buffer)
+
+    def reduce_embed(self, version: int) -> None:
+        if self._embed is not None:
+            self._embed.run(self._embed_buffer)
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        report = self._reports[version]
+        sums = all_reduce_norm(
+            norm_squared=1.0,
+            overflow=False,
+            wishes=wishes,
+            losses=losses,
+            loss_names=EmulatedStage.loss_names,
+            group=self._job_group,
+            device=torch.device("cpu"),
+        )
+        report.grad_norm = sums.norm
+        report.wishes = sums.wishes
+
+    def step(self, version: int) -> BatchReport:
+        sleep_for(self._step_seconds)
+        return self._reports.pop(version)
