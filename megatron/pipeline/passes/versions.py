@@ -1,0 +1,29 @@
+"""Give every computation the weight version that the policy says.
+
+The forward decides; recompute and backward use what their forward used, whatever has been stepped since.
+"""
+
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.passes import Legs
+from megatron.pipeline.program import Program
+
+
+def set_versions(legs: Legs, outline: Program) -> Legs:
+    """The legs of a rank, which hold their STEPs already, with a version for each computation."""
+    rule = outline.weights.rule
+    newest = dict.fromkeys(range(outline.num_stages), max(outline.entry_versions))
+    version_of: dict[tuple[int, int], int] = {}
+    result = []
+    for leg in legs:
+        versioned = []
+        for instruction in leg:
+            kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
+            if kind is Kind.STEP:
+                newest[stage] = instruction.version
+            elif kind is Kind.FORWARD:
+                version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest[stage])
+            if kind.is_computation:
+                instruction = Instruction(kind, stage, microbatch, version_of[stage, microbatch])
+            versioned.append(instruction)
+        result.append(versioned)
+    return result

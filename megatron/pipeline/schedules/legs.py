@@ -1,0 +1,52 @@
+"""A program with the places at which a run may stop.
+
+The leg of a batch is what a rank does from its first instruction of that batch up to where the first of the next batch stands: after it the run may go
+on with another batch, whose size nobody had to know before, or drain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron.pipeline.passes import Legs
+from megatron.pipeline.program import Program, Row, Rows, shifted_row
+
+
+@dataclass(frozen=True)
+class ProgramInLegs:
+    """A program; `borders[rank][i]` is the position in the rank's row at which leg i begins, the drain as the last one."""
+
+    program: Program
+    borders: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def join(program: Program, legs_of_rank: Sequence[Legs]) -> "ProgramInLegs":
+        """`program` with the rows that the ranks' legs make up."""
+        rows = tuple(tuple(instruction for leg in legs for instruction in leg) for legs in legs_of_rank)
+        borders = tuple(tuple(accumulate(map(len, legs), initial=0)) for legs in legs_of_rank)
+        return ProgramInLegs(program.with_rows(rows), borders)
+
+    def legs(self, first: int, end: int) -> Rows:
+        """What each rank does in the legs from `first` up to `end`."""
+        return tuple(row[border[first] : border[end]] for row, border in zip(self.program.rows, self.borders, strict=True))
+
+    @property
+    def drain(self) -> Rows:
+        """What each rank does after the last batch's leg."""
+        num_batches = len(self.program.batches)
+        return self.legs(num_batches, num_batches + 1)
+
+
+class ShiftedRows(Sequence[Row]):
+    """Rows with later microbatches and versions, each made when it is asked for: a rank asks for its own alone."""
+
+    def __init__(self, rows: Rows, *, microbatches: int, versions: int) -> None:
+        self._rows = rows
+        self._microbatches = microbatches
+        self._versions = versions
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rank: int) -> Row:
+        return shifted_row(self._rows[rank], microbatches=self._microbatches, versions=self._versions)

@@ -1,0 +1,40 @@
+"""What a schedule's order is: when each stage computes which microbatch.
+
+An order knows nothing of weights, updates or transfers; the passes add them. To add one, write a file with a subclass, and enter it into
+the table in `megatron.pipeline.schedules.orders`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.passes import Legs
+
+
+class Order(ABC):
+    """The order of computations at each stage of a pipeline."""
+
+    def __init__(self, num_stages: int, *, extra_warmup: bool = False) -> None:
+        self.num_stages = num_stages
+        self.extra_warmup = extra_warmup
+
+    @abstractmethod
+    def legs(self, stage: int, batches: Sequence[range]) -> Legs:
+        """What a stage computes on the microbatches of `batches`, which follow one another without a drain.
+
+        Returns:
+            For each batch the computations from its first forward up to where the first forward of the next one stands, or would stand; then,
+            in one more list, the rest.
+        """
+
+    @abstractmethod
+    def max_in_flight(self, stage: int) -> int | None:
+        """The largest number of microbatches between the start of their forward and the end of their backward; None: all of a batch."""
+
+
+def forward(stage: int, microbatch: int) -> Instruction:
+    return Instruction(Kind.FORWARD, stage, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Instruction:
+    return Instruction(Kind.BACKWARD, stage, microbatch)
