@@ -1,0 +1,217 @@
+"""Real compute on two stages: this project's engine, its peers, and the limit.
+
+    python benchmarks/real_compute.py                     # about 10 minutes; a table
+    python benchmarks/real_compute.py --json result.json  # also every measured time
+
+Problem: schedules can be compared only at equal conditions, and on a shared machine conditions drift. Solution: two
+processes of one thread each hold all contenders at once, with the same model and data, and run them in alternation: in
+each round every contender runs some batches, in an order that changes from round to round. A contender's ratio to the
+limit is the median of its ratios *within* the rounds.
+
+The limit is each stage's own compute (forwards, backwards, optimizer step) in the same two processes at the same time,
+without communication: no schedule can be faster. Flushing costs (p-1) of m+p-1 slots, so the ideal of `flush` and its
+peers is m/(m+1) of the limit; `2bw` has no such cost. Every batch includes its optimizer step. Before a contender's
+batches are timed, one (two under 2bw, whose pipeline fills) runs outside of the clock.
+
+Stages have to be balanced for the limit to mean anything: the vocabulary, and with it the output layer of the last
+stage, is adjusted until the stages' times differ by less than 3%; the table shows them.
+"""
+
+import argparse
+import json
+import random
+import socket
+import statistics
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+BALANCE = 0.03
+"""Largest relative difference of the stages' own times."""
+
+
+@dataclass
+class Result:
+    """Seconds per batch: num_microbatches -> contender -> one figure a round, the slower rank's."""
+
+    stage_milliseconds: tuple[float, float]
+    seconds: dict[int, dict[str, list[float]]]
+    first_losses: dict[str, float]
+    last_losses: dict[str, float]
+
+
+def measure(contender, num_microbatches: int, num_batches: int) -> float:
+    """Seconds per batch in a steady state, on the rank that took longer."""
+    dist.barrier()
+    for _ in range(2 if contender.name == "2bw" else 1):
+        contender.run(num_microbatches)
+    start = time.perf_counter()
+    for _ in range(num_batches):
+        contender.run(num_microbatches)
+    seconds = torch.tensor([(time.perf_counter() - start) / num_batches], dtype=torch.float64)
+    contender.finish()
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def own_milliseconds(contender, num_microbatches: int, num_batches: int) -> list[float]:
+    """Milliseconds of a microbatch on each stage alone, its share of the step included; both stages run at once."""
+    dist.barrier()
+    contender.run(num_microbatches)
+    times = []
+    for _ in range(num_batches):
+        start = time.perf_counter()
+        contender.run(num_microbatches)
+        times.append(1e3 * (time.perf_counter() - start) / num_microbatches)
+    gathered: list = [None, None]
+    dist.all_gather_object(gathered, statistics.median(times))
+    return gathered
+
+
+def balance(model, args):
+    """`model` with the vocabulary that makes the stages equally long; one step of the secant method at a time."""
+    from real_compute_contenders import StageAlone
+
+    def difference(vocab_size: int) -> tuple[float, list[float]]:
+        stage = StageAlone(replace(model, vocab_size=vocab_size))
+        first, last = own_milliseconds(stage, 8, args.balance_batches)
+        return (last - first) / first, [first, last]
+
+    candidates = [model.vocab_size, model.vocab_size // 2]
+    measured = [difference(size)[0] for size in candidates]
+    for _ in range(6):
+        best = min(range(len(candidates)), key=lambda i: abs(measured[i]))
+        if abs(measured[best]) < BALANCE / 3:
+            break
+        (x0, y0), (x1, y1) = ((candidates[i], measured[i]) for i in (-2, -1))
+        slope = (y1 - y0) / (x1 - x0) if x1 != x0 and y1 != y0 else 1.0 / model.vocab_size
+        target = x1 - y1 / slope
+        candidates.append(max(64, min(4 * model.vocab_size, round(target / 8) * 8)))
+        measured.append(difference(candidates[-1])[0])
+    best = min(range(len(candidates)), key=lambda i: abs(measured[i]))
+    return replace(model, vocab_size=candidates[best])
+
+
+def compare(args) -> tuple[object, Result]:
+    """Build all contenders and run the rounds; called on both ranks, which return the same."""
+    from real_compute_contenders import contenders
+    from real_compute_model import Model
+
+    model = Model(
+        hidden_size=args.hidden_size,
+        heads=args.heads,
+        layers=args.layers,
+        extra_layers=1,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        vocab_size=args.vocab_size or 8 * args.hidden_size,
+    )
+    if args.vocab_size is None:
+        model = balance(model, args)
+    entrants = contenders(model)
+    seconds: dict[int, dict[str, list[float]]] = {}
+    own: list[list[float]] = []
+    order = random.Random(0)
+    for num_microbatches in args.microbatches:
+        num_batches = max(2, args.microbatches_per_round // num_microbatches)
+        table = seconds[num_microbatches] = {entrant.name: [] for entrant in entrants}
+        for _ in range(args.rounds):
+            own.append(own_milliseconds(entrants[0], num_microbatches, 2))
+            for entrant in order.sample(entrants, len(entrants)):
+                table[entrant.name].append(measure(entrant, num_microbatches, num_batches))
+    losses: list = [None, None]
+    dist.all_gather_object(losses, {entrant.name: entrant.losses for entrant in entrants[1:]})
+    known = {name: max(rank[name] for rank in losses) for name in losses[0]}  # the list of the last stage is not empty
+    stage_milliseconds = tuple(statistics.median(times[rank] for times in own) for rank in (0, 1))
+    first, last = ({name: found[position] for name, found in known.items()} for position in (0, -1))
+    return model, Result(stage_milliseconds, seconds, first, last)
+
+
+def run_rank(rank: int, port: int, args) -> None:
+    """One of the two processes."""
+    from megatron import backend
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    torch.set_num_threads(1)
+    backend.install()
+    warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, result = compare(args)
+    if rank == 0:
+        report(model, result, args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(model, result: Result, args) -> None:
+    console = Console()
+    first, last = result.stage_milliseconds
+    console.print(f"{model}")
+    console.print(
+        f"stages alone: {first:.1f} and {last:.1f} ms a microbatch (forward, backward, share of the step), "
+        f"{abs(last - first) / min(first, last):.1%} apart"
+    )
+    table = Table(title=f"tokens/s, and share of the limit; medians of {args.rounds} alternated rounds")
+    table.add_column("")
+    for num_microbatches in result.seconds:
+        table.add_column(f"m = {num_microbatches}", justify="right")
+    for name in next(iter(result.seconds.values())):
+        table.add_row(name, *(cell(model, m, seconds, name) for m, seconds in result.seconds.items()))
+    table.add_section()
+    table.add_row("a flush's ideal", *(f"{m / (m + 1):.1%}" for m in result.seconds))
+    table.add_row("2bw over flush", *(f"{ratio(t['flush'], t['2bw']):.2f}" for t in result.seconds.values()))
+    console.print(table)
+    console.print("loss of the first batch: " + ", ".join(f"{k} {v:.6f}" for k, v in result.first_losses.items()))
+    console.print("loss of the last batch:  " + ", ".join(f"{k} {v:.6f}" for k, v in result.last_losses.items()))
+    if args.json:
+        args.json.write_text(json.dumps({"model": asdict(model), "result": asdict(result)}, indent=1) + "\n")
+
+
+def cell(model, num_microbatches: int, seconds: dict[str, list[float]], name: str) -> str:
+    tokens_per_second = num_microbatches * model.tokens_per_microbatch / statistics.median(seconds[name])
+    return f"{tokens_per_second:,.0f}  {ratio(seconds['limit'], seconds[name]):6.1%}"
+
+
+def ratio(reference: list[float], times: list[float]) -> float:
+    """Speed relative to the reference: the median of the ratios within the rounds."""
+    return statistics.median(r / t for r, t in zip(reference, times, strict=True))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8], help="m, at least 2")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--microbatches-per-round", type=int, default=24, help="timed, of each contender")
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=2, help="of the last stage; the first has one more")
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--vocab-size", type=int, help="default: adjusted until the stages are balanced")
+    parser.add_argument("--balance-batches", type=int, default=5, help="batches for each trial of a vocabulary")
+    parser.add_argument("--json", type=Path, help="file for every measured time")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, args=(port, args), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What `real_compute.py` compares: each contender trains the same two-stage model, one global batch a call.
+
+`Contender.run(num_microbatches)` runs one batch with its optimizer step, as a training loop would call it.
+`finish()` brings a contender to rest after a round; it stays outside of the clock.
+"""
+
+import abc
+import itertools
+from collections.abc import Iterator
+
+import torch
+from real_compute_model import (
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Data,
+    Model,
+    apply,
+    chunk_with_optimizer,
+    forward_step,
+    gpt_chunk,
+    is_last_stage,
+    microbatch,
+)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.megatron_stage import MegatronStage
+from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+from megatron.pipeline.schedules import Schedule
+
+
+class Contender(abc.ABC):
+    """`losses`: mean loss of each batch, on the last stage, as far as they are known."""
+
+    name: str
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.losses: list[float] = []
+
+    def data(self) -> Iterator[Data]:
+        """Microbatches without end, the same for every contender; made in advance, 64 different ones."""
+        return itertools.cycle([microbatch(self.model, index) for index in range(64)])
+
+    @abc.abstractmethod
+    def run(self, num_microbatches: int) -> None: ...
+
+    def finish(self) -> None:  # noqa: B027 - most are at rest after each batch
+        pass
+
+
+class StageAlone(Contender):
+    """The limit: each stage's own forwards, backwards and step, at the same time as the other stage's, and without a
+    word between them. Inputs and output gradients are fixed."""
+
+    name = "limit"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._chunk, self._optimizer = chunk_with_optimizer(model)
+        self._set_input = get_attr_wrapped_model(self._chunk, "set_input_tensor")
+        self._data = self.data()
+        shape = (model.seq_length, model.micro_batch_size, model.hidden_size)
+        self._hidden = torch.randn(shape)
+        self._output_grad = torch.randn(shape) * 1e-4
+
+    def run(self, num_microbatches: int) -> None:
+        self._chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        for _ in range(num_microbatches):
+            if parallel_state.is_pipeline_first_stage():
+                output = apply(self._chunk, self.model, next(self._data))
+                deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
+                custom_backward(output, self._output_grad)
+            else:
+                self._set_input(self._hidden.clone().requires_grad_())
+                (apply(self._chunk, self.model, next(self._data)).mean() / num_microbatches).backward()
+        self._optimizer.step()
+
+
+class Engine(Contender):
+    """This project's engine."""
+
+    def __init__(self, model: Model, preset: str) -> None:
+        super().__init__(model)
+        self.name = preset
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        schedule = Schedule.preset(preset, num_stages=2)
+        chunk, optimizer = chunk_with_optimizer(model)
+        update = MegatronWeightUpdate([chunk], optimizer, weights=schedule.weights, num_stages=2, stage=rank)
+        stage = MegatronStage(
+            chunk,
+            forward_step(model),
+            update,
+            seq_length=model.seq_length,
+            micro_batch_size=model.micro_batch_size,
+            data_iterator=self.data(),
+        )
+        self._engine = PipelineEngine(schedule, stage, update)
+
+    def run(self, num_microbatches: int) -> None:
+        self._take(self._engine.run_batch(num_microbatches, num_microbatches * self.model.micro_batch_size))
+
+    def finish(self) -> None:
+        self._take(self._engine.drain())
+
+    def _take(self, reports: list) -> None:
+        self.losses += [report.losses["lm loss"] for report in reports]
+
+
+class MegatronCore(Contender):
+    """megatron.core's forward_backward_pipelining_without_interleaving, as Megatron-LM's training step calls it."""
+
+    name = "megatron.core 1F1B"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._chunk, self._optimizer = chunk_with_optimizer(model)
+        self._data = self.data()
+
+    def run(self, num_microbatches: int) -> None:
+        self._chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        numbers = get_forward_backward_func()(
+            forward_step_func=forward_step(self.model),
+            data_iterator=self._data,
+            model=[self._chunk],
+            num_microbatches=num_microbatches,
+            seq_length=self.model.seq_length,
+            micro_batch_size=self.model.micro_batch_size,
+        )
+        self._optimizer.step()
+        if numbers:
+            self.losses.append(sum(number["lm loss"].item() for number in numbers) / num_microbatches)
+
+
+class TorchPipelining(Contender):
+    """torch.distributed.pipelining's GPipe or 1F1B, with torch's AdamW."""
+
+    def __init__(self, model: Model, schedule_class: type[ScheduleGPipe] | type[Schedule1F1B]) -> None:
+        super().__init__(model)
+        self.name = "torch " + schedule_class.__name__.removeprefix("Schedule")
+        self._module = _TorchStage(model)
+        parameters = self._module.parameters()
+        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=1e-8)
+        self._data = self.data()
+        self._schedule_class = schedule_class
+        self._schedules: dict[int, ScheduleGPipe | Schedule1F1B] = {}
+
+    def run(self, num_microbatches: int) -> None:
+        if num_microbatches not in self._schedules:
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            stage = PipelineStage(self._module, rank, 2, torch.device("cpu"))
+            self._schedules[num_microbatches] = self._schedule_class(
+                stage, num_microbatches, loss_fn=lambda losses, target: losses.mean()
+            )
+        schedule = self._schedules[num_microbatches]
+        self._optimizer.zero_grad()
+        batch = list(itertools.islice(self._data, num_microbatches))
+        if is_last_stage():
+            labels = torch.cat([data.labels for data in batch])
+            losses: list[torch.Tensor] = []
+            schedule.step(labels=labels, target=labels, losses=losses, return_outputs=False)
+            self.losses.append(torch.stack(losses).mean().item())
+        else:
+            schedule.step(torch.cat([data.tokens for data in batch]))
+        self._optimizer.step()
+
+
+class _TorchStage(torch.nn.Module):
+    """The chunk as torch.distributed.pipelining wants it: what is received comes as an argument."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+        self.gpt = gpt_chunk(model)
+
+    def forward(self, received: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return apply(self.gpt, self._model, Data(received, received))
+        self.gpt.set_input_tensor(received)
+        return apply(self.gpt, self._model, Data(labels, labels))
+
+
+def contenders(model: Model) -> list[Contender]:
+    """All of them, in the order of the table; collective, since the engines connect to their peers."""
+    return [
+        StageAlone(model),
+        Engine(model, "2bw"),
+        Engine(model, "flush"),
+        MegatronCore(model),
+        TorchPipelining(model, Schedule1F1B),
+        TorchPipelining(model, ScheduleGPipe),
+    ]
