@@ -287,9 +287,9 @@ class _Simulation:
             if position < len(row):
                 what = "the reductions of its version" if row[position].kind is Kind.STEP else "its input or gradient"
                 raise self._error(rank, position, f"a deadlock: {what} can never come")
-            for position, end in enumerate(self.ends[rank]):
-                if end == _UNKNOWN:
-                    raise self._error(rank, position, "the other members never post it")
+        for rank, ends in enumerate(self.ends):
+            if _UNKNOWN in ends:
+                raise self._error(rank, ends.index(_UNKNOWN), "the other members never post it")
 
     def _error(self, rank: int, position: int, reason: str) -> SimulationError:
         return SimulationError(f"rank {rank}, position {position}, {self.rows[rank][position]}: {reason}")
