@@ -1,6 +1,6 @@
 """Train a GPT through a pipeline program. See README.md and docs/flags.md.
 
-    torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 --pipeline-schedule 2bw ...
+torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 --pipeline-schedule 2bw ...
 """
 
 import sys
@@ -34,8 +34,9 @@ def main(args: Namespace, stop, started: float) -> None:
     from megatron.training.datasets import build_datasets
     from megatron.training.pretraining import pretrain
 
-    pretrain(args, stop, started, model_provider=model_provider, forward_step=forward_step,
-             datasets_provider=build_datasets)
+    pretrain(
+        args, stop, started, model_provider=model_provider, forward_step=forward_step, datasets_provider=build_datasets
+    )
 
 
 if __name__ == "__main__":

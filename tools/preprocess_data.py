@@ -4,8 +4,8 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 4
 
 Each line is a JSON object; each of `--json-keys` becomes `PREFIX_KEY_document.bin` and `.idx`, which `--data-path
-PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not depend on the number of workers. They
-appear under their names only when they are complete.
+PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not depend on the number of
+workers. They appear under their names only when they are complete.
 """
 
 import argparse
@@ -22,31 +22,48 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.path.pardir))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.training.arguments import data as data_flags  # noqa: E402
-from megatron.training.arguments.parser import (  # noqa: E402
-    build_parser,
-    fill_defaults,
-    parse_known,
+from megatron.training.arguments import data as data_flags
+from megatron.training.arguments.parser import build_parser, fill_defaults, parse_known, refuse
+from megatron.training.arguments.rules_run import tokenizer as check_tokenizer
+from megatron.training.arguments.specification import Group, integer, option, refused, switch
+
+INPUT = Group(
+    "input and output",
+    "What is read and written.",
+    (
+        option(
+            "--input",
+            str,
+            None,
+            "File with one JSON object a line; a pattern such as 'part-*.jsonl' names several.",
+            metavar="FILE",
+        ),
+        option("--output-prefix", str, None, "Start of the names of the written files.", metavar="PREFIX"),
+        option("--json-keys", str, ["text"], "Keys of the objects that hold text.", nargs="+", metavar="KEY"),
+        option("--workers", integer, 1, "Processes that tokenize."),
+        switch("--append-eod", "End each document with the end-of-document token."),
+        option("--log-interval", integer, 1000, "Documents between lines of progress (where output is no terminal)."),
+        refused("--split-sentences", "documents are kept whole, as GPT needs them; leave the flag out."),
+        refused("--keep-newlines", "newlines are always kept; leave the flag out."),
+        refused(
+            "--partitions",
+            "all input is read in one pass; use --workers.",
+            takes=None,
+            kind=integer,
+            default=1,
+            neutral=(1,),
+        ),
+        refused(
+            "--dataset-impl",
+            "the only format is mmap; leave the flag out.",
+            takes=None,
+            default="mmap",
+            neutral=("mmap",),
+        ),
+    ),
 )
-from megatron.training.arguments.specification import Group, integer, option, refused, switch  # noqa: E402
-
-INPUT = Group("input and output", "What is read and written.", (
-    option("--input", str, None, "File with one JSON object a line; a pattern such as 'part-*.jsonl' names several.",
-           metavar="FILE"),
-    option("--output-prefix", str, None, "Start of the names of the written files.", metavar="PREFIX"),
-    option("--json-keys", str, ["text"], "Keys of the objects that hold text.", nargs="+", metavar="KEY"),
-    option("--workers", integer, 1, "Processes that tokenize."),
-    switch("--append-eod", "End each document with the end-of-document token."),
-    option("--log-interval", integer, 1000, "Documents between lines of progress (where output is no terminal)."),
-    refused("--split-sentences", "documents are kept whole, as GPT needs them; leave the flag out."),
-    refused("--keep-newlines", "newlines are always kept; leave the flag out."),
-    refused("--partitions", "all input is read in one pass; use --workers.", takes=None, kind=integer, default=1,
-            neutral=(1,)),
-    refused("--dataset-impl", "the only format is mmap; leave the flag out.", takes=None, default="mmap",
-            neutral=("mmap",)),
-))
 GROUPS = (INPUT, data_flags.TOKENIZER)
 
 _CHUNK = 64  # lines that go to a worker at once
@@ -114,9 +131,6 @@ def lines(paths: list[str]) -> Iterator[tuple[str, str]]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Flags of this tool. Raises ValueError."""
-    from megatron.training.arguments.parser import refuse
-    from megatron.training.arguments.rules_run import tokenizer as tokenizer_rule
-
     parser = build_parser("preprocess_data.py", GROUPS)
     parser.description = "Turn JSON lines into Megatron's .bin/.idx pairs."
     args = fill_defaults(parse_known(parser, sys.argv[1:] if argv is None else argv), GROUPS)
@@ -126,7 +140,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} is needed")
     if args.workers < 1 or args.log_interval < 1:
         raise ValueError("--workers and --log-interval must be at least 1")
-    tokenizer_rule(args)
+    check_tokenizer(args)
     args.paths = sorted(glob.glob(args.input)) if glob.has_magic(args.input) else [args.input]
     for path in args.paths or [args.input]:
         if not os.path.isfile(path):
@@ -147,8 +161,12 @@ class _Progress:
         if sys.stderr.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.bar = Progress(TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[documents]} documents"),
-                                TimeRemainingColumn())
+            self.bar = Progress(
+                TextColumn("tokenizing"),
+                BarColumn(),
+                TextColumn("{task.fields[documents]} documents"),
+                TimeRemainingColumn(),
+            )
             self.task = self.bar.add_task("", total=total_bytes, documents=0)
             self.bar.start()
 
@@ -159,8 +177,10 @@ class _Progress:
             self.bar.update(self.task, completed=self.bytes, documents=self.documents)
         elif self.documents % self.log_interval == 0:
             elapsed = time.monotonic() - self.start
-            sys.stderr.write(f"{self.documents} documents, {self.documents / elapsed:.0f} documents/s, "
-                             f"{self.bytes / elapsed / 2**20:.1f} MiB/s\n")
+            sys.stderr.write(
+                f"{self.documents} documents, {self.documents / elapsed:.0f} documents/s, "
+                f"{self.bytes / elapsed / 2**20:.1f} MiB/s\n"
+            )
 
     def close(self) -> None:
         if self.bar is not None:
@@ -228,7 +248,9 @@ def _encoded(args: argparse.Namespace) -> Iterator:
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise ValueError(f"a worker died ({error}); is there enough memory for --workers {args.workers}?") from error
+            raise ValueError(
+                f"a worker died ({error}); is there enough memory for --workers {args.workers}?"
+            ) from error
         finally:
             for future in waiting:
                 future.cancel()
@@ -248,8 +270,10 @@ def main() -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"preprocess_data.py: error: {error}\n")
         return 2
-    sys.stderr.write(f"{counts['documents']} documents, {counts['tokens']} tokens: "
-                     f"{', '.join(f'{args.output_prefix}_{key}_document' for key in args.json_keys)}\n")
+    sys.stderr.write(
+        f"{counts['documents']} documents, {counts['tokens']} tokens: "
+        f"{', '.join(f'{args.output_prefix}_{key}_document' for key in args.json_keys)}\n"
+    )
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Puts a run together: tokenizer, data, model, optimizer, checkpoint, stage, engine, in the order in which errors are cheap.
+"""Puts a run together: tokenizer, data, model, optimizer, checkpoint, stage, engine, in the order in which errors are
+cheap.
 
-Files are looked at before the model is built, and the checkpoint is read before the first sample. What the loop needs comes
-back as one record.
+Files are looked at before the model is built, and the checkpoint is read before the first sample. What the loop needs
+comes back as one record.
 """
 
 import argparse
@@ -11,11 +12,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+
+from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-from megatron import backend
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
@@ -74,8 +75,13 @@ class Run:
         )
 
 
-def assemble(args: argparse.Namespace, *, model_provider: Callable[[argparse.Namespace, object], ModelProvider],
-             forward_step: ForwardStep, datasets_provider: DatasetsProvider) -> Run:
+def assemble(
+    args: argparse.Namespace,
+    *,
+    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
+    forward_step: ForwardStep,
+    datasets_provider: DatasetsProvider,
+) -> Run:
     """Build a run on this rank. Collective. Raises ValueError for what the user can mend.
 
     Args:
@@ -120,8 +126,14 @@ def assemble(args: argparse.Namespace, *, model_provider: Callable[[argparse.Nam
     )  # fmt: skip
 
 
-def _load(args: argparse.Namespace, chunks: list, optimizer: object, scheduler: object, update: MegatronWeightUpdate,
-          reporter: Reporter) -> CheckpointPosition | None:
+def _load(
+    args: argparse.Namespace,
+    chunks: list,
+    optimizer: object,
+    scheduler: object,
+    update: MegatronWeightUpdate,
+    reporter: Reporter,
+) -> CheckpointPosition | None:
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights."""
     position = None
     if args.load is not None:
@@ -131,7 +143,9 @@ def _load(args: argparse.Namespace, chunks: list, optimizer: object, scheduler: 
     if position is None and args.pretrained_checkpoint is not None:
         pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
                                            "ckpt_step": None})  # fmt: skip
-        position = load_checkpoint(args=pretrained, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update)
+        position = load_checkpoint(
+            args=pretrained, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update
+        )
         if position is None:
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
     if position is not None:
@@ -141,12 +155,17 @@ def _load(args: argparse.Namespace, chunks: list, optimizer: object, scheduler: 
     return position
 
 
-def build_engine(args: argparse.Namespace, schedule: Schedule, stage: MegatronStage, update: MegatronWeightUpdate,
-                 position: CheckpointPosition) -> PipelineEngine:
+def build_engine(
+    args: argparse.Namespace,
+    schedule: Schedule,
+    stage: MegatronStage,
+    update: MegatronWeightUpdate,
+    position: CheckpointPosition,
+) -> PipelineEngine:
     """The engine over this rank's pipeline group, going on at `position`.
 
-    Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped, also
-    after a change of the microbatch size or of the number of replicas.
+    Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
+    also after a change of the microbatch size or of the number of replicas.
     """
     tracer = None
     if args.pipeline_timeline is not None:
@@ -166,7 +185,9 @@ def build_engine(args: argparse.Namespace, schedule: Schedule, stage: MegatronSt
 
 def _describe(args: argparse.Namespace, reporter: Reporter, chunks: list) -> None:
     counts = [None] * args.world_size
-    torch.distributed.all_gather_object(counts, (parallel_state.get_pipeline_model_parallel_rank(), num_parameters(chunks)))
+    torch.distributed.all_gather_object(
+        counts, (parallel_state.get_pipeline_model_parallel_rank(), num_parameters(chunks))
+    )
     stages: dict[int, int] = {}
     for stage, count in counts:
         stages[stage] = stages.get(stage, 0) + count // args.data_parallel_size
@@ -175,6 +196,7 @@ def _describe(args: argparse.Namespace, reporter: Reporter, chunks: list) -> Non
         f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
         f"{args.data_parallel_size}, schedule {args.pipeline_schedule}, "
-        f"{args.batch_sizes.num_microbatches(args.consumed_train_samples)} microbatches of {args.micro_batch_size} a batch\n"
+        f"{args.batch_sizes.num_microbatches(args.consumed_train_samples)} microbatches of {args.micro_batch_size} "
+        f"a batch\n"
         f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
     )

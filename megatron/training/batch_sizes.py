@@ -31,16 +31,22 @@ class BatchSizes:
         if self.rampup is not None:
             start, increment, samples = self.rampup
             if start < 1 or increment < 1 or samples < 0:
-                raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be at "
-                                 f"least 1 and SAMPLES at least 0")
+                raise ValueError(
+                    f"--rampup-batch-size {start} {increment} {samples}: START and INCREMENT must be at "
+                    f"least 1 and SAMPLES at least 0"
+                )
             if start > self.global_batch_size or (self.global_batch_size - start) % increment:
-                raise ValueError(f"--rampup-batch-size {start} {increment} {samples} does not reach --global-batch-size "
-                                 f"{self.global_batch_size} in whole steps; choose START + k x INCREMENT equal to it")
+                raise ValueError(
+                    f"--rampup-batch-size {start} {increment} {samples} does not reach --global-batch-size "
+                    f"{self.global_batch_size} in whole steps; choose START + k x INCREMENT equal to it"
+                )
         for size in self.all_sizes():
             if size < self.samples_per_microbatch or (size % self.samples_per_microbatch and not self.round_down):
                 what = "a batch of the ramp-up" if size != self.global_batch_size else "--global-batch-size"
-                raise ValueError(f"{what} ({size}) is not divisible by micro batch size x data parallel size "
-                                 f"({self.samples_per_microbatch}); choose a multiple of it or fewer data parallel ranks")
+                raise ValueError(
+                    f"{what} ({size}) is not divisible by micro batch size x data parallel size "
+                    f"({self.samples_per_microbatch}); choose a multiple of it or fewer data parallel ranks"
+                )
 
     def all_sizes(self) -> list[int]:
         """The sizes that occur, in order, before rounding."""

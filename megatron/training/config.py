@@ -3,13 +3,14 @@
 import argparse
 
 import torch
+from torch.nn.functional import gelu, silu
+
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import gelu, silu
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
@@ -139,8 +140,8 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
 
 
 def param_scheduler(args: argparse.Namespace, optimizer: object) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay. Its steps are samples, as in Megatron-LM, so that a ramp-up of the
-    batch size keeps its place; iterations are turned into the samples that they consume."""
+    """The schedule of learning rate and weight decay. Its steps are samples, as in Megatron-LM, so that a ramp-up of
+    the batch size keeps its place; iterations are turned into the samples that they consume."""
     if args.train_samples is not None:
         decay = args.lr_decay_samples or args.train_samples
         warmup, wsd, end = args.lr_warmup_samples, args.lr_wsd_decay_samples, args.train_samples
@@ -154,10 +155,19 @@ def param_scheduler(args: argparse.Namespace, optimizer: object) -> OptimizerPar
     if args.lr_warmup_fraction is not None:
         warmup = int(args.lr_warmup_fraction * decay)
     return OptimizerParamScheduler(
-        optimizer, init_lr=args.lr_warmup_init, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=warmup,
-        lr_decay_steps=decay, lr_decay_style=args.lr_decay_style, start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay, wd_incr_steps=end, wd_incr_style=args.weight_decay_incr_style,
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=end,
+        wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler, wsd_decay_steps=wsd,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=wsd,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

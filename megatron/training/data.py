@@ -1,9 +1,9 @@
 """From datasets to the microbatches that a stage computes on.
 
-Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel size)
-+ data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the batch size
-and any schedule see the same samples. Only the first tensor parallel rank of the first and the last stage reads; it
-broadcasts to its tensor group.
+Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel
+size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
+batch size and any schedule see the same samples. Only the first tensor parallel rank of the first and the last stage
+reads; it broadcasts to its tensor group.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 
 import torch
+
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.training.datasets import needs_data
@@ -29,8 +30,15 @@ class SequentialSampler:
         data_parallel_rank, data_parallel_size: this replica and how many there are.
     """
 
-    def __init__(self, *, num_samples: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int,
-                 data_parallel_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
         self.num_samples, self.consumed_samples = num_samples, consumed_samples
         self.micro_batch_size = micro_batch_size
         self.stride = micro_batch_size * data_parallel_size
@@ -78,12 +86,19 @@ class MicrobatchIterator:
 
     def _loader(self, dataset) -> torch.utils.data.DataLoader:
         sampler = SequentialSampler(
-            num_samples=len(dataset), consumed_samples=self.next_sample, micro_batch_size=self.args.micro_batch_size,
-            data_parallel_rank=parallel_state.get_data_parallel_rank(), data_parallel_size=self.args.data_parallel_size,
+            num_samples=len(dataset),
+            consumed_samples=self.next_sample,
+            micro_batch_size=self.args.micro_batch_size,
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=self.args.data_parallel_size,
         )
         return torch.utils.data.DataLoader(
-            dataset, batch_sampler=sampler, num_workers=self.args.num_workers, pin_memory=backend.is_cuda(),
-            persistent_workers=self.args.num_workers > 0, worker_init_fn=_start_worker,
+            dataset,
+            batch_sampler=sampler,
+            num_workers=self.args.num_workers,
+            pin_memory=backend.is_cuda(),
+            persistent_workers=self.args.num_workers > 0,
+            worker_init_fn=_start_worker,
             generator=torch.Generator(),  # the loader draws a seed; not from the generator that dropout uses
         )
 
@@ -92,7 +107,10 @@ class MicrobatchIterator:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         batch = self._read() if self.reads else None
-        first, self.next_sample = self.next_sample, self.next_sample + self.args.micro_batch_size * self.args.data_parallel_size
+        first, self.next_sample = (
+            self.next_sample,
+            self.next_sample + self.args.micro_batch_size * self.args.data_parallel_size,
+        )
         if batch is not None:
             self._check(batch, first)
         return {key: self._share(key, batch) for key in self.keys}
@@ -101,8 +119,9 @@ class MicrobatchIterator:
         try:
             return next(self.loader)
         except StopIteration:
-            raise ValueError(f"the {self.name} data ends at sample {self.next_sample}; give more data or shorten the "
-                             f"run") from None
+            raise ValueError(
+                f"the {self.name} data ends at sample {self.next_sample}; give more data or shorten the run"
+            ) from None
 
     def _check(self, batch: dict[str, torch.Tensor], first: int) -> None:
         for key in ("tokens", "labels"):
@@ -110,8 +129,10 @@ class MicrobatchIterator:
                 smallest, largest = batch[key].min().item(), batch[key].max().item()
                 if smallest < 0 or largest >= self.vocab_size:
                     wrong = smallest if smallest < 0 else largest
-                    raise ValueError(f"token id {wrong} in the {self.name} data (samples from {first}) is beyond the "
-                                     f"vocabulary of {self.vocab_size}; use the tokenizer that the data was made with")
+                    raise ValueError(
+                        f"token id {wrong} in the {self.name} data (samples from {first}) is beyond the "
+                        f"vocabulary of {self.vocab_size}; use the tokenizer that the data was made with"
+                    )
 
     def _share(self, key: str, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()

@@ -1,8 +1,8 @@
 """Is a .bin/.idx pair what it says it is? Checked at the start of a run, in constant time per pair.
 
 A truncated or empty file otherwise shows itself hours later, in the middle of an epoch, as a wrong slice or a crash.
-The layout is that of megatron.core's IndexedDataset: a header (magic, version, dtype code, number of sequences, number of
-documents), then lengths (int32), byte offsets (int64) and document ends (int64).
+The layout is that of megatron.core's IndexedDataset: a header (magic, version, dtype code, number of sequences,
+number of documents), then lengths (int32), byte offsets (int64) and document ends (int64).
 """
 
 import os
@@ -39,15 +39,16 @@ def check_indexed_dataset(prefix: str) -> Contents:
             raise ValueError(f"data file {index} is no index of a dataset; give the prefix of a .bin/.idx pair")
         if len(header) < _HEADER_SIZE:
             raise ValueError(f"data file {index} is truncated; run tools/preprocess_data.py again")
-        version, code, num_sequences, num_documents = struct.unpack("<QBQQ", header[len(_MAGIC):])
+        version, code, num_sequences, num_documents = struct.unpack("<QBQQ", header[len(_MAGIC) :])
         if version != 1 or code not in _ITEM_SIZES:
             raise ValueError(f"data file {index} has version {version} and dtype {code}, which are not known")
         if num_sequences == 0:
             raise ValueError(f"data file {index} has no sequences; was the text empty?")
         expected = _HEADER_SIZE + 12 * num_sequences + 8 * num_documents
         if size < expected:
-            raise ValueError(f"data file {index} is truncated: {size} of {expected} bytes; run tools/preprocess_data.py "
-                             f"again")
+            raise ValueError(
+                f"data file {index} is truncated: {size} of {expected} bytes; run tools/preprocess_data.py again"
+            )
         stream.seek(_HEADER_SIZE + 4 * (num_sequences - 1))
         (last_length,) = struct.unpack("<i", stream.read(4))
         stream.seek(_HEADER_SIZE + 4 * num_sequences + 8 * (num_sequences - 1))
@@ -56,7 +57,9 @@ def check_indexed_dataset(prefix: str) -> Contents:
     size = os.path.getsize(binary)
     if size != expected:
         what = "empty" if size == 0 else "truncated" if size < expected else "longer than its index says"
-        raise ValueError(f"data file {binary} is {what}: {size} of {expected} bytes; run tools/preprocess_data.py again")
+        raise ValueError(
+            f"data file {binary} is {what}: {size} of {expected} bytes; run tools/preprocess_data.py again"
+        )
     num_tokens = expected // _ITEM_SIZES[code]
     if num_tokens == 0:
         raise ValueError(f"data file {binary} has no tokens; was the text empty?")

@@ -15,7 +15,8 @@ SPLITS = ("training", "validation", "test")
 
 
 def parse_blend(words: list[str] | None) -> Blend | None:
-    """`--data-path`'s value: prefixes, or weights and prefixes in turn. Raises ValueError for a weight that is not one."""
+    """`--data-path`'s value: prefixes, or weights and prefixes in turn. Raises ValueError for a weight that is not
+    one."""
     if not words:
         return None
     weights = []
@@ -42,7 +43,9 @@ def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] |
         try:
             per_split = json.loads(_read(args.per_split_data_args_path))
         except json.JSONDecodeError as error:
-            raise ValueError(f"--per-split-data-args-path {args.per_split_data_args_path} is not JSON: {error}") from error
+            raise ValueError(
+                f"--per-split-data-args-path {args.per_split_data_args_path} is not JSON: {error}"
+            ) from error
         return None, [parse_blend(per_split.get(name)) for name in ("train", "valid", "test")]
     if args.data_path:
         return parse_blend(args.data_path), None
@@ -70,7 +73,8 @@ def needs_data(args: argparse.Namespace) -> bool:
 
 
 def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
-    """The three datasets, each None where it is not needed on this rank or its split is empty. Collective over all ranks.
+    """The three datasets, each None where it is not needed on this rank or its split is empty. Collective over all
+    ranks.
 
     Sets `args.has_split`, a bool for training, validation and test, the same on every rank. Raises ValueError for files
     that are missing, empty or truncated, and for a training split without documents.
@@ -100,14 +104,18 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
     if not args.has_split[0] and not args.skip_train:
         raise ValueError("the training split has no documents; change --split or give more text")
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if config.mock else GPTDataset, wanted, lambda: needs_data(args) and _reads_for_tensor_group(),
+        MockGPTDataset if config.mock else GPTDataset,
+        wanted,
+        lambda: needs_data(args) and _reads_for_tensor_group(),
         config,
     )
     try:
         datasets = builder.build()
     except (AssertionError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
-                         f"{error or type(error).__name__}; give more text or shorten --seq-length") from error
+        raise ValueError(
+            f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
+            f"{error or type(error).__name__}; give more text or shorten --seq-length"
+        ) from error
     if needs_data(args) and _reads_for_tensor_group():
         _check_lengths(args, datasets, wanted)
     return datasets
@@ -123,8 +131,10 @@ def _drop_empty_splits(config: GPTDatasetConfig, num_sequences: list[int]) -> No
             config.split_matrix[index] = None
         elif min(sizes) == 0:
             prefix = config.blend[0][sizes.index(0)]
-            raise ValueError(f"{prefix} has too few documents for a {SPLITS[index]} split; change --split, give more text, "
-                             f"or name data per split")
+            raise ValueError(
+                f"{prefix} has too few documents for a {SPLITS[index]} split; change --split, give more text, "
+                f"or name data per split"
+            )
 
 
 def _existing_splits(config: GPTDatasetConfig, wanted: list[int]) -> tuple[bool, bool, bool]:
@@ -142,5 +152,7 @@ def _check_lengths(args: argparse.Namespace, datasets: list, wanted: list[int]) 
         if number == 0 or (name == "training" and args.skip_train):
             continue
         if dataset is not None and len(dataset) < number:
-            raise ValueError(f"the {name} data holds {len(dataset)} samples but the run takes {number}; give the parts of the "
-                             f"blend weights, so that they are repeated, or shorten the run")
+            raise ValueError(
+                f"the {name} data holds {len(dataset)} samples but the run takes {number}; give the parts of the "
+                f"blend weights, so that they are repeated, or shorten the run"
+            )

@@ -1,8 +1,9 @@
 """From a command line to a running job, and from any error to one clear end.
 
-Errors in the command line are found before torch is imported, printed by rank 0 only, and end every rank with status 2. What
-all ranks find alike during start-up or training (a missing file, a damaged checkpoint) is printed once too. What goes wrong
-on one rank alone is the failure guard's business: it ends all ranks with status 1 and names rank, stage and cause.
+Errors in the command line are found before torch is imported, printed by rank 0 only, and end every rank with status
+2. What all ranks find alike during start-up or training (a missing file, a damaged checkpoint) is printed once too.
+What goes wrong on one rank alone is the failure guard's business: it ends all ranks with status 1 and names rank,
+stage and cause.
 """
 
 import argparse
@@ -18,7 +19,9 @@ USER_ERROR = 2
 _PATIENCE = 3.0  # seconds that ranks wait for each other's same error, and others for rank 0 to print
 
 
-def run(prog: str, main: Callable[[argparse.Namespace, StopSignal, float], None], *, defaults: dict | None = None) -> int:
+def run(
+    prog: str, main: Callable[[argparse.Namespace, StopSignal, float], None], *, defaults: dict | None = None
+) -> int:
     """Parse the command line, run `main(args, stop, started)`; returns the exit status."""
     started = time.time()
     stop = StopSignal().install()
@@ -57,7 +60,8 @@ def _end(prog: str, error: Exception) -> int:
 def agree_or_raise(error: ValueError) -> None:
     """Raise `SameEverywhere` if every rank of the job has come here with an error, else `error` itself.
 
-    Needs the process group's store, no collective, so a rank that hangs elsewhere costs `_PATIENCE` seconds and no more.
+    Needs the process group's store, no collective, so a rank that hangs elsewhere costs `_PATIENCE` seconds and no
+    more.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Start-up of a rank: machine, process groups, seeds.
 
-Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A single process
-needs no launcher and opens no port.
+Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A single
+process needs no launcher and opens no port.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import numpy
 import torch
+
 from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.training.arguments import Platform
@@ -47,8 +48,8 @@ def this_platform() -> Platform:
 def initialize(args: argparse.Namespace) -> None:
     """Join the job and set up megatron.core's process groups and random states.
 
-    Sets `args.distributed_backend`, `args.local_rank`, `args.params_dtype`. Raises ValueError with one sentence where the
-    rendezvous fails or the backend does not fit the machine.
+    Sets `args.distributed_backend`, `args.local_rank`, `args.params_dtype`. Raises ValueError with one sentence where
+    the rendezvous fails or the backend does not fit the machine.
     """
     rank, world_size, local_rank = environment_ranks()
     args.local_rank = local_rank
@@ -75,17 +76,22 @@ def _join(args: argparse.Namespace, rank: int, world_size: int) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise ValueError(f"port in use: {where} belongs to another program; choose another --master-port") from error
-        raise ValueError(f"rank {rank} found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
-                         f"MASTER_ADDR, MASTER_PORT and that all {world_size} processes were started") from error
+            raise ValueError(
+                f"port in use: {where} belongs to another program; choose another --master-port"
+            ) from error
+        raise ValueError(
+            f"rank {rank} found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
+            f"MASTER_ADDR, MASTER_PORT and that all {world_size} processes were started"
+        ) from error
     store.set_timeout(timeout)
-    torch.distributed.init_process_group(args.distributed_backend, store=store, rank=rank, world_size=world_size,
-                                         timeout=timeout)
+    torch.distributed.init_process_group(
+        args.distributed_backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def set_seeds(seed: int) -> None:
-    """Seed every generator. The same on all pipeline and data parallel ranks: weights must not depend on the degrees, and
-    dropout sets its own state per layer and sample."""
+    """Seed every generator. The same on all pipeline and data parallel ranks: weights must not depend on the degrees,
+    and dropout sets its own state per layer and sample."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,5 @@
-"""What a run says: Megatron's log line, TensorBoard, Weights & Biases, the metrics file. One rank, the last, writes all."""
+"""What a run says: Megatron's log line, TensorBoard, Weights & Biases, the metrics file. One rank, the last, writes
+all."""
 
 import argparse
 import logging
@@ -50,8 +51,15 @@ class _Interval:
             self.num_losses += 1
 
 
-def log_line(report: BatchReport, progress: Progress, interval: _Interval, *, train_iters: int, flops: float | None = None,
-             now: float | None = None) -> str:
+def log_line(
+    report: BatchReport,
+    progress: Progress,
+    interval: _Interval,
+    *,
+    train_iters: int,
+    flops: float | None = None,
+    now: float | None = None,
+) -> str:
     """Megatron's log line: means over the interval for time and loss, the last batch's values for the rest.
 
     `flops` are the floating-point operations per token and GPU, or None to leave the throughput out.

@@ -1,8 +1,8 @@
 """The training loop: batches through the engine, reports out, evaluations and checkpoints between.
 
-Without flushes the report of a batch comes some batches late (`Schedule.report_lag`), on all ranks alike. So nothing is
-decided by one rank: what the iteration number decides is the same everywhere, and a wish (SIGTERM, time is up) travels with
-a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
+Without flushes the report of a batch comes some batches late (`Schedule.report_lag`), on all ranks alike. So nothing
+is decided by one rank: what the iteration number decides is the same everywhere, and a wish (SIGTERM, time is up)
+travels with a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
 """
 
 import contextlib
@@ -48,7 +48,8 @@ class Loop:
         self._flops_per_sample = flops_per_sample(run.args)
 
     def train(self) -> bool:
-        """Train until the last iteration (True), or until a wish, `--exit-interval` or the time ends the run (False)."""
+        """Train until the last iteration (True), or until a wish, `--exit-interval` or the time ends the run
+        (False)."""
         run, args = self.run, self.args
         if run.iteration >= args.train_iters:
             return True
@@ -117,8 +118,8 @@ class Loop:
             if report.nan and self.args.check_for_nan_in_loss_and_grad:
                 raise TrainingError(
                     f"the loss or the gradient of iteration {progress.iteration} is not finite (lm loss "
-                    f"{report.losses.get('lm loss')}, gradient norm {report.grad_norm}); lower --lr, or go on regardless "
-                    f"with --no-check-for-nan-in-loss-and-grad"
+                    f"{report.losses.get('lm loss')}, gradient norm {report.grad_norm}); lower --lr, or go on "
+                    f"regardless with --no-check-for-nan-in-loss-and-grad"
                 )
 
     def _time_is_up(self) -> bool:

@@ -1,7 +1,7 @@
 """`--metrics-file`: what a run did, as JSON lines with full precision.
 
-One object per iteration and one per evaluation, written by one rank and flushed at once, so that a killed run leaves whole
-lines. A resumed run appends; where it repeats iterations, the last line of an iteration counts.
+One object per iteration and one per evaluation, written by one rank and flushed at once, so that a killed run leaves
+whole lines. A resumed run appends; where it repeats iterations, the last line of an iteration counts.
 """
 
 import json

@@ -1,18 +1,19 @@
 """The GPT model, with weights that do not depend on how many stages hold it.
 
-Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's first weights depend on
-how many layers were built before it on the same rank. Runs at p=1 and p=4 then start from different models, and nothing
-that follows can be compared.
+Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's first weights
+depend on how many layers were built before it on the same rank. Runs at p=1 and p=4 then start from different models,
+and nothing that follows can be compared.
 
-Solution: every layer, the embedding and the output layer draw from a stream of their own, seeded by the run's seed and the
-layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the full matrix and
-cuts it, so the weights do not depend on the tensor parallel size either.
+Solution: every layer, the embedding and the output layer draw from a stream of their own, seeded by the run's seed
+and the layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the full
+matrix and cuts it, so the weights do not depend on the tensor parallel size either.
 """
 
 import argparse
 import dataclasses
 
 import torch
+
 from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -55,11 +56,19 @@ def layer_spec(args: argparse.Namespace) -> ModuleSpec:
     return dataclasses.replace(spec, module=seeded)
 
 
-def gpt_model(args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True,
-              post_process: bool = True, vp_stage: int | None = None, parallel_output: bool = True) -> GPTModel:
+def gpt_model(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    parallel_output: bool = True,
+) -> GPTModel:
     """Build the part of the GPT that this rank holds.
 
-    `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves them.
+    `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
+    them.
     """
     set_seeds(args.seed)
     tied = not args.untie_embeddings_and_output_weights
@@ -91,7 +100,11 @@ def _initialize_output_layer(args: argparse.Namespace, config: TransformerConfig
     """Draw the output layer anew, from its own stream: megatron.core drew it after this rank's layers."""
     set_seeds(args.seed + _STREAM * (config.num_layers + 1))
     layer = tensor_parallel.ColumnParallelLinear(
-        config.hidden_size, args.padded_vocab_size, config=config, init_method=config.init_method, bias=False,
+        config.hidden_size,
+        args.padded_vocab_size,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
     )
     with torch.no_grad():
         model.output_layer.weight.copy_(layer.weight)
@@ -106,7 +119,8 @@ def build_chunks(provider, config: TransformerConfig) -> list[torch.nn.Module]:
     Returns a list of one (one stage per rank).
     """
     model = provider(
-        parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage(),
+        parallel_state.is_pipeline_first_stage(),
+        parallel_state.is_pipeline_last_stage(),
     )
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -114,8 +128,9 @@ def build_chunks(provider, config: TransformerConfig) -> list[torch.nn.Module]:
     return [Float16Module(config, model) if config.fp16 or config.bf16 else model]
 
 
-def wrap_for_training(chunks: list[torch.nn.Module], config: TransformerConfig,
-                      ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+def wrap_for_training(
+    chunks: list[torch.nn.Module], config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
     """Give each chunk megatron.core's gradient buffers, and all replicas the same weights."""
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)

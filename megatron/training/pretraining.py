@@ -19,9 +19,15 @@ from megatron.training.loop import run_to_the_end  # noqa: E402
 from megatron.training.signals import StopSignal  # noqa: E402
 
 
-def pretrain(args: argparse.Namespace, stop: StopSignal, started: float, *,
-             model_provider: Callable[[argparse.Namespace, object], ModelProvider], forward_step: ForwardStep,
-             datasets_provider: DatasetsProvider) -> None:
+def pretrain(
+    args: argparse.Namespace,
+    stop: StopSignal,
+    started: float,
+    *,
+    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
+    forward_step: ForwardStep,
+    datasets_provider: DatasetsProvider,
+) -> None:
     """Train as `args` say.
 
     Args:

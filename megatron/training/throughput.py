@@ -7,8 +7,8 @@ def flops_per_sample(args: argparse.Namespace) -> float:
     """Floating-point operations of forward and backward of one sequence, recomputation not counted.
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
-    products of [s, s] per head and layer; the causal half is not subtracted (as Megatron-LM counts it; Korthikanti et al.
-    2022, appendix A).
+    products of [s, s] per head and layer; the causal half is not subtracted (as Megatron-LM counts it; Korthikanti et
+    al. 2022, appendix A).
     """
     query_width = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

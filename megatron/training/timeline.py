@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from megatron.core import parallel_state
 
+from megatron.core import parallel_state
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.instruction import Kind
@@ -21,7 +21,9 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Span, Timeline
 
-_RUN_IN = 2  # batches that the plan starts before the picture, so that it shows the steady state where the run was in it
+_RUN_IN = (
+    2  # batches that the plan starts before the picture, so that it shows the steady state where the run was in it
+)
 
 
 class TracedBatch(NamedTuple):
@@ -63,15 +65,18 @@ def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
     def mean(kind: Kind) -> list[float]:
         return [statistics.fmean(times.get((kind, stage), [0.0])) for stage in range(num_stages)]
 
-    reductions = {name: max(mean(kind)) for name, kind in (("reduce_embed", Kind.REDUCE_EMBED), ("reduce_norm", Kind.REDUCE_NORM))}
+    reductions = {
+        name: max(mean(kind)) for name, kind in (("reduce_embed", Kind.REDUCE_EMBED), ("reduce_norm", Kind.REDUCE_NORM))
+    }
     return Costs(
         forward=mean(Kind.FORWARD), backward=mean(Kind.BACKWARD), recompute=mean(Kind.RECOMPUTE), step=mean(Kind.STEP),
         reduce_grad=mean(Kind.REDUCE_GRAD), **reductions,
     )  # fmt: skip
 
 
-def planned_timeline(schedule: Schedule, history: Sequence[TracedBatch], batches: Sequence[TracedBatch],
-                     costs: Costs) -> Timeline:
+def planned_timeline(
+    schedule: Schedule, history: Sequence[TracedBatch], batches: Sequence[TracedBatch], costs: Costs
+) -> Timeline:
     """The simulation of the same batches, run in from up to two batches before them."""
     first = next(position for position, batch in enumerate(history) if batch.index == batches[0].index)
     around = history[max(first - _RUN_IN, 0) : first + len(batches)]

@@ -1,7 +1,8 @@
 """Text to token ids and back: which tokenizer `--tokenizer-type` names.
 
-megatron.core brings SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE needs a network
-even with local files, and it cannot open a single `tokenizer.json`; both are read here through the `tokenizers` package.
+megatron.core brings SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE needs a
+network even with local files, and it cannot open a single `tokenizer.json`; both are read here through the
+`tokenizers` package.
 """
 
 import argparse
@@ -15,8 +16,11 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
 _PACKAGES = {
-    "SentencePieceTokenizer": "sentencepiece", "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece", "HuggingFaceTokenizer": "transformers", "TikTokenizer": "tiktoken",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "HuggingFaceTokenizer": "transformers",
+    "TikTokenizer": "tiktoken",
     "GPT2BPETokenizer": "tokenizers",
 }
 
@@ -111,8 +115,13 @@ def _load(args: argparse.Namespace) -> MegatronTokenizerBase:
     if kind == "TikTokenizer":
         options = {"vocab_size": args.vocab_size} if args.vocab_size else {}
         return MegatronTokenizer.from_pretrained(
-            path, {"library": "tiktoken"}, pattern=args.tiktoken_pattern or "v2",
-            num_special_tokens=args.tiktoken_num_special_tokens, special_tokens=args.tiktoken_special_tokens, **options)
+            path,
+            {"library": "tiktoken"},
+            pattern=args.tiktoken_pattern or "v2",
+            num_special_tokens=args.tiktoken_num_special_tokens,
+            special_tokens=args.tiktoken_special_tokens,
+            **options,
+        )
     if kind == "HuggingFaceTokenizer":
         if os.path.isfile(path):
             from tokenizers import Tokenizer

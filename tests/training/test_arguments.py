@@ -125,9 +125,7 @@ def test_schedule_is_checked_for_every_batch_size():
     """2bw needs m >= p in every batch, also at the start of a ramp-up, and says so before anything starts."""
     arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4", world_size=4)
     with pytest.raises(ValueError):
-        arguments(
-            "--pipeline-schedule 2bw --pipeline-model-parallel-size 4 --rampup-batch-size 2 2 100", world_size=4
-        )
+        arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4 --rampup-batch-size 2 2 100", world_size=4)
 
 
 def test_platform_turns_off_defaults_and_refuses_wishes():

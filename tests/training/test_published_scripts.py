@@ -1,7 +1,7 @@
 """Megatron-LM's published example scripts: every argument parses, and works or is refused by name.
 
-The argument lists are those of examples/gpt3/train_gpt3_175b_distributed.sh and examples/llama/train_llama3_8b_h100_fp8.sh,
-as data; places that the scripts' user fills in hold names.
+The argument lists are those of examples/gpt3/train_gpt3_175b_distributed.sh and
+examples/llama/train_llama3_8b_h100_fp8.sh, as data; places that the scripts' user fills in hold names.
 """
 
 import pytest
@@ -14,7 +14,8 @@ GPT3_175B = (
     "--attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 "
     "--train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 "
     "--clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 "
-    "--lr-decay-iters 430000 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path text_document "
+    "--lr-decay-iters 430000 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
+    "--data-path text_document "
     "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1 --log-interval 100 "
     "--save-interval 10000 --eval-interval 1000 --save checkpoints --load checkpoints --eval-iters 10 "
     "--tensorboard-dir logs"
@@ -66,8 +67,10 @@ def test_gpt3_script_under_2bw_names_the_batch_that_is_too_small():
 
 @pytest.mark.parametrize("data", [LLAMA3_MOCK, LLAMA3_DATA])
 def test_llama3_script_in_bf16(data):
-    """The Llama-3 8B script without its FP8 part is accepted on 8 GPUs."""
-    args = parse_args(f"{LLAMA3_8B} {data}".split())
+    """The Llama-3 8B script without its FP8 part and its loss per token is accepted on 8 GPUs."""
+    with pytest.raises(ValueError, match=r"--calculate-per-token-loss: .*leave the flag out"):
+        parse_args(f"{LLAMA3_8B} {data}".split())
+    args = parse_args(f"{LLAMA3_8B} {data}".replace("--calculate-per-token-loss", "").split())
     notes = validate_args(args, world_size=8)
     resolve_platform(args, GPU)
     assert args.data_parallel_size == 8 and args.train_iters == 1953125000 // 128
@@ -76,5 +79,5 @@ def test_llama3_script_in_bf16(data):
 
 def test_llama3_script_in_fp8_is_refused_by_name():
     """Its FP8 part is refused by the flag's name with the remedy."""
-    with pytest.raises(ValueError, match="--fp8-format hybrid: .*use --bf16"):
+    with pytest.raises(ValueError, match=r"--fp8-format hybrid: .*use --bf16"):
         parse_args(f"{LLAMA3_8B} {LLAMA3_FP8} {LLAMA3_MOCK}".split())

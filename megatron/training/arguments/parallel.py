@@ -4,50 +4,98 @@ from megatron.training.arguments.specification import Group, integer, negation, 
 
 PIPELINE_SCHEDULES = ("gpipe", "flush", "2bw", "pipedream")
 
-PIPELINE = Group("pipeline", "The pipeline's program. These flags are this project's own.", (
-    option("--pipeline-schedule", str, "flush",
-           "gpipe: all forwards, then all backwards. flush: 1F1B with a flush after each batch, exact. 2bw: 1F1B "
-           "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
-           "stashing, one update a microbatch.",
-           choices=PIPELINE_SCHEDULES),
-    switch("--pipeline-extra-warmup",
-           "Stage s starts with 2(p-s-1) forwards instead of p-s-1: hides the transfer latency, for more saved "
-           "activations."),
-    switch("--pipeline-recompute",
-           "Keep only a stage's input per microbatch and recompute its forward before its backward, as instructions "
-           "of the program."),
-    switch("--2bw-single-gradient-buffer",
-           "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before."),
-    option("--pipeline-timeline", str, None,
-           "Trace the last iterations and write the timeline here: planned above measured (PNG) and Perfetto JSON.",
-           metavar="DIR"),
-    option("--pipeline-timeline-iterations", integer, 4, "Number of iterations that --pipeline-timeline traces."),
-))
+PIPELINE = Group(
+    "pipeline",
+    "The pipeline's program. These flags are this project's own.",
+    (
+        option(
+            "--pipeline-schedule",
+            str,
+            "flush",
+            "gpipe: all forwards, then all backwards. flush: 1F1B with a flush after each batch, exact. 2bw: 1F1B "
+            "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
+            "stashing, one update a microbatch.",
+            choices=PIPELINE_SCHEDULES,
+        ),
+        switch(
+            "--pipeline-extra-warmup",
+            "Stage s starts with 2(p-s-1) forwards instead of p-s-1: hides the transfer latency, for more saved "
+            "activations.",
+        ),
+        switch(
+            "--pipeline-recompute",
+            "Keep only a stage's input per microbatch and recompute its forward before its backward, as instructions "
+            "of the program.",
+        ),
+        switch(
+            "--2bw-single-gradient-buffer",
+            "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before.",
+        ),
+        option(
+            "--pipeline-timeline",
+            str,
+            None,
+            "Trace the last iterations and write the timeline here: planned above measured (PNG) and Perfetto JSON.",
+            metavar="DIR",
+        ),
+        option("--pipeline-timeline-iterations", integer, 4, "Number of iterations that --pipeline-timeline traces."),
+    ),
+)
 
-DISTRIBUTED = Group("parallelism", "Degrees of parallelism. Data parallel size = world size / (tensor x pipeline).", (
-    option("--tensor-model-parallel-size", integer, 1, "Ranks that share each layer (t)."),
-    option("--pipeline-model-parallel-size", integer, 1, "Pipeline stages (p)."),
-    option("--decoder-first-pipeline-num-layers", integer, None, "Layers on the first stage; the others share the rest."),
-    option("--decoder-last-pipeline-num-layers", integer, None, "Layers on the last stage; the others share the rest."),
-    switch("--account-for-embedding-in-pipeline-split", "Count the embedding as a layer when splitting."),
-    switch("--account-for-loss-in-pipeline-split", "Count the loss as a layer when splitting."),
-    switch("--sequence-parallel", "Split activations along the sequence between tensor parallel ranks."),
-    option("--distributed-backend", str, None, "Default: nccl on CUDA, gloo elsewhere.", choices=("nccl", "gloo")),
-    option("--distributed-timeout-minutes", integer, 10,
-           "A collective or transfer that takes longer ends the job, naming who waits for whom."),
-    option("--local-rank", integer, None, "Accepted; LOCAL_RANK from the environment is used.", aliases=("--local_rank",)),
-    switch("--use-distributed-optimizer", "Shard optimizer state over data parallel ranks."),
-    switch("--overlap-grad-reduce",
-           "Accepted: gradients are reduced by the program's REDUCE_GRAD, beside compute where the schedule has slack."),
-    switch("--overlap-param-gather", "Gather parameters of the distributed optimizer beside compute. Needs "
-                                     "--use-distributed-optimizer and --overlap-grad-reduce."),
-    negation("--no-overlap-p2p-communication", "overlap_p2p_comm",
-             "Accepted without effect: transfers are posted by the program and always run beside compute."),
-    switch("--overlap-p2p-communication-warmup-flush", "Accepted without effect, as the flag before."),
-    option("--ddp-bucket-size", integer, None, "Parameters in a bucket of the gradient reduction."),
-    option("--ddp-num-buckets", integer, None, "Number of buckets of the gradient reduction."),
-    switch("--ddp-pad-buckets-for-high-nccl-busbw", "Pad buckets to a multiple of 2^16."),
-    switch("--ddp-average-in-collective", "Average in the collective instead of scaling before it."),
-    negation("--no-align-grad-reduce", "align_grad_reduce", "Accepted without effect: the program places reductions."),
-    negation("--no-align-param-gather", "align_param_gather", "Each stage launches parameter gathers by itself."),
-))
+DISTRIBUTED = Group(
+    "parallelism",
+    "Degrees of parallelism. Data parallel size = world size / (tensor x pipeline).",
+    (
+        option("--tensor-model-parallel-size", integer, 1, "Ranks that share each layer (t)."),
+        option("--pipeline-model-parallel-size", integer, 1, "Pipeline stages (p)."),
+        option(
+            "--decoder-first-pipeline-num-layers",
+            integer,
+            None,
+            "Layers on the first stage; the others share the rest.",
+        ),
+        option(
+            "--decoder-last-pipeline-num-layers", integer, None, "Layers on the last stage; the others share the rest."
+        ),
+        switch("--account-for-embedding-in-pipeline-split", "Count the embedding as a layer when splitting."),
+        switch("--account-for-loss-in-pipeline-split", "Count the loss as a layer when splitting."),
+        switch("--sequence-parallel", "Split activations along the sequence between tensor parallel ranks."),
+        option("--distributed-backend", str, None, "Default: nccl on CUDA, gloo elsewhere.", choices=("nccl", "gloo")),
+        option(
+            "--distributed-timeout-minutes",
+            integer,
+            10,
+            "A collective or transfer that takes longer ends the job, naming who waits for whom.",
+        ),
+        option(
+            "--local-rank",
+            integer,
+            None,
+            "Accepted; LOCAL_RANK from the environment is used.",
+            aliases=("--local_rank",),
+        ),
+        switch("--use-distributed-optimizer", "Shard optimizer state over data parallel ranks."),
+        switch(
+            "--overlap-grad-reduce",
+            "Accepted: the program's REDUCE_GRAD reduces gradients, beside compute where the schedule has slack.",
+        ),
+        switch(
+            "--overlap-param-gather",
+            "Accepted: parameters of the distributed optimizer are gathered in the program's STEP. Needs "
+            "--use-distributed-optimizer and --overlap-grad-reduce.",
+        ),
+        negation(
+            "--no-overlap-p2p-communication",
+            "overlap_p2p_comm",
+            "Accepted without effect: transfers are posted by the program and always run beside compute.",
+        ),
+        switch("--overlap-p2p-communication-warmup-flush", "Accepted without effect, as the flag before."),
+        option("--ddp-bucket-size", integer, None, "Parameters in a bucket of the gradient reduction."),
+        option("--ddp-num-buckets", integer, None, "Number of buckets of the gradient reduction."),
+        switch("--ddp-pad-buckets-for-high-nccl-busbw", "Pad buckets to a multiple of 2^16."),
+        negation(
+            "--no-align-grad-reduce", "align_grad_reduce", "Accepted without effect: the program places reductions."
+        ),
+        negation("--no-align-param-gather", "align_param_gather", "Accepted without effect, as the flag before."),
+    ),
+)

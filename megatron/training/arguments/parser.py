@@ -9,9 +9,19 @@ from megatron.training.arguments import data, model, output, parallel, refusals,
 from megatron.training.arguments.specification import Flag, Group
 
 GROUPS: tuple[Group, ...] = (
-    model.GROUP, parallel.PIPELINE, parallel.DISTRIBUTED, training.BATCH, training.REGULARIZATION,
-    training.LEARNING_RATE, training.PRECISION, training.RECOMPUTE, data.DATA, data.TOKENIZER,
-    output.CHECKPOINT, output.LOGGING, refusals.GROUP,
+    model.GROUP,
+    parallel.PIPELINE,
+    parallel.DISTRIBUTED,
+    training.BATCH,
+    training.REGULARIZATION,
+    training.LEARNING_RATE,
+    training.PRECISION,
+    training.RECOMPUTE,
+    data.DATA,
+    data.TOKENIZER,
+    output.CHECKPOINT,
+    output.LOGGING,
+    refusals.GROUP,
 )
 
 
@@ -54,8 +64,12 @@ def _help(flag: Flag) -> str:
 
 def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS) -> argparse.ArgumentParser:
     """The parser with all groups; its `error` raises ValueError."""
-    parser = _Parser(prog=prog, allow_abbrev=False, description="Train a GPT through a pipeline program.",
-                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=118))
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        description="Train a GPT through a pipeline program.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=118),
+    )
     add_groups(parser, groups)
     return parser
 
@@ -72,7 +86,8 @@ def fill_defaults(namespace: argparse.Namespace, groups: Sequence[Group]) -> arg
 
 
 def refuse(namespace: argparse.Namespace, groups: Sequence[Group]) -> None:
-    """Raise ValueError for the first refused flag that was given with a value that asks for something; drop the rest."""
+    """Raise ValueError for the first refused flag that was given with a value that asks for something; drop the
+    rest."""
     for group in groups:
         for flag in group.flags:
             if flag.refused and flag.dest in namespace.given and getattr(namespace, flag.dest) not in flag.neutral:
@@ -102,8 +117,9 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     return namespace
 
 
-def parse_args(argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py",
-               defaults: dict | None = None) -> argparse.Namespace:
+def parse_args(
+    argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py", defaults: dict | None = None
+) -> argparse.Namespace:
     """Parse a command line into one namespace with Megatron-LM's names.
 
     Args:

@@ -22,13 +22,21 @@ def _row(flag: Flag) -> str:
 def render() -> str:
     """The page as Markdown."""
     lines = [
-        "# Flags", "",
+        "# Flags",
+        "",
         "Names, meanings and defaults are Megatron-LM's where it has the flag. This page is generated from",
-        "`megatron/training/arguments` by `python -m megatron.training.arguments.reference > docs/flags.md`.", "",
+        "`megatron/training/arguments` by `python -m megatron.training.arguments.reference > docs/flags.md`.",
+        "",
     ]
     for group in GROUPS:
-        lines += [f"## {group.title.capitalize()}", "", group.description, "",
-                  "| flag | value | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"## {group.title.capitalize()}",
+            "",
+            group.description,
+            "",
+            "| flag | value | default | meaning |",
+            "|---|---|---|---|",
+        ]
         lines += [_row(flag) for flag in group.flags] + [""]
     return "\n".join(lines)
 

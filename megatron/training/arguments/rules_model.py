@@ -2,8 +2,14 @@
 
 import argparse
 
-REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
-            "micro_batch_size")
+REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "micro_batch_size",
+)
 
 
 def flag(name: str) -> str:
@@ -18,11 +24,29 @@ def required(args: argparse.Namespace) -> None:
 
 
 def positive(args: argparse.Namespace) -> None:
-    for name in (*REQUIRED, "ffn_hidden_size", "kv_channels", "num_query_groups", "global_batch_size", "train_iters",
-                 "train_samples", "save_interval", "eval_interval", "log_interval", "exit_interval",
-                 "exit_duration_in_mins", "make_vocab_size_divisible_by", "vocab_size", "tensor_model_parallel_size",
-                 "pipeline_model_parallel_size", "distributed_timeout_minutes", "recompute_num_layers", "lr",
-                 "pipeline_timeline_iterations", "tensorboard_log_interval"):
+    for name in (
+        *REQUIRED,
+        "ffn_hidden_size",
+        "kv_channels",
+        "num_query_groups",
+        "global_batch_size",
+        "train_iters",
+        "train_samples",
+        "save_interval",
+        "eval_interval",
+        "log_interval",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "make_vocab_size_divisible_by",
+        "vocab_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "distributed_timeout_minutes",
+        "recompute_num_layers",
+        "lr",
+        "pipeline_timeline_iterations",
+        "tensorboard_log_interval",
+    ):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ValueError(f"{flag(name)} {value} must be greater than 0")
@@ -37,8 +61,10 @@ def positive(args: argparse.Namespace) -> None:
 def degrees(args: argparse.Namespace) -> None:
     t, p = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if args.world_size % (t * p):
-        raise ValueError(f"{args.world_size} processes cannot be divided into tensor parallel size {t} x pipeline "
-                         f"parallel size {p}; start a multiple of {t * p} processes")
+        raise ValueError(
+            f"{args.world_size} processes cannot be divided into tensor parallel size {t} x pipeline "
+            f"parallel size {p}; start a multiple of {t * p} processes"
+        )
     args.data_parallel_size = args.world_size // (t * p)
     args.transformer_pipeline_model_parallel_size = p
     args.virtual_pipeline_model_parallel_size = None
@@ -47,20 +73,26 @@ def degrees(args: argparse.Namespace) -> None:
 def heads(args: argparse.Namespace) -> None:
     if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads:
-            raise ValueError(f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads "
-                             f"{args.num_attention_heads}; change one, or give --kv-channels")
+            raise ValueError(
+                f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads "
+                f"{args.num_attention_heads}; change one, or give --kv-channels"
+            )
         args.kv_channels = args.hidden_size // args.num_attention_heads
     t = args.tensor_model_parallel_size
     if args.num_attention_heads % t:
-        raise ValueError(f"--num-attention-heads {args.num_attention_heads} is not divisible by "
-                         f"--tensor-model-parallel-size {t}")
+        raise ValueError(
+            f"--num-attention-heads {args.num_attention_heads} is not divisible by --tensor-model-parallel-size {t}"
+        )
     if args.group_query_attention:
         if args.num_attention_heads % args.num_query_groups:
-            raise ValueError(f"--num-attention-heads {args.num_attention_heads} is not divisible by "
-                             f"--num-query-groups {args.num_query_groups}")
+            raise ValueError(
+                f"--num-attention-heads {args.num_attention_heads} is not divisible by "
+                f"--num-query-groups {args.num_query_groups}"
+            )
         if args.num_query_groups % t:
-            raise ValueError(f"--num-query-groups {args.num_query_groups} is not divisible by "
-                             f"--tensor-model-parallel-size {t}")
+            raise ValueError(
+                f"--num-query-groups {args.num_query_groups} is not divisible by --tensor-model-parallel-size {t}"
+            )
     elif "num_query_groups" in args.given and args.num_query_groups not in (1, args.num_attention_heads):
         raise ValueError(f"--num-query-groups {args.num_query_groups} needs --group-query-attention")
 
@@ -74,8 +106,10 @@ def feed_forward(args: argparse.Namespace) -> None:
         if args.swiglu:
             args.ffn_hidden_size = max(64, int(4 * args.hidden_size * 2 / 3) // 64 * 64)
     if args.ffn_hidden_size % args.tensor_model_parallel_size:
-        raise ValueError(f"--ffn-hidden-size {args.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
-                         f"{args.tensor_model_parallel_size}")
+        raise ValueError(
+            f"--ffn-hidden-size {args.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}"
+        )
 
 
 def attention(args: argparse.Namespace) -> None:
@@ -84,7 +118,9 @@ def attention(args: argparse.Namespace) -> None:
             raise ValueError(f"--use-flash-attn and --attention-backend {args.attention_backend} exclude each other")
         args.attention_backend = "flash"
     if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
-        raise ValueError("--reset-attention-mask needs the mask that --no-create-attention-mask-in-dataloader leaves out")
+        raise ValueError(
+            "--reset-attention-mask needs the mask that --no-create-attention-mask-in-dataloader leaves out"
+        )
 
 
 def positions(args: argparse.Namespace) -> None:
@@ -93,13 +129,17 @@ def positions(args: argparse.Namespace) -> None:
     if not args.add_position_embedding and args.position_embedding_type == "learned_absolute":
         args.position_embedding_type = "none"
     if args.seq_length > args.max_position_embeddings:
-        raise ValueError(f"--seq-length {args.seq_length} is beyond --max-position-embeddings "
-                         f"{args.max_position_embeddings}; raise the latter or shorten the sequences")
+        raise ValueError(
+            f"--seq-length {args.seq_length} is beyond --max-position-embeddings "
+            f"{args.max_position_embeddings}; raise the latter or shorten the sequences"
+        )
     if not 0 < args.rotary_percent <= 1:
         raise ValueError(f"--rotary-percent {args.rotary_percent} must be greater than 0 and at most 1")
     if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
-        raise ValueError(f"rotary embeddings need an even number of channels, not {args.kv_channels} x "
-                         f"{args.rotary_percent}; change --kv-channels or --rotary-percent")
+        raise ValueError(
+            f"rotary embeddings need an even number of channels, not {args.kv_channels} x "
+            f"{args.rotary_percent}; change --kv-channels or --rotary-percent"
+        )
     args.encoder_seq_length = args.seq_length
 
 
@@ -109,22 +149,28 @@ def layers(args: argparse.Namespace) -> None:
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         if p == 1:
-            raise ValueError("--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
-                             "--pipeline-model-parallel-size greater than 1")
+            raise ValueError(
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
+                "--pipeline-model-parallel-size greater than 1"
+            )
         if min(x for x in (first, last) if x is not None) < 1:
             raise ValueError("the first and the last stage need at least one layer each")
         middle = p - (first is not None) - (last is not None)
         rest = num_layers - (first or 0) - (last or 0)
         if (middle == 0 and rest != 0) or (middle > 0 and (rest < middle or rest % middle)):
-            raise ValueError(f"--num-layers {num_layers} leaves {rest} layers for the other {middle} stages, which "
-                             f"does not come out even; change the first or last stage's number of layers")
+            raise ValueError(
+                f"--num-layers {num_layers} leaves {rest} layers for the other {middle} stages, which "
+                f"does not come out even; change the first or last stage's number of layers"
+            )
         if args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split:
             raise ValueError("--account-for-... and --decoder-first/last-pipeline-num-layers exclude each other")
         return
     counted = num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     if counted % p:
-        raise ValueError(f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size {p}; change "
-                         f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers")
+        raise ValueError(
+            f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size {p}; change "
+            f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
     if counted != num_layers and counted // p < 2 and p > 1:
         raise ValueError("--account-for-... leaves a stage without a layer; use fewer stages or more layers")
 
@@ -135,8 +181,9 @@ def sequence_parallel(args: argparse.Namespace) -> None:
         args.sequence_parallel = False
         args.notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
     if args.sequence_parallel and args.seq_length % t:
-        raise ValueError(f"--sequence-parallel needs --seq-length {args.seq_length} divisible by "
-                         f"--tensor-model-parallel-size {t}")
+        raise ValueError(
+            f"--sequence-parallel needs --seq-length {args.seq_length} divisible by --tensor-model-parallel-size {t}"
+        )
 
 
 def precision(args: argparse.Namespace) -> None:
@@ -179,10 +226,24 @@ def recompute(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "selective":
         args.recompute_modules = args.recompute_modules or ["core_attn"]
         if "mlp" in args.recompute_modules and args.add_bias_linear:
-            raise ValueError("--recompute-modules mlp never returns in megatron.core 0.16 with biases; add "
-                             "--disable-bias-linear or use --recompute-granularity full")
+            raise ValueError(
+                "--recompute-modules mlp never returns in megatron.core 0.16 with biases; add "
+                "--disable-bias-linear or use --recompute-granularity full"
+            )
     if args.pipeline_recompute and args.recompute_granularity == "full":
         raise ValueError("--pipeline-recompute and --recompute-granularity full do the same; keep one")
 
 
-RULES = (required, positive, degrees, heads, feed_forward, attention, positions, layers, sequence_parallel, precision, recompute)
+RULES = (
+    required,
+    positive,
+    degrees,
+    heads,
+    feed_forward,
+    attention,
+    positions,
+    layers,
+    sequence_parallel,
+    precision,
+    recompute,
+)

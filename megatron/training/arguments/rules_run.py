@@ -20,7 +20,8 @@ def batches(args: argparse.Namespace) -> None:
     if args.global_batch_size is None:
         args.global_batch_size = per_microbatch
     args.batch_sizes = BatchSizes(
-        global_batch_size=args.global_batch_size, samples_per_microbatch=per_microbatch,
+        global_batch_size=args.global_batch_size,
+        samples_per_microbatch=per_microbatch,
         rampup=tuple(args.rampup_batch_size) if args.rampup_batch_size else None,
         round_down=args.decrease_batch_size_if_needed,
     )
@@ -46,22 +47,31 @@ def schedule(args: argparse.Namespace) -> None:
 def pipeline_schedule(args: argparse.Namespace) -> Schedule:
     """The schedule that `args` ask for."""
     return Schedule.preset(
-        args.pipeline_schedule, num_stages=args.pipeline_model_parallel_size, recompute=args.pipeline_recompute,
-        extra_warmup=args.pipeline_extra_warmup, data_parallel=args.data_parallel_size > 1,
+        args.pipeline_schedule,
+        num_stages=args.pipeline_model_parallel_size,
+        recompute=args.pipeline_recompute,
+        extra_warmup=args.pipeline_extra_warmup,
+        data_parallel=args.data_parallel_size > 1,
         tied_embeddings=not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1,
     )
 
 
 def _pipedream(args: argparse.Namespace) -> None:
     if args.clip_grad > 0:
-        raise ValueError("--pipeline-schedule pipedream updates each stage by itself, so there is no global norm to "
-                         "clip with; add --clip-grad 0")
+        raise ValueError(
+            "--pipeline-schedule pipedream updates each stage by itself, so there is no global norm to "
+            "clip with; add --clip-grad 0"
+        )
     if args.fp16:
-        raise ValueError("--pipeline-schedule pipedream updates each stage by itself, so an overflow elsewhere would be "
-                         "seen too late for --fp16; use --bf16")
+        raise ValueError(
+            "--pipeline-schedule pipedream updates each stage by itself, so an overflow elsewhere would be "
+            "seen too late for --fp16; use --bf16"
+        )
     if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
-        raise ValueError("--pipeline-schedule pipedream gives first and last stage different delays, so their embeddings "
-                         "cannot stay tied; add --untie-embeddings-and-output-weights")
+        raise ValueError(
+            "--pipeline-schedule pipedream gives first and last stage different delays, so their embeddings "
+            "cannot stay tied; add --untie-embeddings-and-output-weights"
+        )
 
 
 def optimizer(args: argparse.Namespace) -> None:
@@ -71,12 +81,15 @@ def optimizer(args: argparse.Namespace) -> None:
         if not 0 <= args.start_weight_decay <= args.end_weight_decay:
             raise ValueError("--start-weight-decay must be at least 0 and at most --end-weight-decay")
     elif args.weight_decay_incr_style != "constant":
-        raise ValueError(f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
-                         f"--end-weight-decay")
+        raise ValueError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
+            f"--end-weight-decay"
+        )
     if args.weight_decay_incr_style == "constant":
         if args.start_weight_decay is not None and args.start_weight_decay != args.end_weight_decay:
-            raise ValueError("--weight-decay-incr-style constant needs equal --start-weight-decay and "
-                             "--end-weight-decay")
+            raise ValueError(
+                "--weight-decay-incr-style constant needs equal --start-weight-decay and --end-weight-decay"
+            )
         if args.start_weight_decay is None:
             args.start_weight_decay = args.end_weight_decay = args.weight_decay
     if args.overlap_param_gather and not args.use_distributed_optimizer:
@@ -112,8 +125,10 @@ def learning_rate(args: argparse.Namespace) -> None:
     decay = (args.lr_decay_samples or args.train_samples) if by_samples else (args.lr_decay_iters or args.train_iters)
     warmup = args.lr_warmup_samples if by_samples else args.lr_warmup_iters
     if not args.skip_train and warmup >= decay:
-        raise ValueError(f"a warm-up of {warmup} {right} is not shorter than the decay of {decay} {right}; shorten "
-                         f"--lr-warmup-{right} or set --lr-decay-{right}")
+        raise ValueError(
+            f"a warm-up of {warmup} {right} is not shorter than the decay of {decay} {right}; shorten "
+            f"--lr-warmup-{right} or set --lr-decay-{right}"
+        )
 
 
 def loss(args: argparse.Namespace) -> None:
@@ -136,8 +151,9 @@ def data(args: argparse.Namespace) -> None:
     if args.split is None and not splits_itself:
         args.split = "969, 30, 1"
     if args.dataloader_type != "single":
-        raise ValueError(f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles "
-                         f"already")
+        raise ValueError(
+            f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
+        )
 
 
 def tokenizer(args: argparse.Namespace) -> None:
@@ -145,7 +161,11 @@ def tokenizer(args: argparse.Namespace) -> None:
         if not (args.vocab_file and args.merge_file):
             raise ValueError("--tokenizer-type is needed (or --vocab-file and --merge-file for GPT-2's)")
         args.tokenizer_type = "GPT2BPETokenizer"
-    needs = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": ("vocab_size",), "ByteLevelTokenizer": ()}
+    needs = {
+        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+        "NullTokenizer": ("vocab_size",),
+        "ByteLevelTokenizer": (),
+    }
     for name in needs.get(args.tokenizer_type, ("tokenizer_model",)):
         if getattr(args, name) is None:
             raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}")
@@ -165,16 +185,19 @@ def checkpoint(args: argparse.Namespace) -> None:
 
 def logging(args: argparse.Namespace) -> None:
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ValueError("--wandb-project needs the package wandb, which is not installed; install it or leave the flag "
-                         "out")
+        raise ValueError(
+            "--wandb-project needs the package wandb, which is not installed; install it or leave the flag out"
+        )
     if args.wandb_project and not args.wandb_exp_name:
         raise ValueError("--wandb-project needs --wandb-exp-name")
     if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard-dir needs the package tensorboard, which is not installed; install it or leave "
-                         "the flag out")
+        raise ValueError(
+            "--tensorboard-dir needs the package tensorboard, which is not installed; install it or leave the flag out"
+        )
     if args.profile and args.profile_step_end <= args.profile_step_start:
-        raise ValueError(f"--profile-step-end {args.profile_step_end} must come after --profile-step-start "
-                         f"{args.profile_step_start}")
+        raise ValueError(
+            f"--profile-step-end {args.profile_step_end} must come after --profile-step-start {args.profile_step_start}"
+        )
     if args.log_progress and args.save is None:
         raise ValueError("--log-progress needs --save")
 

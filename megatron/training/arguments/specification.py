@@ -62,8 +62,16 @@ def option(
     metavar: str | tuple[str, ...] | None = None,
 ) -> Flag:
     """A flag that takes a value (or several, by `nargs`)."""
-    return Flag(names=(name, *aliases), help=text, dest=dest or _destination(name), type=kind, default=default,
-                choices=choices, nargs=nargs, metavar=metavar)
+    return Flag(
+        names=(name, *aliases),
+        help=text,
+        dest=dest or _destination(name),
+        type=kind,
+        default=default,
+        choices=choices,
+        nargs=nargs,
+        metavar=metavar,
+    )
 
 
 def switch(name: str, text: str, *, aliases: Iterable[str] = (), dest: str | None = None) -> Flag:
@@ -77,8 +85,14 @@ def negation(name: str, dest: str, text: str, *, aliases: Iterable[str] = ()) ->
 
 
 def refused(
-    name: str, reason: str, *, takes: int | str | None = 0, kind: Callable[[str], Any] = str,
-    default: Any = None, neutral: tuple[Any, ...] = (), aliases: Iterable[str] = (),
+    name: str,
+    reason: str,
+    *,
+    takes: int | str | None = 0,
+    kind: Callable[[str], Any] = str,
+    default: Any = None,
+    neutral: tuple[Any, ...] = (),
+    aliases: Iterable[str] = (),
 ) -> Flag:
     """A flag of Megatron-LM that parses and is then refused with `reason`, which ends in what to do instead.
 
@@ -86,9 +100,15 @@ def refused(
     """
     is_switch = takes == 0
     return Flag(
-        names=(name, *aliases), help=f"Refused: {reason}", dest=_destination(name), type=None if is_switch else kind,
-        default=False if is_switch else default, nargs=None if is_switch else takes,
-        stores=True if is_switch else None, refused=reason, neutral=neutral,
+        names=(name, *aliases),
+        help=f"Refused: {reason}",
+        dest=_destination(name),
+        type=None if is_switch else kind,
+        default=False if is_switch else default,
+        nargs=None if is_switch else takes,
+        stores=True if is_switch else None,
+        refused=reason,
+        neutral=neutral,
     )
 
 

@@ -1,0 +1,128 @@
+"""tools/preprocess_data.py: Megatron's bytes, whatever the number of workers, and nothing half-written."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+spec = importlib.util.spec_from_file_location("preprocess_data", TOOL)
+preprocess_data = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # workers unpickle by its name
+spec.loader.exec_module(preprocess_data)
+
+DOCUMENTS = [[5, 6, 7], [], [8], list(range(1, 60)), [99, 0]]
+
+
+def write_lines(path: Path, documents: list = DOCUMENTS) -> str:
+    path.write_text("".join(json.dumps({"text": " ".join(map(str, ids)), "id": 1}) + "\n" for ids in documents))
+    return str(path)
+
+
+def run_tool(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=120)
+
+
+def convert(tmp_path: Path, *more: str, name: str = "out") -> Path:
+    """Tokenize DOCUMENTS in this process; returns the prefix of the pair."""
+    words = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / name),
+             "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", *more]  # fmt: skip
+    preprocess_data.preprocess(preprocess_data.parse_args(words))
+    return tmp_path / f"{name}_text_document"
+
+
+def test_megatron_core_reads_what_was_written(tmp_path):
+    """IndexedDataset gives back the documents in order, with the end-of-document token where asked for."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    plain, ended = (
+        IndexedDataset(str(convert(tmp_path))),
+        IndexedDataset(str(convert(tmp_path, "--append-eod", name="eod"))),
+    )
+    filled = [ids for ids in DOCUMENTS if ids]
+    assert [part.tolist() for part in plain] == filled
+    assert [part.tolist() for part in ended] == [[*ids, 100] for ids in filled]
+    assert plain.document_indices.tolist() == [0, 1, 1, 2, 3, 4]
+    assert plain.index.dtype is numpy.uint16
+
+
+def test_same_bytes_whatever_the_workers(tmp_path):
+    """One, two and five workers write the same files, also where lines outnumber the chunks."""
+    many = [[number % 100] * (number % 7 + 1) for number in range(700)]
+    results = []
+    for workers in ("1", "2", "5"):
+        words = ["--input", write_lines(tmp_path / "in.jsonl", many), "--output-prefix", str(tmp_path / workers),
+                 "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", workers]  # fmt: skip
+        preprocess_data.preprocess(preprocess_data.parse_args(words))
+        results.append([(tmp_path / f"{workers}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")])
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "1 2"', "in.jsonl:3: not JSON"),
+        ('["1 2"]', "in.jsonl:3: not a JSON object but list"),
+        ('{"content": "1 2"}', "in.jsonl:3: no text under the key 'text'"),
+        ('{"text": "one two"}', "in.jsonl:3: cannot be tokenized"),
+    ],
+)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers):
+    """The error names file and line, and no file is left, finished or partial."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "1"}\n\n' + line + "\n")
+    words = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
+             "--vocab-size", "100", "--workers", workers]  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        preprocess_data.preprocess(preprocess_data.parse_args(words))
+    assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_several_keys_and_files(tmp_path):
+    """Each key becomes a pair of its own; a pattern names several inputs, taken in the order of their names."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (tmp_path / "part-1.jsonl").write_text('{"title": "2", "text": "3 4"}\n')
+    (tmp_path / "part-0.jsonl").write_text('{"title": "0", "text": "1"}\n')
+    words = ["--input", str(tmp_path / "part-*.jsonl"), "--output-prefix", str(tmp_path / "out"), "--json-keys",
+             "title", "text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
+    counts = preprocess_data.preprocess(preprocess_data.parse_args(words))
+    assert counts == {"documents": 2, "tokens": 5}
+    assert [part.tolist() for part in IndexedDataset(str(tmp_path / "out_title_document"))] == [[0], [2]]
+    assert [part.tolist() for part in IndexedDataset(str(tmp_path / "out_text_document"))] == [[1], [3, 4]]
+
+
+def test_command_line(tmp_path):
+    """The tool as a command: a summary and status 0, or one sentence and status 2."""
+    good = run_tool("--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
+                    "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--log-interval", "2")  # fmt: skip
+    assert good.returncode == 0 and "5 documents, 65 tokens" in good.stderr, good.stderr
+    bad = run_tool("--input", str(tmp_path / "none"), "--output-prefix", "out", "--tokenizer-type", "NullTokenizer",
+                   "--vocab-size", "100")  # fmt: skip
+    assert bad.returncode == 2
+    assert bad.stderr == f"preprocess_data.py: error: --input {tmp_path}/none does not exist\n"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--tokenizer-typ", "x"], "did you mean --tokenizer-type"),
+        (["--split-sentences"], "--split-sentences: documents are kept whole"),
+        (["--workers", "0"], "must be at least 1"),
+        (["--output-prefix", "/nowhere/at/all"], "the directory /nowhere/at does not exist"),
+    ],
+)
+def test_wrong_flags(tmp_path, words, message):
+    """Wrong flags are one sentence."""
+    base = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
+            "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        preprocess_data.parse_args([*base, *words])
