@@ -26,7 +26,9 @@ import collections
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -233,22 +235,25 @@ def _serve(rank: int, world_size: int, connection, stacks_path: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     try:
-        _join_group(rank, world_size, connection)
+        store = _join_store(rank, world_size, connection)
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)
     connection.send_bytes(pickle.dumps((True, None)))
-    while True:
+    for number in itertools.count():
         try:
             message = pickle.loads(connection.recv_bytes())
         except EOFError:
             message = None
         if message is None:
             os._exit(0)  # not through interpreter shutdown: peers that are gone already would be waited for
-        connection.send_bytes(_answer_to(*message))
+        with _group(store, number, rank, world_size):
+            answer = _answer_to(*message)
+        connection.send_bytes(answer)
 
 
-def _join_group(rank: int, world_size: int, connection) -> None:
+def _join_store(rank: int, world_size: int, connection):
+    """The store where the pool's ranks meet, once per pool."""
     import torch
 
     from megatron import backend
@@ -265,7 +270,27 @@ def _join_group(rank: int, world_size: int, connection) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store
+
+
+@contextlib.contextmanager
+def _group(store, number: int, rank: int, world_size: int):
+    """A default group for one case. Groups made in the case go with it: each has threads of its own, and they would add up to thousands."""
+    import torch
+    from megatron.core import parallel_state
+
+    own = torch.distributed.PrefixStore(f"case{number}", store)
+    timeout = datetime.timedelta(seconds=600)
+    torch.distributed.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        yield
+    finally:
+        own.set(f"left{rank}", "")
+        with contextlib.suppress(torch.distributed.DistStoreError):  # a peer that failed or hangs is the test's to report
+            own.wait([f"left{peer}" for peer in range(world_size)], datetime.timedelta(seconds=10))
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+        gc.collect()
 
 
 def _answer_to(function: str, kwargs: dict, path: list[str]) -> bytes:
