@@ -129,13 +129,13 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
             if evaluate:
                 evaluations.append(engine.evaluate(evaluate))
     reports += engine.drain()
-    stage, names = pipeline.stage, reference.stage_names(pipeline.num_stages, pipeline.stage_index)
+    stage = pipeline.stage
     versions = pipeline.update.versions
     dist.barrier()
     pipeline.close()
     return RankOutcome(
         reports=reports,
-        parameters={names[name]: tensor.clone() for name, tensor in versions.tensors(versions.newest).items()},
+        parameters={name: tensor.clone() for name, tensor in versions.tensors(versions.newest).items()},
         peak_saved=engine.saved_microbatches_peak[pipeline.stage_index],
         peak_versions=versions.peak_live,
         num_slots=versions.num_slots,

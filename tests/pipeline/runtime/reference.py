@@ -128,17 +128,9 @@ def train_stash(training: Training, *, num_stages: int, drains: tuple[int, ...] 
 
 
 def split(model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:
-    """Contiguous equal parts; each keeps its parameters' names by an offset (`stage_names`)."""
+    """Contiguous equal parts; slices of a Sequential keep the names of the whole."""
     size = len(model) // num_stages
     return [model[stage * size : (stage + 1) * size] for stage in range(num_stages)]
-
-
-def stage_names(num_stages: int, stage: int) -> dict[str, str]:
-    """name in the stage -> name in the whole model"""
-    size = NUM_LAYERS // num_stages
-    return {
-        f"{layer}.0.{part}": f"{stage * size + layer}.0.{part}" for layer in range(size) for part in ("weight", "bias")
-    }
 
 
 def _copy(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
