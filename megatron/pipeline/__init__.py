@@ -1,1 +1,1 @@
-"""Pipeline programs: instructions, schedules, passes, proofs, simulation and drawing without torch; `runtime` executes them."""
+"""Pipeline programs: built, proved, simulated and drawn without torch; `runtime` executes them."""

@@ -48,19 +48,26 @@ class Kind(str, Enum):
 
 
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
-TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD})
+TRANSFERS = frozenset({
+    Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD,
+})  # fmt: skip
 UPDATES = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP})
 
-_WORDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
-_TEXT = re.compile(rf"(0|[1-9]\d*)({_WORDS})(0|[1-9]\d*)?(?:@(0|[1-9]\d*))?")
+_WORDS = "|".join(kind.value for kind in Kind)
+_TEXT = re.compile(rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """An instruction for one stage.
 
-    `stage`: global (virtual) stage. `microbatch`: numbered on over the whole run; None for updates. `version`: the weight
-    version that a computation uses or an update leads to. `peer`: the other stage of a transfer, None where the kind implies it.
+    Attributes:
+        kind: what to do.
+        stage: global (virtual) stage.
+        microbatch: numbered on over the whole run; None for updates.
+        version: the weight version that a computation uses or an update leads to; None for transfers, and where a
+            program says nothing about versions.
+        peer: the other stage of a transfer; None where the kind implies it.
     """
 
     kind: Kind
@@ -74,16 +81,30 @@ class Instruction:
         version = "" if self.version is None else f"@{self.version}"
         return f"{self.stage}{self.kind.value}{microbatch}{version}"
 
+    def shifted(self, *, microbatches: int, versions: int) -> Instruction:
+        """The same instruction, later in the run."""
+        return Instruction(
+            self.kind,
+            self.stage,
+            None if self.microbatch is None else self.microbatch + microbatches,
+            None if self.version is None else self.version + versions,
+            self.peer,
+        )
+
     @staticmethod
     @lru_cache(maxsize=65536)
     def parse(text: str) -> Instruction:
         """Read the text form; the whole text must be one instruction.
 
-        Raises ValueError for anything else: an unknown word, characters left over, a microbatch or version missing or out of place.
+        Raises:
+            ValueError: an unknown word, characters left over, a microbatch or version missing or out of place.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is not an instruction; the form is STAGE WORD MICROBATCH[@VERSION], such as 2F5@1, 2SEND_F5 or 2STEP@4")
+            raise ValueError(
+                f"{text!r} is not an instruction; the form is STAGE WORD MICROBATCH[@VERSION], "
+                "such as 2F5@1, 2SEND_F5 or 2STEP@4"
+            )
         stage, word, microbatch, version = match.groups()
         kind = Kind(word)
         if kind.is_update:
@@ -94,5 +115,8 @@ class Instruction:
         elif kind.is_transfer and version is not None:
             raise ValueError(f"{text!r}: {word} moves a tensor and takes no weight version")
         return Instruction(
-            kind, int(stage), None if microbatch is None else int(microbatch), None if version is None else int(version)
+            kind,
+            int(stage),
+            None if microbatch is None else int(microbatch),
+            None if version is None else int(version),
         )

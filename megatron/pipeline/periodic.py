@@ -1,7 +1,8 @@
 """A run of any number of equal batches, in the space of a few.
 
-Once a pipeline that never drains has filled, it does the same for every batch, with later microbatches and versions. So a long run is its fill, one
-period repeated, and its drain; what is proved of these three holds for every number of batches.
+Once a pipeline that never drains has filled, it does the same for every batch, with later microbatches and versions.
+So a long run is its fill, one period repeated, and its drain; what is proved of these three holds for every number of
+batches.
 """
 
 from dataclasses import dataclass, replace
@@ -14,10 +15,10 @@ class PeriodicProgram:
     """Rows of a fill, of one period, which is one batch, and of a drain.
 
     Attributes:
-        outline: the fill and the drain as a program, without its rows.
-        fill: from the drained start.
-        period: the batch that follows the fill.
-        drain: what follows the fill where no period does.
+        outline: the program of the fill and the drain, without its rows.
+        fill: from the drained start on.
+        period: the batch after the fill.
+        drain: what comes after the fill where no period does.
         num_microbatches: of each batch.
     """
 
@@ -28,7 +29,11 @@ class PeriodicProgram:
     num_microbatches: int
 
     def unroll(self, num_periods: int) -> Program:
-        """The program of the fill, `num_periods` periods and the drain."""
+        """The program of the fill, `num_periods` periods and the drain.
+
+        Raises:
+            ValueError: a negative number.
+        """
         if num_periods < 0:
             raise ValueError(f"a program cannot have {num_periods} periods; give 0 and more")
         rows = []
@@ -38,4 +43,5 @@ class PeriodicProgram:
                 row += shifted_row(period, microbatches=index * self.num_microbatches, versions=index)
             row += shifted_row(drain, microbatches=num_periods * self.num_microbatches, versions=num_periods)
             rows.append(tuple(row))
-        return replace(self.outline, rows=tuple(rows), batches=self.outline.batches + (self.num_microbatches,) * num_periods)
+        batches = self.outline.batches + (self.num_microbatches,) * num_periods
+        return replace(self.outline, rows=tuple(rows), batches=batches)

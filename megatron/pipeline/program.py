@@ -1,7 +1,8 @@
 """A pipeline program: what every rank does, over one or more batches.
 
-Rows hold one rank's instructions in order, without bubbles: time is the simulator's and the runtime's business. Microbatches, batches and weight
-versions are numbered on over the whole training run, so a program can begin anywhere in a run and span batches without a drain between.
+Rows hold one rank's instructions in order, without bubbles: time is the simulator's and the runtime's business.
+Microbatches, batches and weight versions are numbered on over the whole training run, so a program can begin anywhere
+in a run, and it can span batches without a drain between.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import accumulate
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.weights import WeightPolicy
 
-__all__ = ["Program", "Row", "Rows", "WeightPolicy"]
+__all__ = ["Program", "Row", "Rows", "WeightPolicy", "shifted_row"]
 
 Row = tuple[Instruction, ...]
 Rows = tuple[Row, ...]  # one for each pipeline rank
@@ -33,7 +34,7 @@ class Program:
         first_batch, first_microbatch: index, over the whole run, of its first batch and first microbatch.
         recompute: whether backwards are preceded by a recompute.
         tied_embeddings, data_parallel, global_norm: which links the update chain has.
-        forward_only: the program evaluates: it has forwards, with the newest entry version, and neither backwards nor updates.
+        forward_only: the program evaluates: forwards with the newest entry version, no backwards, no updates.
     """
 
     rows: Rows
@@ -47,6 +48,8 @@ class Program:
     data_parallel: bool = False
     global_norm: bool = True
     forward_only: bool = False
+
+    # --- extent
 
     @property
     def num_stages(self) -> int:
@@ -64,6 +67,8 @@ class Program:
     def num_instructions(self) -> int:
         return sum(map(len, self.rows))
 
+    # --- stages
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
@@ -73,37 +78,45 @@ class Program:
         last = self.num_stages - 1
         return 0 <= stage <= last and 0 <= other <= last and self.rank_of_stage[stage] != self.rank_of_stage[other]
 
+    # --- batches
+
     @cached_property
     def _batch_starts(self) -> tuple[int, ...]:
         """First microbatch of each batch, and one past the last."""
         return tuple(accumulate(self.batches, initial=self.first_microbatch))
 
     def batch_of(self, microbatch: int) -> int:
-        """The batch, over the whole run, of a microbatch of this program. Raises ValueError for any other microbatch."""
-        if not self.first_microbatch <= microbatch < self._batch_starts[-1]:
-            raise ValueError(
-                f"microbatch {microbatch} is not in this program, whose microbatches are {self.first_microbatch} to {self._batch_starts[-1] - 1}"
-            )
+        """The batch, over the whole run, of a microbatch of this program. Raises ValueError for any other."""
+        first, end = self._batch_starts[0], self._batch_starts[-1]
+        if not first <= microbatch < end:
+            raise ValueError(f"microbatch {microbatch} is not in this program, which has {first} to {end - 1}")
         return self.first_batch + bisect_right(self._batch_starts, microbatch) - 1
 
     def microbatches_of(self, batch: int) -> range:
         """The microbatches of a batch of this program. Raises ValueError for any other batch."""
-        index = batch - self.first_batch
-        if not 0 <= index < len(self.batches):
-            raise ValueError(f"batch {batch} is not in this program, whose batches are {self.first_batch} to {self.first_batch + len(self.batches) - 1}")
-        return range(self._batch_starts[index], self._batch_starts[index + 1])
+        first, end = self.first_batch, self.first_batch + len(self.batches)
+        if not first <= batch < end:
+            raise ValueError(f"batch {batch} is not in this program, which has {first} to {end - 1}")
+        return range(self._batch_starts[batch - first], self._batch_starts[batch - first + 1])
 
     @property
     def entry_versions(self) -> tuple[int, ...]:
-        """The weight versions alive at the start, ascending: 2bw enters with the newest and, if there is one, the version before it."""
+        """The weight versions alive at the start, ascending.
+
+        Under 2bw the newest and, unless the run begins here, the one before it.
+        """
         return self.weights.rule.entry_versions(self.first_batch)
+
+    # --- other programs
 
     def with_rows(self, rows: Rows) -> Program:
         """The same program with other rows."""
         return replace(self, rows=rows)
 
+    # --- text
+
     def to_csv(self) -> str:
-        """The text form: what the program is, in leading `# key: value` lines, then one line of comma-separated instructions for each rank."""
+        """The text form: `# key: value` lines, then a line of comma-separated instructions for each rank."""
         from megatron.pipeline.text import to_csv
 
         return to_csv(self)
@@ -115,22 +128,13 @@ class Program:
         return to_torch_csv(self, communication=communication)
 
     @classmethod
-    def from_csv(cls, text: str, **facts: object) -> Program:
-        """Read the text form, or one of torch's compute-only CSV files (see `megatron.pipeline.text.from_csv`)."""
+    def from_csv(cls, text: str, **given: object) -> Program:
+        """Read the text form, or a compute-only CSV file of torch's (see `megatron.pipeline.text.from_csv`)."""
         from megatron.pipeline.text import from_csv
 
-        return from_csv(text, **facts)
+        return from_csv(text, **given)
 
 
 def shifted_row(row: Iterable[Instruction], *, microbatches: int, versions: int) -> Row:
-    """The row with later microbatches and weight versions."""
-    return tuple(
-        Instruction(
-            each.kind,
-            each.stage,
-            None if each.microbatch is None else each.microbatch + microbatches,
-            None if each.version is None else each.version + versions,
-            each.peer,
-        )
-        for each in row
-    )
+    """The same row, later in the run."""
+    return tuple(instruction.shifted(microbatches=microbatches, versions=versions) for instruction in row)

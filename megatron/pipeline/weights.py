@@ -1,13 +1,13 @@
 """Which weights a batch uses, and when new ones are made: one table entry for each policy.
 
-A pipeline that does not drain between batches meets a new batch while the one before it is under way, so somebody has to say which weights
-each of them uses. Batches and versions are numbered over the whole training run; version 0 is the initial one, and STEP@v makes version v from
-the gradients of batch v-1.
+A pipeline that does not drain between batches meets a new batch while the one before it is under way, so somebody has
+to say which weights each of them uses. Batches and versions are numbered over the whole training run; version 0 is the
+initial one, and STEP@v makes version v from the gradients of batch v-1.
 
-    policy   batch j uses                 STEP@v stands                          live versions   source
-    flush    j; drains after each batch   before the first forward of batch v    1               GPipe; PipeDream-2BW, 3.2
-    2bw      max(j-1, 0)                  before the first forward of batch v+1  2               PipeDream-2BW, 3.1
-    stash    the newest at the stage      right after the gradients of v-1       p-s at stage s  PipeDream
+    policy   batch j uses                 STEP@v stands before                  live versions    source
+    flush    j; drains after each batch   the first forward of batch v          1                PipeDream-2BW, 3.2
+    2bw      max(j-1, 0)                  the first forward of batch v+1        2                PipeDream-2BW, 3.1
+    stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ from enum import Enum
 
 
 class WeightPolicy(str, Enum):
-    """Which weights a batch uses: `flush` one version; `2bw` two, delay 1; `stash` PipeDream's, one update per microbatch."""
+    """Which weights a batch uses.
+
+    `flush`: one version. `2bw`: two versions, delay 1. `stash`: PipeDream's, with one update per microbatch.
+    """
 
     FLUSH = "flush"
     TWO_BW = "2bw"
@@ -31,9 +34,9 @@ class WeightRule:
     """What a policy means for a program.
 
     Attributes:
-        delay: batch j uses version max(j - delay, 0), the same at all stages, and the STEP that makes a version waits until the first forward
-            that uses it is next. None: each stage uses its newest version, and steps as soon as it has the gradients of a batch.
-        drains: every microbatch of a batch is through before the next batch begins.
+        delay: batch j uses version max(j - delay, 0) at all stages, and the STEP that makes a version waits until the
+            first forward that uses it is next. None: each stage uses its newest version, and steps as soon as it can.
+        drains: a batch is through the pipeline before the next one begins.
     """
 
     delay: int | None
@@ -44,7 +47,7 @@ class WeightRule:
         return newest if self.delay is None else max(batch - self.delay, 0)
 
     def entry_versions(self, first_batch: int) -> tuple[int, ...]:
-        """The versions alive in a drained state before `first_batch`, ascending: `first_batch` updates have been made."""
+        """The versions alive in a drained state before `first_batch`, ascending; all updates so far have been made."""
         return tuple(range(max(first_batch - (self.delay or 0), 0), first_batch + 1))
 
 

@@ -1,12 +1,13 @@
 """From the order of computations to a complete program, one concern a pass.
 
-A pass reads and returns the row of one rank, cut into *legs*: the computations between the first forward of a batch and the first forward of the
-next, and last what remains for the drain. `outline` is the program to be, without its rows: its batches, weight policy and chain.
+A pass reads and returns the row of one rank, cut into *legs*: what the rank does between the first forward of a batch
+and the first forward of the next one, and at last what remains for the drain. `outline` is the program to be, without
+its rows: its batches, weight policy and chain.
 
     recompute       an R before each backward
     updates         the reductions after each batch, and the STEPs
     versions        the weight version of each computation
-    communication   the transfers between ranks; this one sees all rows
+    communication   the transfers between ranks; this one takes all ranks at once
 """
 
 from megatron.pipeline.instruction import Instruction

@@ -1,16 +1,17 @@
 """Lower an order of computations to transfers between ranks.
 
-Each transfer is placed in one move, both ends at once, so none can lack its other end and the two ends of a channel list the same microbatches:
+Each transfer is placed in one move, both ends at once, so neither end can be missing:
 
 - SEND directly after the computation that makes the tensor;
-- RECV before the computation that precedes the one that needs the tensor, so that the transfer runs while that one computes.
+- RECV before the computation that precedes the one that needs it, so that the transfer runs while that one computes.
 
-A receive never moves out of its leg: where a batch begins, the run may be drained instead, and a receive posted there would wait for a tensor that
-nobody sends. SEND and RECV only post, and only the computation that needs a tensor waits. So whatever order of computations can run, can run with
-its transfers, even where a send completes only once its receive is posted.
+A receive never leaves its leg: where a batch begins, the run may be drained instead, and a receive posted there would
+wait for a tensor that nobody sends. SEND and RECV only post, and only the computation that needs a tensor waits. So
+whatever order of computations can run, can run with its transfers, even where a send completes only once its receive
+is posted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.pipeline.instruction import Instruction, Kind
@@ -31,7 +32,6 @@ _MAKES = {
     Kind.BACKWARD: _Transfer(Kind.SEND_B, Kind.RECV_B, -1),
     Kind.BACKWARD_INPUT: _Transfer(Kind.SEND_B, Kind.RECV_B, -1),
 }
-_NEEDS = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
 
 
 class _Draft:
@@ -39,59 +39,66 @@ class _Draft:
 
     def __init__(self, leg: Leg) -> None:
         self.leg = leg
-        self._before: dict[int, list[tuple[int, Instruction]]] = {}  # position -> receives, each with the position of what needs it
-        self._after: dict[int, Instruction] = {}
+        self._sends: dict[int, Instruction] = {}  # by the position of what makes the tensor
+        self._receives: dict[int, list[tuple[int, Instruction]]] = {}  # by where to post: (needed where, receive)
 
-    def needs(self) -> list[tuple[int, int]]:
-        """(position of a computation that may need a tensor, position before which that tensor's receive is posted)."""
-        pairs, current, previous = [], None, None
+    def needs(self) -> Iterator[tuple[int, int]]:
+        """Of each computation that may need a tensor: its position, and the position before which to post the receive.
+
+        A recompute and the backward after it count as one computation.
+        """
+        before = current = None
         for position, instruction in enumerate(self.leg):
             if current is None and instruction.kind.is_computation:
-                current = position  # a recompute and the backward after it are one computation here
-            if instruction.kind in _NEEDS:
-                pairs.append((position, current if previous is None else previous))
-                previous, current = current, None
-        return pairs
+                current = position
+            if instruction.kind in _MAKES:
+                yield position, current if before is None else before
+                before, current = current, None
 
-    def send(self, position: int, instruction: Instruction) -> None:
-        self._after[position] = instruction
+    def send(self, instruction: Instruction, *, made: int) -> None:
+        self._sends[made] = instruction
 
-    def receive(self, needed: int, posted: int, instruction: Instruction) -> None:
-        self._before.setdefault(posted, []).append((needed, instruction))
+    def receive(self, instruction: Instruction, *, needed: int, posted: int) -> None:
+        self._receives.setdefault(posted, []).append((needed, instruction))
 
     def joined(self) -> Leg:
-        result = []
+        """The leg with its transfers; of receives at one place, what is needed first stands first."""
+        result: Leg = []
         for position, instruction in enumerate(self.leg):
-            if position in self._before:
-                result += [receive for _, receive in sorted(self._before[position], key=lambda pair: pair[0])]
+            if position in self._receives:
+                result += [receive for _, receive in sorted(self._receives[position], key=lambda pair: pair[0])]
             result.append(instruction)
-            if position in self._after:
-                result.append(self._after[position])
+            if position in self._sends:
+                result.append(self._sends[position])
         return result
 
 
-def add_communication(rows: Sequence[Legs], outline: Program) -> list[Legs]:
-    """The legs of all ranks, with the transfers that take each tensor from its stage to the next one on another rank.
+def add_communication(legs_of_rank: Sequence[Legs], outline: Program) -> list[Legs]:
+    """The legs of all ranks, with the transfers that take each tensor to the stage on another rank that needs it.
 
     Raises:
-        ValueError: a computation makes a tensor for a stage on which nothing needs it.
+        ValueError: a computation makes a tensor that nothing needs.
     """
-    drafts = [[_Draft(leg) for leg in legs] for legs in rows]
-    needs = {}
-    for draft in (draft for legs in drafts for draft in legs):
+    drafts_of_rank = [[_Draft(leg) for leg in legs] for legs in legs_of_rank]
+    drafts = [draft for drafts in drafts_of_rank for draft in drafts]
+    needs: dict[tuple[bool, int, int], tuple[_Draft, int, int]] = {}  # (is a forward, stage, microbatch) -> where
+    for draft in drafts:
         for needed, posted in draft.needs():
             instruction = draft.leg[needed]
-            needs[_NEEDS[instruction.kind], instruction.stage, instruction.microbatch] = draft, needed, posted
-    for draft in (draft for legs in drafts for draft in legs):
-        for position, instruction in enumerate(draft.leg):
-            transfer = _MAKES.get(instruction.kind)
-            if transfer is None or not outline.crosses(instruction.stage, instruction.stage + transfer.distance):
+            is_forward = instruction.kind is Kind.FORWARD
+            needs[is_forward, instruction.stage, instruction.microbatch] = draft, needed, posted
+    for draft in drafts:
+        for made, instruction in enumerate(draft.leg):
+            if instruction.kind not in _MAKES:
                 continue
-            target, microbatch = instruction.stage + transfer.distance, instruction.microbatch
-            need = needs.get((transfer.receive, target, microbatch))
-            if need is None:
-                raise ValueError(f"{instruction} makes a tensor for stage {target}, where nothing needs it; complete the order of computations")
-            receiver, needed, posted = need
-            draft.send(position, Instruction(transfer.send, instruction.stage, microbatch))
-            receiver.receive(needed, posted, Instruction(transfer.receive, target, microbatch))
-    return [[draft.joined() for draft in legs] for legs in drafts]
+            send, receive, distance = _MAKES[instruction.kind]
+            stage, target, microbatch = instruction.stage, instruction.stage + distance, instruction.microbatch
+            if not outline.crosses(stage, target):
+                continue
+            need = instruction.kind is Kind.FORWARD, target, microbatch
+            if need not in needs:
+                raise ValueError(f"{instruction} makes a tensor for stage {target}, where nothing needs it")
+            receiver, needed, posted = needs[need]
+            draft.send(Instruction(send, stage, microbatch), made=made)
+            receiver.receive(Instruction(receive, target, microbatch), needed=needed, posted=posted)
+    return [[draft.joined() for draft in drafts] for drafts in drafts_of_rank]

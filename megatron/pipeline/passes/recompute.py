@@ -1,11 +1,12 @@
 """Recompute a microbatch's activations from its stored input before its backward.
 
-R stands directly before the backward, so one microbatch at a time is there in full. It needs nothing from the next stage: where the gradient of
-the output is still on its way, the recompute runs while it travels, since the backward is what waits for it.
+R stands directly before the backward, so one microbatch at a time is there in full. It needs nothing from the next
+stage: where the gradient of the output is still on its way, the recompute runs while it travels, for only the backward
+waits for it.
 """
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.passes import Legs
+from megatron.pipeline.passes import Leg, Legs
 
 _NEEDS_ACTIVATIONS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -14,7 +15,7 @@ def add_recompute(legs: Legs) -> Legs:
     """The legs with an R before each B, or before the I of a backward in two halves."""
     result = []
     for leg in legs:
-        extended = []
+        extended: Leg = []
         for instruction in leg:
             if instruction.kind in _NEEDS_ACTIVATIONS:
                 extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))

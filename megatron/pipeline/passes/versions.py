@@ -4,18 +4,18 @@ The forward decides; recompute and backward use what their forward used, whateve
 """
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.passes import Legs
+from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.program import Program
 
 
 def set_versions(legs: Legs, outline: Program) -> Legs:
     """The legs of a rank, which hold their STEPs already, with a version for each computation."""
     rule = outline.weights.rule
-    newest = dict.fromkeys(range(outline.num_stages), max(outline.entry_versions))
+    newest = [max(outline.entry_versions)] * outline.num_stages
     version_of: dict[tuple[int, int], int] = {}
     result = []
     for leg in legs:
-        versioned = []
+        versioned: Leg = []
         for instruction in leg:
             kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
             if kind is Kind.STEP:

@@ -1,7 +1,7 @@
 """A program with the places at which a run may stop.
 
-The leg of a batch is what a rank does from its first instruction of that batch up to where the first of the next batch stands: after it the run may go
-on with another batch, whose size nobody had to know before, or drain.
+The leg of a batch is what a rank does from its first forward of that batch up to where the first forward of the next
+batch stands. After it the run may go on with another batch, whose size nobody had to know before, or drain.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,26 @@ from megatron.pipeline.program import Program, Row, Rows, shifted_row
 
 @dataclass(frozen=True)
 class ProgramInLegs:
-    """A program; `borders[rank][i]` is the position in the rank's row at which leg i begins, the drain as the last one."""
+    """A program, cut into legs.
+
+    `borders[rank][i]` is the position in the rank's row at which leg i begins; the drain is the last leg, and the
+    length of the row the last border.
+    """
 
     program: Program
     borders: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def join(program: Program, legs_of_rank: Sequence[Legs]) -> "ProgramInLegs":
-        """`program` with the rows that the ranks' legs make up."""
+    def join(outline: Program, legs_of_rank: Sequence[Legs]) -> "ProgramInLegs":
+        """`outline` with the rows that the ranks' legs make up."""
         rows = tuple(tuple(instruction for leg in legs for instruction in leg) for legs in legs_of_rank)
         borders = tuple(tuple(accumulate(map(len, legs), initial=0)) for legs in legs_of_rank)
-        return ProgramInLegs(program.with_rows(rows), borders)
+        return ProgramInLegs(outline.with_rows(rows), borders)
 
     def legs(self, first: int, end: int) -> Rows:
-        """What each rank does in the legs from `first` up to `end`."""
-        return tuple(row[border[first] : border[end]] for row, border in zip(self.program.rows, self.borders, strict=True))
+        """What each rank does in the legs from `first` up to, and without, `end`."""
+        rows = zip(self.program.rows, self.borders, strict=True)
+        return tuple(row[borders[first] : borders[end]] for row, borders in rows)
 
     @property
     def drain(self) -> Rows:
@@ -38,7 +43,7 @@ class ProgramInLegs:
 
 
 class ShiftedRows(Sequence[Row]):
-    """Rows with later microbatches and versions, each made when it is asked for: a rank asks for its own alone."""
+    """Rows later in the run, each made when it is asked for: a rank asks for its own alone."""
 
     def __init__(self, rows: Rows, *, microbatches: int, versions: int) -> None:
         self._rows = rows

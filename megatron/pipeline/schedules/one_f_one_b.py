@@ -1,13 +1,12 @@
-"""1F1B: a few forwards ahead, then one forward and one backward in turn (PipeDream; PipeDream-2BW, Figures 2 and 3).
+"""1F1B: some forwards ahead, then one forward and one backward in turn (PipeDream; PipeDream-2BW, Figures 2 and 3).
 
-    stage 0   F0 F1 F2 F3 .  .  .  .  B0 F4 B1 F5 ...
-    stage 1    . F0 F1 F2 .  .  B0 F3 B1 F4 ...
-    stage 2    .  . F0 F1 B0 F2 B1 F3 ...            (columns are not to scale)
-    stage 3    .  .  . F0 B0 F1 B1 F2 ...
+    stage 0   F0 F1 F2  .  .     B0 F3    B1 ...
+    stage 1    . F0 F1  .  B0    F2 B1    F3 ...
+    stage 2    .  . F0 B0  F1 B1    F2 B2    ...
 
-Stage s starts p-s-1 forwards ahead of its first backward, as many as it takes for the last stage's first gradient to come back, and so saves p-s
-microbatches at most. The turns go on across the borders of batches. With `extra_warmup` it starts twice as far ahead: a gradient may then come later
-by as much again, which hides the transfers, at the price of 2(p-s)-1 saved microbatches.
+Stage s is p-s-1 forwards ahead, as many as it takes for the last stage's first gradient to come back, so it saves the
+activations of p-s microbatches. The turns go on across the borders of batches. With `extra_warmup` it is twice as far
+ahead: a gradient may then come that much later, which hides its transfers, at the price of 2(p-s)-1 saved microbatches.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from megatron.pipeline.schedules.order import Order, backward, forward
 
 class OneForwardOneBackward(Order):
     def legs(self, stage: int, batches: Sequence[range]) -> Legs:
-        first, end = batches[0].start, batches[-1].stop
         ahead = self._ahead(stage)
+        first, end = batches[0].start, batches[-1].stop
         legs = []
         for batch in batches:
             leg = []
@@ -28,11 +27,12 @@ class OneForwardOneBackward(Order):
                 if microbatch - ahead >= first:
                     leg.append(backward(stage, microbatch - ahead))
             legs.append(leg)
-        return [*legs, [backward(stage, microbatch) for microbatch in range(max(first, end - ahead), end)]]
+        rest = range(max(first, end - ahead), end)
+        return [*legs, [backward(stage, microbatch) for microbatch in rest]]
 
     def max_in_flight(self, stage: int) -> int | None:
         return self._ahead(stage) + 1
 
     def _ahead(self, stage: int) -> int:
-        """Forwards before the first backward, beyond that backward's own."""
+        """Forwards that a stage runs before the one that is followed by its first backward."""
         return (self.num_stages - stage - 1) * (2 if self.extra_warmup else 1)

@@ -1,7 +1,7 @@
 """What a schedule's order is: when each stage computes which microbatch.
 
-An order knows nothing of weights, updates or transfers; the passes add them. To add one, write a file with a subclass, and enter it into
-the table in `megatron.pipeline.schedules.orders`.
+An order knows nothing of weights, updates or transfers; the passes add them. To add an order, write a file with a
+subclass and enter it into the table in `orders`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,13 +23,13 @@ class Order(ABC):
         """What a stage computes on the microbatches of `batches`, which follow one another without a drain.
 
         Returns:
-            For each batch the computations from its first forward up to where the first forward of the next one stands, or would stand; then,
-            in one more list, the rest.
+            For each batch the computations from its first forward up to where the first forward of the next batch
+            stands, or would stand; then, in one more list, what is left to do.
         """
 
     @abstractmethod
     def max_in_flight(self, stage: int) -> int | None:
-        """The largest number of microbatches between the start of their forward and the end of their backward; None: all of a batch."""
+        """The most microbatches that are between their forward and the end of their backward; None: all of a batch."""
 
 
 def forward(stage: int, microbatch: int) -> Instruction:

@@ -1,7 +1,8 @@
 """A schedule: the choices from which a program follows.
 
-An order says when each stage computes which microbatch; a weight policy, which weights it uses and when they are updated; flags add recompute and
-name what the chain of an update contains. `build` turns the choices into a program: the order, then one pass for each concern.
+An order says when each stage computes which microbatch; a weight policy, which weights it uses and when they are
+updated; flags add recompute and say what the chain of an update contains. `build` turns the choices into a program:
+the order, then one pass for each concern.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from megatron.pipeline.weights import WeightPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What to build programs from. Two schedules with equal fields build equal programs.
+    """What to build programs from. Equal schedules build equal programs.
 
     Attributes:
         order: a name in `ORDERS`: `gpipe` or `1f1b`.
@@ -32,7 +33,7 @@ class Schedule:
         num_stages: stages of the pipeline, one on each rank.
         recompute: recompute the activations of a microbatch before its backward.
         extra_warmup: start twice as far ahead, to hide transfers (1f1b only).
-        tied_embeddings: the first and the last stage share their embedding, so their gradients of it are added up.
+        tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
 
     Raises:
@@ -48,28 +49,33 @@ class Schedule:
     data_parallel: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", WeightPolicy(self.weights))
         if self.order not in ORDERS:
             raise ValueError(f"there is no order {self.order!r}; choose from {', '.join(ORDERS)}")
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
         if self.order == "gpipe" and self.weights is not WeightPolicy.FLUSH:
             raise ValueError(
-                f"gpipe drains the pipeline in every batch, so {self.weights.value} would keep more weight versions for nothing; "
+                f"gpipe drains in every batch, so the weight versions of {self.weights.value} would buy nothing; "
                 "use weights flush, or order 1f1b"
             )
         if self.order == "gpipe" and self.extra_warmup:
-            raise ValueError("gpipe runs all forwards of a batch first, so it has no warm-up to extend; drop extra_warmup, or use order 1f1b")
+            raise ValueError("gpipe runs all forwards first, so it has no warm-up to extend; drop extra_warmup")
         if self.weights is WeightPolicy.STASH and self.extra_warmup:
-            raise ValueError("stash keeps a weight version for each microbatch in flight, at most p-s, which extra_warmup would exceed; drop it")
+            raise ValueError("stash keeps at most p-s weight versions at stage s; extra_warmup needs more, so drop it")
         if self.weights is WeightPolicy.STASH and self.tied_embeddings:
             raise ValueError(
-                "under stash each stage updates its weights at its own time, so the first and the last stage cannot share an embedding; "
-                "untie the embeddings"
+                "under stash every stage updates at its own time, so the first and the last one cannot share an "
+                "embedding; untie the embeddings, or use flush or 2bw"
             )
 
     @classmethod
     def preset(cls, name: str, *, num_stages: int, **flags: bool) -> "Schedule":
-        """The schedule of that name: gpipe, flush, 2bw or pipedream. Raises ValueError for another name, and as the constructor does."""
+        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw or pipedream.
+
+        Raises:
+            ValueError: another name, or as the constructor.
+        """
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         order, weights = PRESETS[name]
@@ -83,36 +89,39 @@ class Schedule:
             raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
         if self.weights is WeightPolicy.STASH and num_microbatches != 1:
             raise ValueError(
-                f"stash updates the weights after every microbatch, so a batch is one microbatch and cannot have {num_microbatches}; "
-                "set the global batch size to micro batch size times data-parallel size"
+                f"stash updates after every microbatch, so a batch is one microbatch, not {num_microbatches}; make the "
+                "global batch size the micro batch size times the data-parallel size"
             )
         if self.weights is WeightPolicy.TWO_BW and num_microbatches < (fewest := self._order.max_in_flight(0)):
+            warmup = " and extra warm-up" if self.extra_warmup else ""
             raise ValueError(
-                f"2bw with {self.num_stages} stages{' and extra warm-up' if self.extra_warmup else ''} needs batches of at least {fewest} microbatches, "
-                f"as many as are in flight, not {num_microbatches}: else the weights of a batch would not be ready when it begins; "
-                "use larger batches, fewer stages, or flush"
+                f"2bw with {self.num_stages} stages{warmup} needs batches of at least {fewest} microbatches, as many as "
+                f"are in flight, not {num_microbatches}: a batch would begin before its weights are made; use larger "
+                "batches, fewer stages, or flush"
             )
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The largest number of microbatches whose activations each stage may hold in a program of these batches."""
+        """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
         together = max(batches) if self.weights.rule.drains else sum(batches)
         limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
         return tuple(together if limit is None else min(limit, together) for limit in limits)
 
     @property
     def report_lag(self) -> int:
-        """By the end of batch i's leg every rank has executed the STEP of batch i - report_lag, in the same undrained stretch.
+        """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm.
 
-        Under stash, a rank's norm of that batch has been posted, too.
+        That holds where batch i - report_lag lies in the same undrained stretch; a drain completes all.
         """
-        return self.num_stages if self.weights.rule.delay is None else self.weights.rule.delay
+        delay = self.weights.rule.delay
+        return self.num_stages if delay is None else delay
 
     @property
     def settling_batches(self) -> int:
-        """How many batches after a drained start, and so before any batch, can matter to the leg of a batch and to a drain after it.
+        """How many of the batches before a batch can matter to its leg, and to a drain after it.
 
-        None, where every batch drains. Under a fixed delay the one before: what is in flight is less than a batch (see `validate`). Where stages use
-        their newest weights, those whose backward is to come, and those that had been in flight at their forwards, which fixed their versions.
+        None, where every batch drains. Under a fixed delay one, for less than a batch is in flight (see `validate`).
+        Where stages use their newest weights, the batches whose backward is in the leg, and as many before them,
+        which were in flight at their forwards and so fixed their versions.
         """
         rule = self.weights.rule
         if rule.drains:
@@ -122,37 +131,39 @@ class Schedule:
     # --- programs
 
     def build(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
-        """The program of `batches`, which gives the number of microbatches of each, from a drained state to a drained state.
+        """The program of `batches`, the number of microbatches of each, from a drained state to a drained state.
 
         Raises:
             ValueError: no batches, or a batch that the schedule cannot run.
         """
         return self.build_in_legs(batches, first_batch=first_batch, first_microbatch=first_microbatch).program
 
-    def build_in_legs(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramInLegs:
-        """The same program, with the places at which it could have been drained."""
+    def build_in_legs(
+        self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0
+    ) -> ProgramInLegs:
+        """What `build` builds, with the places at which a run could be drained."""
         if not batches:
             raise ValueError("a program needs a batch; give the number of microbatches of each")
-        for size in batches:
-            self.validate(size)
+        for num_microbatches in batches:
+            self.validate(num_microbatches)
         outline = self._outline(batches, first_batch=first_batch, first_microbatch=first_microbatch)
-        ranks = []
+        legs_of_rank = []
         for stage in range(self.num_stages):
             legs = self._order_legs(stage, outline)
             if self.recompute:
                 legs = add_recompute(legs)
             legs = add_updates(legs, stage, outline)
-            legs = set_versions(legs, outline)
-            ranks.append(legs)
-        return ProgramInLegs.join(outline, add_communication(ranks, outline))
+            legs_of_rank.append(set_versions(legs, outline))
+        return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline))
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of batches of this size."""
-        num_fill = max(1, self.settling_batches + (self.weights.rule.delay or 0))  # batch j uses version max(j - delay, 0), which settles later
-        sizes = (num_microbatches,) * num_fill
-        built = self.build_in_legs((*sizes, num_microbatches))
+        first_unclamped = self.weights.rule.delay or 0  # the version max(j - delay, 0) grows from batch `delay` on
+        num_fill = max(1, first_unclamped + self.settling_batches)
+        batches = (num_microbatches,) * num_fill
+        built = self.build_in_legs((*batches, num_microbatches))
         return PeriodicProgram(
-            outline=self._outline(sizes),
+            outline=self._outline(batches),
             fill=built.legs(0, num_fill),
             period=built.legs(num_fill, num_fill + 1),
             drain=tuple(shifted_row(row, microbatches=-num_microbatches, versions=-1) for row in built.drain),
@@ -160,7 +171,11 @@ class Schedule:
         )
 
     def build_evaluation(self, num_microbatches: int, *, version: int, first_microbatch: int = 0) -> Program:
-        """Forwards only, with one weight version, the newest of a drained state."""
+        """Forwards of one batch with one weight version, the newest of a drained state.
+
+        Raises:
+            ValueError: no microbatches.
+        """
         if num_microbatches < 1:
             raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
         outline = Program(
@@ -173,11 +188,14 @@ class Schedule:
             forward_only=True,
         )
         microbatches = range(first_microbatch, first_microbatch + num_microbatches)
-        ranks = [[[Instruction(Kind.FORWARD, stage, each, version) for each in microbatches]] for stage in range(self.num_stages)]
-        return ProgramInLegs.join(outline, add_communication(ranks, outline)).program
+        legs_of_rank = [
+            [[Instruction(Kind.FORWARD, stage, microbatch, version) for microbatch in microbatches]]
+            for stage in range(self.num_stages)
+        ]
+        return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
 
     def stream(self, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramStream:
-        """The program of batches that come one at a time, from a drained state before `first_batch` on."""
+        """The batches of a run one at a time, from a drained state before `first_batch` on."""
         return ProgramStream(self, first_batch=first_batch, first_microbatch=first_microbatch)
 
     # --- parts
@@ -204,10 +222,10 @@ class Schedule:
         )
 
     def _order_legs(self, stage: int, outline: Program) -> Legs:
-        """The order's computations at a stage: all batches in one stretch, or each in a stretch of its own where the policy drains."""
-        order = self._order
-        batches = [outline.microbatches_of(outline.first_batch + index) for index in range(len(outline.batches))]
+        """The order of a stage: all batches in one stretch, or each in its own where the policy drains."""
+        order, first = self._order, outline.first_batch
+        batches = [outline.microbatches_of(batch) for batch in range(first, first + len(outline.batches))]
         if not self.weights.rule.drains:
             return order.legs(stage, batches)
         stretches = [order.legs(stage, [batch]) for batch in batches]
-        return [leg + drain for leg, drain in stretches] + [[]]
+        return [*(leg + drain for leg, drain in stretches), []]
