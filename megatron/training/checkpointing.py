@@ -216,15 +216,18 @@ def load_checkpoint(
     return position
 
 
-def apply_checkpoint_arguments(args: argparse.Namespace) -> None:
+def apply_checkpoint_arguments(args: argparse.Namespace) -> argparse.Namespace:
     """--use-checkpoint-args: take the model's arguments from the checkpoint of `args.load`, before anything is built.
 
-    Not collective; every rank reads for itself. Raises CheckpointError where there is no checkpoint to take them from.
+    Not collective; every rank reads for itself. Returns all arguments that the checkpoint holds. Raises CheckpointError
+    where there is no checkpoint to take them from.
     """
     location = directory.locate(args.load, step=args.ckpt_step) if args.load else None
     if location is None:
         raise CheckpointError(f"--use-checkpoint-args needs a checkpoint, and --load {args.load} holds none")
-    arguments.apply_saved_arguments(args, read_common_state(location).get("args"), location.path)
+    saved = read_common_state(location).get("args")
+    arguments.apply_saved_arguments(args, saved, location.path)
+    return saved
 
 
 def _position(common: dict) -> CheckpointPosition:

@@ -24,9 +24,14 @@ MODEL_ARGUMENTS = (
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
     "normalization",
+    "apply_residual_connection_post_layernorm",
     "swiglu",
     "squared_relu",
+    "quick_geglu",
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
@@ -34,7 +39,7 @@ MODEL_ARGUMENTS = (
     "untie_embeddings_and_output_weights",
     "num_experts",
 )
-# Taken over by --use-checkpoint-args as well, but free to differ when a checkpoint is loaded.
+# Taken over by --use-checkpoint-args unless the command line names them; free to differ when a checkpoint is loaded.
 _SOFT_MODEL_ARGUMENTS = (
     "seq_length",
     "max_position_embeddings",
@@ -46,14 +51,16 @@ _SOFT_MODEL_ARGUMENTS = (
     "apply_query_key_layer_scaling",
     "padded_vocab_size",
 )
-# Taken over where the command line gives none.
 _TOKENIZER_ARGUMENTS = (
     "tokenizer_type",
     "tokenizer_model",
     "vocab_file",
     "merge_file",
     "vocab_size",
+    "vocab_extra_ids",
     "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
 )
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 _OF_ONE_RANK = ("rank", "local_rank")
@@ -90,7 +97,7 @@ def _differences(args: argparse.Namespace, saved: argparse.Namespace | None) -> 
         here, there = getattr(args, name, None), getattr(saved, name, None)
         if here is None or there is None or here == there:
             continue
-        if name in ("rotary_base", "rotary_percent", "rotary_interleaved") and learned:
+        if name.startswith(("rotary_", "use_rope_", "rope_")) and learned:
             continue
         if name == "num_query_groups" and not getattr(args, "group_query_attention", False):
             continue
@@ -115,16 +122,17 @@ def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None)
 
 
 def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
-    """--use-checkpoint-args: set the model's arguments to the saved ones, and the tokenizer's where they are unset."""
+    """--use-checkpoint-args: set the model's arguments to the saved ones.
+
+    What decides the shape always comes from the checkpoint. The rest of the model's arguments, and the tokenizer's, keep
+    the values that the command line names (`args.given`).
+    """
     if saved is None:
         raise CheckpointError(
             f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
         )
-    for name in MODEL_ARGUMENTS + _SOFT_MODEL_ARGUMENTS:
-        if hasattr(saved, name):
-            setattr(args, name, getattr(saved, name))
-    for name in _TOKENIZER_ARGUMENTS:
-        if getattr(args, name, None) is None and hasattr(saved, name):
+    for name in (*MODEL_ARGUMENTS, *_SOFT_MODEL_ARGUMENTS, *_TOKENIZER_ARGUMENTS):
+        if hasattr(saved, name) and (name in MODEL_ARGUMENTS or name not in args.given):
             setattr(args, name, getattr(saved, name))
 
 

@@ -54,11 +54,15 @@ def test_padding_of_the_vocabulary_may_differ_but_not_the_vocabulary():
 
 
 def test_use_checkpoint_args_takes_the_model_but_not_the_run():
-    """Model arguments come from the checkpoint; degrees stay; the tokenizer is taken only where none is given."""
-    args = model(tokenizer_type=None, tokenizer_model="mine", lr=0.1)
-    saved = model(num_layers=8, tensor_model_parallel_size=4, tokenizer_type="NullTokenizer", tokenizer_model="x", lr=1)
+    """What decides the shape comes from the checkpoint; degrees, the run, and a tokenizer named by the user stay."""
+    args = model(tokenizer_type=None, tokenizer_model="mine", lr=0.1, hidden_dropout=0.0)
+    args.given = ("num_layers", "tokenizer_model", "lr")
+    saved = model(
+        num_layers=8, tensor_model_parallel_size=4, tokenizer_type="NullTokenizer", tokenizer_model="x", lr=1,
+        hidden_dropout=0.2,
+    )  # fmt: skip
     arguments.apply_saved_arguments(args, saved, "DIR")
     assert (args.num_layers, args.tensor_model_parallel_size, args.lr) == (8, 1, 0.1)
-    assert (args.tokenizer_type, args.tokenizer_model) == ("NullTokenizer", "mine")
+    assert (args.tokenizer_type, args.tokenizer_model, args.hidden_dropout) == ("NullTokenizer", "mine", 0.2)
     with pytest.raises(CheckpointError, match="holds no arguments"):
         arguments.apply_saved_arguments(args, None, "DIR")

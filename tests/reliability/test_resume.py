@@ -1,0 +1,153 @@
+"""Stopped runs go on as if they had never been stopped: jobs as users start them, compared loss by loss."""
+
+import signal
+import time
+
+import pytest
+
+from tests.reliability import launch
+
+LAST = 12
+TWO_BW = ["--pipeline-schedule", "2bw", "--train-iters", LAST]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Losses of a 2bw run that neither saves nor evaluates, by iteration."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    launch.train(2, *TWO_BW, "--metrics-file", "metrics.jsonl", directory=directory).assert_succeeded()
+    losses = launch.losses(directory / "metrics.jsonl")
+    assert sorted(losses) == list(range(1, LAST + 1))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def saving(tmp_path_factory):
+    """Directory of the same run with a checkpoint every 4 iterations and an evaluation every 3."""
+    directory = tmp_path_factory.mktemp("saving")
+    flags = ["--save", "checkpoints", "--save-interval", 4, "--eval-interval", 3, "--eval-iters", 1]
+    launch.train(2, *TWO_BW, *flags, "--metrics-file", "metrics.jsonl", directory=directory).assert_succeeded()
+    return directory
+
+
+def test_evaluations_and_checkpoints_between_change_nothing(uninterrupted, saving):
+    """A drained 2bw run has bit for bit the losses of one that never drains."""
+    assert launch.losses(saving / "metrics.jsonl") == uninterrupted
+    names = sorted(path.name for path in (saving / "checkpoints").iterdir())
+    assert names == ["iter_0000004", "iter_0000008", "iter_0000012", "latest_checkpointed_iteration.txt"]
+
+
+def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, saving, tmp_path):
+    """From the checkpoint of iteration 8 (both weight versions, data position, dropout) the losses are bit-equal."""
+    flags = ["--load", saving / "checkpoints", "--ckpt-step", 8, "--metrics-file", "metrics.jsonl"]
+    launch.train(2, *TWO_BW, *flags, directory=tmp_path).assert_succeeded()
+    losses = launch.losses(tmp_path / "metrics.jsonl")
+    assert losses == {iteration: uninterrupted[iteration] for iteration in range(9, LAST + 1)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world_size", "degrees"),
+    [
+        (1, []),
+        (2, ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 1]),
+        (4, ["--pipeline-model-parallel-size", 4]),
+        (4, ["--pipeline-model-parallel-size", 2, "--use-distributed-optimizer", "--no-load-optim"]),
+    ],
+    ids=["p=1", "t=2", "p=4", "d=2"],
+)
+def test_other_degrees_continue_a_2bw_run(uninterrupted, saving, tmp_path, world_size, degrees):
+    """At other degrees the losses agree to rounding: both weight versions arrive."""
+    flags = ["--load", saving / "checkpoints", "--ckpt-step", 8, "--metrics-file", "metrics.jsonl"]
+    launch.train(world_size, *TWO_BW, *flags, *degrees, directory=tmp_path).assert_succeeded()
+    losses = launch.losses(tmp_path / "metrics.jsonl")
+    last = 9 if "--no-load-optim" in degrees else LAST  # batch 9 uses the loaded versions only
+    expected = {iteration: uninterrupted[iteration] for iteration in range(9, last + 1)}
+    assert {iteration: losses[iteration] for iteration in expected} == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["flush", "gpipe"])
+def test_2bw_checkpoint_serves_schedules_with_flushes(saving, tmp_path, schedule):
+    """flush takes the newest version; the checkpoint that it writes serves 2bw again, with one version for both."""
+    first = ["--pipeline-schedule", schedule, "--train-iters", LAST, "--load", saving / "checkpoints", "--ckpt-step", 8]
+    launch.train(2, *first, "--save", "own", "--metrics-file", "a.jsonl", directory=tmp_path).assert_succeeded()
+    again = ["--pipeline-schedule", "2bw", "--train-iters", LAST + 4, "--load", "own", "--metrics-file", "b.jsonl"]
+    launch.train(2, *again, directory=tmp_path).assert_succeeded()
+    assert sorted(launch.losses(tmp_path / "a.jsonl")) == [9, 10, 11, 12]
+    assert sorted(launch.losses(tmp_path / "b.jsonl")) == [13, 14, 15, 16]
+
+
+def _killed_and_resumed(directory, uninterrupted, *flags):
+    flags = [*TWO_BW, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", 2, *flags]
+    with launch.Job(
+        launch.training_command(2, *flags, "--metrics-file", "first.jsonl"), directory=directory
+    ) as job:  # fmt: skip
+        job.wait_until(lambda: (directory / "checkpoints" / "latest_checkpointed_iteration.txt").exists())
+        delay = launch.random_delay(0.5)
+        for pid in job.workers().values():
+            launch.kill(pid, signal.SIGKILL)
+        outcome = job.wait()
+    assert not outcome.leftovers
+    reported = int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    launch.train(2, *flags, "--metrics-file", "second.jsonl", directory=directory).assert_succeeded()
+    losses = launch.losses(directory / "second.jsonl")
+    assert losses == {iteration: uninterrupted[iteration] for iteration in range(reported + 1, LAST + 1)}, (
+        f"killed {delay:.3f} s after the first checkpoint, resumed from {reported}"
+    )
+    assert not list((directory / "checkpoints").glob(".*"))
+
+
+def test_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
+    """kill -9 of all ranks at a random moment, perhaps while saving: the resumed losses are those of the whole run."""
+    _killed_and_resumed(tmp_path, uninterrupted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [[], [], [], ["--async-save"], ["--async-save"]])
+def test_killed_run_goes_on_again_and_again(uninterrupted, tmp_path, flags):
+    """The same at other random moments, and with checkpoints written beside training."""
+    _killed_and_resumed(tmp_path, uninterrupted, *flags)
+
+
+def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0.0):
+    """A long run, of which one rank gets SIGTERM; returns the iteration that was saved."""
+    flags = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000, *flags]
+    command = launch.training_command(world_size, *flags, "--metrics-file", "metrics.jsonl")
+    with launch.Job(command, directory=directory) as job:
+        if iteration:
+            launch.wait_for_iteration(job, directory / "metrics.jsonl", iteration)
+        else:
+            job.wait_until(lambda: rank in job.workers())
+            time.sleep(delay)
+        launch.kill(job.workers()[rank], signal.SIGTERM)
+        outcome = job.wait()
+    outcome.assert_succeeded()
+    names = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    saved = int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert names == [f"iter_{saved:07d}", "latest_checkpointed_iteration.txt"], "saved once"
+    assert saved == max(launch.losses(directory / "metrics.jsonl")), "saved where it stopped, drained"
+    return saved
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_to_one_rank_saves_once_and_ends_all(tmp_path, rank):
+    """SIGTERM to any one rank in the middle of training: one checkpoint of the last iteration, status 0."""
+    saved = _stopped_by_signal(tmp_path, rank, 5, "--pipeline-schedule", "2bw")
+    assert saved < 100_000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["2bw", "flush"])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_signal_to_each_of_four_ranks(tmp_path, rank, schedule):
+    """The same for p=2, d=2 with checkpoints beside training and evaluations, in which the signal may fall."""
+    flags = ["--pipeline-model-parallel-size", 2, "--eval-interval", 2, "--eval-iters", 2, "--async-save"]
+    _stopped_by_signal(tmp_path, rank, 3 + rank, "--pipeline-schedule", schedule, *flags, world_size=4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("delay", [2.0, 4.0, 6.0])
+def test_signal_during_start_up(tmp_path, delay):
+    """A signal that comes before the first iteration is kept: the run stops after its first batches, and saves."""
+    _stopped_by_signal(tmp_path, 1, 0, "--pipeline-schedule", "2bw", delay=delay)
