@@ -59,7 +59,7 @@ prepare_environment() {
 
 install_project() {
     local where='import megatron.pipeline as package; print(package.__path__[0])'
-    [ "$(cd / && python -I -c "$where" 2>/dev/null)" = "$repository/megatron/pipeline" ] && return
+    [ "$(cd / && python -c "$where" 2>/dev/null)" = "$repository/megatron/pipeline" ] && return
     echo "Installing the project from $repository"
     # Built with the setuptools that torch brings: pip would fetch a copy of its own.
     python -m pip install --no-input --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable "$repository"

@@ -1,0 +1,58 @@
+"""The example scripts: sound shell, and command lines that the training program accepts."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments import parse_args, validate_args
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path for folder in ("examples", "tests", "tools") for path in (ROOT / folder).rglob("*.sh"))
+
+
+@pytest.fixture
+def recorded_arguments(tmp_path):
+    """Run a script with a `python` that only writes down its arguments; returns those of pretrain_gpt.py."""
+
+    def run(script: str, *arguments: str, **environment: str) -> list[str]:
+        stub = tmp_path / "bin" / "python"
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\n')
+        stub.chmod(0o755)
+        record = tmp_path / "arguments"
+        path = f"{stub.parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "RECORD": str(record), **environment}
+        subprocess.run(["bash", str(ROOT / script), *arguments], env=environment, check=True, timeout=60)
+        words = record.read_text().splitlines()
+        return words[words.index("pretrain_gpt.py") + 1 :]
+
+    return run
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_script_is_sound_shell(path):
+    """bash can parse every script of the project."""
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"TP": "2", "PP": "2", "SCHEDULE": "flush"}, {"GPUS_PER_NODE": "4"}], ids=lambda e: str(e)
+)
+def test_one_node_script_parses(recorded_arguments, environment):
+    """examples/pretrain_gpt_2bw.sh gives a command line that is accepted, at several degrees."""
+    words = recorded_arguments(
+        "examples/pretrain_gpt_2bw.sh", "ckpt", "vocab.json", "merges.txt", "text", **environment
+    )
+    args = parse_args(words)
+    validate_args(args, world_size=int(environment.get("GPUS_PER_NODE", 8)))
+    assert args.pipeline_schedule == environment.get("SCHEDULE", "2bw")
+    assert args.pipeline_model_parallel_size == int(environment.get("PP", 4))
+
+
+def test_one_node_script_shows_its_usage():
+    """Without arguments the script says what it wants, and fails."""
+    command = ["bash", str(ROOT / "examples/pretrain_gpt_2bw.sh")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "CHECKPOINTS VOCAB_FILE MERGE_FILE DATA_PREFIX" in result.stderr
