@@ -30,10 +30,10 @@ from megatron.pipeline.check.progress import prove_progress
 from megatron.pipeline.check.report import CheckReport
 from megatron.pipeline.check.transfers import prove_transfers
 from megatron.pipeline.check.updates import prove_updates
-from megatron.pipeline.check.versions import prove_same_version, prove_versions
+from megatron.pipeline.check.versions import prove_evaluation, prove_versions
 from megatron.pipeline.program import Program
 
-__all__ = ["CheckReport", "ProgramError", "check", "check_evaluation", "check_periodic"]
+__all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
 
 
 def check(program: Program, *, max_saved: Sequence[int] | None = None) -> CheckReport:
@@ -41,7 +41,8 @@ def check(program: Program, *, max_saved: Sequence[int] | None = None) -> CheckR
 
     Args:
         program: a complete program, or a compute-only one, whose tensors are then taken to move by themselves between
-            ranks. Where nothing in it names a weight version, nothing is proved about versions and updates.
+            ranks. Where nothing in it names a weight version, nothing is proved about versions and updates. One that
+            evaluates (`forward_only`) runs on drained stages, with the newest version, and saves nothing.
         max_saved: the largest number of saved microbatches that each stage may hold. None bounds nothing; the peaks are
             reported.
 
@@ -51,42 +52,35 @@ def check(program: Program, *, max_saved: Sequence[int] | None = None) -> CheckR
     Raises:
         ProgramError: the first claim that does not hold, with rank, position, instruction and reason.
     """
-    compacted = compact(program)
-    return _prove(compacted, max_saved)
+    return _prove(compact(program), max_saved)
 
 
 def _prove(compacted: CompactProgram, max_saved: Sequence[int] | None) -> CheckReport:
-    prove_computations(compacted, forward_only=False)
-    prove_transfers(compacted)
+    """Every proof of one program. Each may rely on those before it."""
+    evaluates = compacted.program.forward_only
     live_versions: tuple[int, ...] = ()
-    if compacted.versioned:
+    peak_saved = peak_recomputed = (0,) * compacted.num_stages
+    prove_computations(compacted)
+    prove_transfers(compacted)
+    if compacted.versioned and evaluates:
+        live_versions = prove_evaluation(compacted)
+    elif compacted.versioned:
         prove_updates(compacted)
         live_versions = prove_versions(compacted)
-    peak_saved, peak_recomputed = prove_memory(compacted, max_saved)
+    if not evaluates:
+        peak_saved, peak_recomputed = prove_memory(compacted, max_saved)
     prove_progress(compacted)
-    return _report(compacted, peak_saved=peak_saved, peak_recomputed=peak_recomputed, live_versions=live_versions)
-
-
-def check_evaluation(program: Program) -> CheckReport:
-    """Prove that a program of forwards only, which runs on drained stages, is right: as `check`, and all its forwards
-    use the same version.
-
-    Its forwards save nothing, so its peaks are zero.
-
-    Raises:
-        ProgramError: the first claim that does not hold.
-    """
-    compacted = compact(program)
-    prove_computations(compacted, forward_only=True)
-    prove_transfers(compacted)
-    prove_same_version(compacted)
-    prove_progress(compacted)
-    nothing = (0,) * compacted.num_stages
-    return _report(
-        compacted,
-        peak_saved=nothing,
-        peak_recomputed=nothing,
-        live_versions=(1,) * compacted.num_stages if compacted.versioned else (),
+    return CheckReport(
+        num_ranks=len(compacted.codes),
+        num_stages=compacted.num_stages,
+        num_batches=len(compacted.program.batches),
+        num_microbatches=compacted.num_microbatches,
+        num_instructions=compacted.num_instructions,
+        communicates=compacted.communicates,
+        versioned=compacted.versioned,
+        peak_saved_microbatches=peak_saved,
+        peak_recomputed_microbatches=peak_recomputed,
+        live_versions=live_versions,
     )
 
 
@@ -113,24 +107,3 @@ def check_periodic(periodic: Periodic, *, max_saved: Sequence[int] | None = None
     prove_repetition(one, two, fill=fill, period=period, shift=shift)
     prove_periods(compacted, fill=fill, period=period, shift=shift)
     return report
-
-
-def _report(
-    compacted: CompactProgram,
-    *,
-    peak_saved: tuple[int, ...],
-    peak_recomputed: tuple[int, ...],
-    live_versions: tuple[int, ...],
-) -> CheckReport:
-    return CheckReport(
-        num_ranks=len(compacted.codes),
-        num_stages=compacted.num_stages,
-        num_batches=len(compacted.program.batches),
-        num_microbatches=compacted.num_microbatches,
-        num_instructions=compacted.num_instructions,
-        communicates=compacted.communicates,
-        versioned=compacted.versioned,
-        peak_saved_microbatches=peak_saved,
-        peak_recomputed_microbatches=peak_recomputed,
-        live_versions=live_versions,
-    )

@@ -44,29 +44,24 @@ _FACTS = {
 }
 
 
-def prove_computations(compact: CompactProgram, *, forward_only: bool) -> None:
+def prove_computations(compact: CompactProgram) -> None:
     """Prove the table above for every (stage, microbatch).
 
     Args:
-        compact: the program.
-        forward_only: the program evaluates: it has forwards and no backwards.
+        compact: the program. One that evaluates (`forward_only`) has no backwards, and nothing of them.
 
     Raises:
         ProgramError: naming the first instruction that breaks its rule, or the forward of a microbatch that stays
             unfinished.
     """
     num_microbatches = compact.num_microbatches
-    rules = [
-        rule for stage in range(compact.num_stages) for rule in stage_rules(compact, stage, forward_only=forward_only)
-    ]
+    rules = [rule for stage in range(compact.num_stages) for rule in stage_rules(compact, stage)]
     facts = bytearray(compact.num_stages * num_microbatches)
     for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
         for position, (code, place) in enumerate(zip(codes, places, strict=True)):
             rule = rules[place // num_microbatches * NUM_CODES + code]
             if rule is None:
-                raise compact.error(
-                    rank, position, _explain_no_rule(compact, code, place // num_microbatches, forward_only)
-                )
+                raise compact.error(rank, position, _explain_no_rule(compact, code, place // num_microbatches))
             looked_at, wanted, added = rule
             found = facts[place]
             if found & looked_at != wanted:
@@ -80,7 +75,7 @@ def prove_computations(compact: CompactProgram, *, forward_only: bool) -> None:
             raise _incomplete(compact, stage * num_microbatches + index, complete & ~row[index])
 
 
-def stage_rules(compact: CompactProgram, stage: int, *, forward_only: bool) -> list[_Rule | None]:
+def stage_rules(compact: CompactProgram, stage: int) -> list[_Rule | None]:
     """The rule of each code at a stage; None where the stage cannot have such an instruction."""
     receives, sends = compact.crosses(stage - 1), compact.crosses(stage)
     recompute = compact.program.recompute
@@ -99,7 +94,7 @@ def stage_rules(compact: CompactProgram, stage: int, *, forward_only: bool) -> l
     rules[RECV_F] = rule(0, INPUT_POSTED, INPUT_POSTED) if receives else None
     rules[SEND_B] = rule(INPUT_GRAD, GRAD_SENT, GRAD_SENT) if receives else None
     rules[RECV_B] = rule(0, GRAD_POSTED, GRAD_POSTED) if sends else None
-    if forward_only:
+    if compact.program.forward_only:
         rules[R] = rules[B] = rules[I] = rules[W] = rules[SEND_B] = rules[RECV_B] = None
     return rules
 
@@ -113,11 +108,11 @@ def complete_facts(rules: list[_Rule | None]) -> int:
     return complete
 
 
-def _explain_no_rule(compact: CompactProgram, code: int, stage: int, forward_only: bool) -> str:
-    if code == R:
-        return "the program recomputes nothing" if not forward_only else "a program that evaluates recomputes nothing"
-    if forward_only and code not in (SEND_F, RECV_F):
+def _explain_no_rule(compact: CompactProgram, code: int, stage: int) -> str:
+    if compact.program.forward_only and code not in (SEND_F, RECV_F):
         return "a program that evaluates has forwards only"
+    if code == R:
+        return "the program recomputes nothing"
     neighbour = stage + 1 if code in (SEND_F, RECV_B) else stage - 1
     if not 0 <= neighbour < compact.num_stages:
         return f"stage {stage} has no neighbour there: the program has stages 0 to {compact.num_stages - 1}"

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.check.compact import KIND_OF_CODE, REDUCE_GRAD, SEND_B, SEND_F, STEP, B, F
+from megatron.pipeline.check.compact import KIND_OF_CODE, SEND_B, SEND_F, STEP, B, F
 from megatron.pipeline.check.error import ProgramError
 
 if TYPE_CHECKING:
     from megatron.pipeline.check.progress import Execution
+    from megatron.pipeline.check.reductions import Reduction
 
-_ROW, _CHAIN = "row", "chain"
-_Node = tuple[str, int]  # what waits: the row or the chain of a rank
+_ROW, _QUEUE = "row", "queue"
+_Node = tuple[str, int]  # what waits: the row of a rank, or a queue of reductions
 
 
 def explain_deadlock(execution: Execution) -> ProgramError:
@@ -37,9 +38,9 @@ def explain_deadlock(execution: Execution) -> ProgramError:
 
 
 def _waits_for(execution: Execution, node: _Node) -> tuple[str, _Node | None]:
-    """A sentence that says what a row or a chain waits for, and the node that has to bring it (None: nobody will)."""
-    what, rank = node
-    return _row_waits_for(execution, rank) if what == _ROW else _chain_waits_for(execution, rank)
+    """A sentence that says what a row or a queue waits for, and the node that has to bring it (None: nobody will)."""
+    what, index = node
+    return _row_waits_for(execution, index) if what == _ROW else _queue_waits_for(execution, index)
 
 
 def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
@@ -48,7 +49,7 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
         return f"rank {rank} has executed all that stands before the border", None
     here = f"rank {rank} waits at {compact.program.rows[rank][position]}"
     if compact.codes[rank][position] == STEP:
-        return f"{here} for its chain of reductions", (_CHAIN, rank)
+        return f"{here} for its chain of reductions", (_QUEUE, rank)
     place, is_input = execution.awaited_tensor[rank], True
     num_places = len(execution.arrived) // 2
     if place >= num_places:
@@ -62,24 +63,21 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
     return f"{here} for {compact.word(code, place + (producer - stage) * width)} of rank {other}", (_ROW, other)
 
 
-def _chain_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
-    index = execution.completed[rank]
-    running = execution.chains[rank][index]
-    assert running[0] != REDUCE_GRAD, "a reduction over the replicas waits for no other row"
-    for member in execution.members[running[0]]:
-        begun = execution.started[member]
-        if running in execution.chains[member][:begun]:
+def _queue_waits_for(execution: Execution, queue: int) -> tuple[str, _Node | None]:
+    reductions, num_ranks = execution.reductions, len(execution.ends)
+    running = reductions.incomplete(queue)[0]
+    for member in reductions.members(queue, running):
+        if reductions.has_started(member, running):
             continue
-        if running in execution.chains[member][begun:]:
-            blocker = _word(execution.chains[member][execution.completed[member]])
-            return f"{_word(running)} of rank {rank} waits for rank {member}, where it stands behind {blocker}", (
-                _CHAIN,
-                member,
-            )
-        return f"{_word(running)} of rank {rank} waits for rank {member}, which has not posted it", (_ROW, member)
+        rank = member % num_ranks
+        here = f"{_word(running)} of rank {queue % num_ranks} waits for rank {rank}"
+        waiting = reductions.incomplete(member)
+        if running in waiting:
+            return f"{here}, where it stands behind {_word(waiting[0])}", (_QUEUE, member)
+        return f"{here}, which has not posted it", (_ROW, rank)
     raise AssertionError("a reduction that all members have started is complete")
 
 
-def _word(reduction: tuple[int, int]) -> str:
+def _word(reduction: Reduction) -> str:
     code, version = reduction
     return f"{KIND_OF_CODE[code].value}@{version}"

@@ -26,15 +26,14 @@ ends has posted.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megatron.pipeline.check.compact import KIND_OF_CODE, NUM_CODES, REDUCE_GRAD, CompactProgram, F
+from megatron.pipeline.check.compact import KIND_OF_CODE, NUM_CODES, REDUCE_GRAD, STEP, CompactProgram, F
 from megatron.pipeline.check.computations import complete_facts, stage_rules
 from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_stage
-from megatron.pipeline.check.versions import version_of_each_microbatch
 from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 
 
 class Periodic(Protocol):
@@ -118,10 +117,11 @@ def _state(compact: CompactProgram, execution: Execution, ends: list[int], origi
     """The state when every rank has executed `ends[rank]` instructions, counted from `origin`, rank by rank."""
     states = [_rows_state(compact, rank, ends[rank], origin) for rank in range(len(ends))]
     for rank, state in enumerate(states):
-        pending = execution.chains[rank][execution.completed[rank] :]
-        state["reductions that are not complete"] = [
-            f"{KIND_OF_CODE[code].value}@{version - origin.batch}" for code, version in pending
-        ]
+        for queue, what in (rank, "the chain"), (rank + len(ends), "the reports"):
+            incomplete = execution.reductions.incomplete(queue)
+            state[f"what is under way in {what} (code, version)"] = [
+                (code, version - origin.batch) for code, version in incomplete
+            ]
     sent, received = list_channels(compact, ends)
     for channel in sent.keys() | received.keys():
         code, sender = channel
@@ -138,9 +138,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
     width = compact.num_microbatches
     stages = [stage for stage, owner in enumerate(compact.rank_of_stage) if owner == rank]
     facts = {stage: bytearray(width) for stage in stages}
-    added = {
-        stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage, forward_only=False)] for stage in stages
-    }
+    added = {stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage)] for stage in stages}
     forward_version: dict[int, int | None] = {}
     posted = {stage: [0] * NUM_CODES for stage in stages}
     row = zip(compact.codes[rank][:end], compact.places[rank][:end], compact.versions[rank][:end], strict=True)
@@ -153,7 +151,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
             posted[stage][code] += 1
     state: _RankState = {}
     for stage in stages:
-        complete = complete_facts(stage_rules(compact, stage, forward_only=False))
+        complete = complete_facts(stage_rules(compact, stage))
         begun = len(facts[stage].rstrip(b"\0"))
         state[f"how many microbatches are begun at stage {stage}"] = begun - origin.microbatch
         state[f"what is under way at stage {stage} (microbatch, facts, version)"] = [
@@ -161,9 +159,13 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
             for index, found in enumerate(facts[stage][:begun])
             if found != complete
         ]
+        if not compact.versioned:
+            continue
         for code in chain_of_stage(compact, stage):
             state[f"how many {KIND_OF_CODE[code].value} stand at stage {stage}"] = posted[stage][code] - origin.batch
-        state[f"the delay of the next batch at stage {stage}"] = _delay_of_next_batch(compact, facts[stage])
+        oldest, next_version = _versions_at(compact, facts[stage], posted[stage][STEP])
+        state[f"the oldest version of stage {stage}"] = oldest - origin.batch
+        state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
     return state
 
 
@@ -171,9 +173,16 @@ def _minus(version: int | None, batches: int) -> int | None:
     return None if version is None else version - batches
 
 
-def _delay_of_next_batch(compact: CompactProgram, facts: bytearray) -> int:
-    """How many batches the version of the next batch to begin lags behind it: constant but for the start of 2bw."""
-    program, index = compact.program, facts.find(0)
-    if index < 0 or program.weights is WeightPolicy.STASH:
-        return 0
-    return program.batch_of(program.first_microbatch + index) - version_of_each_microbatch(compact)[index]
+def _versions_at(compact: CompactProgram, facts: bytearray, num_steps: int) -> tuple[int, int]:
+    """The oldest version that a stage keeps after so many STEPs, and the version that its next batch uses.
+
+    Where stages use their newest version, both are the newest: what else is kept is what is under way.
+    """
+    program, rule = compact.program, compact.program.weights.rule
+    newest = program.first_batch + num_steps
+    if rule.delay is None:
+        return newest, newest
+    index = facts.find(0)
+    end = program.first_batch + len(program.batches)
+    batch = end if index < 0 else program.batch_of(program.first_microbatch + index)
+    return max(newest - rule.delay, min(program.entry_versions)), rule.version_of(batch, newest=newest)

@@ -2,10 +2,8 @@
 
 The model. A rank executes its row in order. SEND, RECV and REDUCE only post and never block. F waits for its input, B
 and I for the gradient of their output, STEP for the reductions of its version that stand before it. A transfer
-completes when both ends have posted it and all earlier ones of its channel have completed. The reductions of a rank run
-one after another, in the order of its row; one starts when it is posted and the one before it has completed, and
-completes when it has started at every member of its group. (Replicas of a stage run the same program, so REDUCE_GRAD
-waits for no other row of it.)
+completes when both ends have posted it and all earlier ones of its channel have completed. When a reduction completes
+is said in `reductions`.
 
 Nothing a rank does depends on which other rank was faster: it reads its channels by blocking reads in its own order,
 like a process of a Kahn network, and a reduction, too, only waits for all its members. So whether an instruction can
@@ -20,9 +18,7 @@ a transfer that an F or B waits for is complete as soon as it is sent.
 
 from megatron.pipeline.check.compact import (
     KIND_OF_CODE,
-    REDUCE_EMBED,
     REDUCE_GRAD,
-    REDUCE_NORM,
     SEND_B,
     SEND_F,
     STEP,
@@ -32,33 +28,28 @@ from megatron.pipeline.check.compact import (
     I,
 )
 from megatron.pipeline.check.deadlock import explain_deadlock
+from megatron.pipeline.check.reductions import Reductions
 
 NOTHING = -1
 
-Reduction = tuple[int, int]  # code, version
 
-
-def prove_progress(compact: CompactProgram, *, borders: list[list[int]] | None = None) -> None:
+def prove_progress(compact: CompactProgram) -> None:
     """Execute the program; prove that every rank reaches the end of its row.
 
     Args:
         compact: a program whose computations, transfers and updates are proved.
-        borders: cuts through the rows, ascending; a cut is a position in each row. Every rank must reach a cut before
-            any rank goes beyond it.
 
     Raises:
         ProgramError: naming who waits for whom.
     """
-    execution = Execution(compact)
-    for ends in [*(borders or []), [len(codes) for codes in compact.codes]]:
-        execution.run(ends)
+    Execution(compact).run([len(codes) for codes in compact.codes])
 
 
 class Execution:
     """One execution of a program.
 
     Tensors that computations wait for are numbered: the input of place i is i, the gradient of the output of place i is
-    N + i, where N is the number of places. A STEP waits for the reductions of its own rank, counted.
+    N + i, where N is the number of places.
     """
 
     def __init__(self, compact: CompactProgram) -> None:
@@ -66,23 +57,12 @@ class Execution:
         self.compact = compact
         self.position = [0] * num_ranks
         self.ends = [0] * num_ranks
-        self.runnable: list[int] = []
-        # tensors
         self.arrived = bytearray(2 * num_places)
         self.awaited_tensor = [NOTHING] * num_ranks
-        self.rank_awaiting: dict[int, int] = {}
-        self.waits, self.brings = self._offsets(num_places)
-        # reductions
-        ranks = compact.rank_of_stage
-        self.members = {REDUCE_NORM: sorted(set(ranks)), REDUCE_EMBED: sorted({ranks[0], ranks[-1]})}
-        self.chains: list[list[Reduction]] = [[] for _ in compact.codes]  # posted, in order
-        self.last_of_version: list[dict[int, int]] = [
-            {} for _ in compact.codes
-        ]  # version -> how many stand up to its last
-        self.started = [0] * num_ranks
-        self.completed = [0] * num_ranks
-        self.awaited_reductions = [0] * num_ranks
-        self.num_joined: dict[Reduction, int] = {}
+        self.reductions = Reductions(compact)
+        self._rank_awaiting: dict[int, int] = {}  # tensor -> rank
+        self._waits, self._brings = self._offsets(num_places)
+        self._runnable: list[int] = []
 
     def _offsets(self, num_places: int) -> tuple[list[list[int]], list[list[int]]]:
         """Per code and stage, what to add to a place for the tensor waited for, and for the one brought."""
@@ -100,19 +80,23 @@ class Execution:
         return waits, brings
 
     def run(self, ends: list[int]) -> None:
-        """Execute each row up to position `ends[rank]`."""
+        """Execute each row up to position `ends[rank]`, so that no rank goes beyond before all have come there.
+
+        Raises:
+            ProgramError: a rank cannot come there.
+        """
         self.ends = ends
-        self.runnable = [rank for rank, event in enumerate(self.awaited_tensor) if event == NOTHING]
-        while self.runnable:
-            self._run_rank(self.runnable.pop())
+        self._runnable = list(range(len(ends)))
+        while self._runnable:
+            self._run_rank(self._runnable.pop())
         if self.position != ends:
             raise explain_deadlock(self)
 
     def _run_rank(self, rank: int) -> None:
         """Execute a rank's row until it waits or ends."""
-        compact, arrived, rank_awaiting, runnable = self.compact, self.arrived, self.rank_awaiting, self.runnable
+        compact, arrived, rank_awaiting, runnable = self.compact, self.arrived, self._rank_awaiting, self._runnable
         codes, places, versions = compact.codes[rank], compact.places[rank], compact.versions[rank]
-        waits, brings, width = self.waits, self.brings, compact.num_microbatches
+        waits, brings, width = self._waits, self._brings, compact.num_microbatches
         self.awaited_tensor[rank] = NOTHING
         for position in range(self.position[rank], self.ends[rank]):
             code, place = codes[position], places[position]
@@ -130,35 +114,9 @@ class Execution:
                     if place + offset in rank_awaiting:
                         runnable.append(rank_awaiting.pop(place + offset))
             elif code == STEP:
-                needed = self.last_of_version[rank].get(versions[position], 0)
-                if self.completed[rank] < needed:
-                    self.awaited_reductions[rank] = needed
+                if not self.reductions.is_done(rank, versions[position]):
                     self.position[rank] = position
                     return
             else:
-                self.chains[rank].append((code, versions[position]))
-                self.last_of_version[rank][versions[position]] = len(self.chains[rank])
-                self._advance_chains(rank)
+                runnable += self.reductions.post(rank, code, versions[position])
         self.position[rank] = self.ends[rank]
-
-    def _advance_chains(self, rank: int) -> None:
-        """Start the next reduction of a rank, if none runs there; where that completes it, go on with its members."""
-        agenda = [rank]
-        while agenda:
-            rank = agenda.pop()
-            index = self.completed[rank]
-            if index == len(self.chains[rank]) or index < self.started[rank]:
-                continue
-            self.started[rank] = index + 1
-            reduction = self.chains[rank][index]
-            members = self.members.get(reduction[0], [rank])
-            joined = 1 if len(members) == 1 else self.num_joined.get(reduction, 0) + 1
-            self.num_joined[reduction] = joined
-            if joined < len(members):
-                continue
-            for member in members:
-                self.completed[member] += 1
-                if self.completed[member] == self.awaited_reductions[member]:
-                    self.awaited_reductions[member] = 0
-                    self.runnable.append(member)
-            agenda += members

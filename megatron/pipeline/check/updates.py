@@ -9,8 +9,9 @@ The chain that leads to version v applies the gradients of batch v-1. Its links,
     STEP@v           makes the version
 
 A link stands after the batch's last backward, after the links before it in its chain, and after the same link of the
-batch before; and each stands once. Under `stash` REDUCE_NORM comes last, for it only reports; and no forward overtakes
-the STEP of a batch that has ended, so that "the newest version at this stage" is the same number in every such program.
+batch before; and each stands once. Where each stage uses its newest version (`stash`) REDUCE_NORM comes last, for it
+only reports; and no forward overtakes the STEP of a batch that has ended, so that "the newest version at this stage" is
+the same number in every such program.
 
 So every member of a group posts the group's reductions in order of v: their order agrees. That members of different
 groups do not wait for one another in a circle is proved with the progress.
@@ -28,7 +29,6 @@ from megatron.pipeline.check.compact import (
     F,
     W,
 )
-from megatron.pipeline.program import WeightPolicy
 
 _Link = tuple[int, int]  # stage, code
 
@@ -58,7 +58,7 @@ def prove_updates(compact: CompactProgram) -> None:
     program = compact.program
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
-    stashes = program.weights is WeightPolicy.STASH
+    steps_at_once = program.weights.rule.delay is None
     unfinished = [
         list(program.batches) for _ in range(compact.num_stages)
     ]  # per stage and batch, the backwards still to come
@@ -72,7 +72,7 @@ def prove_updates(compact: CompactProgram) -> None:
             if code in (B, W):
                 unfinished[place // num_microbatches][batch_of[place % num_microbatches]] -= 1
             elif code == F:
-                if stashes:
+                if steps_at_once:
                     stage = place // num_microbatches
                     due = posted[stage][STEP]
                     if due < num_batches and not unfinished[stage][due]:
@@ -110,7 +110,7 @@ def prove_updates(compact: CompactProgram) -> None:
 
 
 def _order_of_links(compact: CompactProgram) -> tuple[int, ...]:
-    if compact.program.weights is WeightPolicy.STASH:
+    if compact.program.weights.rule.delay is None:
         return (REDUCE_GRAD, REDUCE_EMBED, STEP, REDUCE_NORM)
     return (REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP)
 

@@ -13,7 +13,6 @@ batch v-1 (which is proved with the updates), and no other batch in flight uses 
 """
 
 from megatron.pipeline.check.compact import REDUCE_GRAD, SEND_F, STEP, B, CompactProgram, F, W
-from megatron.pipeline.program import WeightPolicy
 
 
 def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
@@ -28,9 +27,8 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
     Raises:
         ProgramError: naming the first computation with a wrong version, or the STEP that makes one too many.
     """
-    num_microbatches, policy = compact.num_microbatches, compact.program.weights
-    stashes = policy is WeightPolicy.STASH
-    version_of_microbatch = [] if stashes else version_of_each_microbatch(compact)
+    num_microbatches = compact.num_microbatches
+    version_of_microbatch = version_of_each_microbatch(compact)
     forward_version = [0] * (compact.num_stages * num_microbatches)
     stages = [_StageVersions(compact, stage) for stage in range(compact.num_stages)]
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
@@ -40,7 +38,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
                     raise compact.error(rank, position, "it names no weight version, though the program does elsewhere")
             elif code == F:
                 stage = stages[place // num_microbatches]
-                wanted = stage.newest if stashes else version_of_microbatch[place % num_microbatches]
+                wanted = stage.newest if stage.stashes else version_of_microbatch[place % num_microbatches]
                 if version != wanted or version not in stage.live:
                     raise compact.error(rank, position, stage.explain_forward(version, wanted))
                 forward_version[place] = version
@@ -65,29 +63,27 @@ class _StageVersions:
 
     def __init__(self, compact: CompactProgram, stage: int) -> None:
         program = compact.program
+        rule = program.weights.rule
         self.stage, self.policy = stage, program.weights
+        self.stashes = rule.delay is None
+        self.bound = compact.num_stages - stage if self.stashes else rule.delay + 1
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)
-        self.bound = {
-            WeightPolicy.FLUSH: 1,
-            WeightPolicy.TWO_BW: 2,
-            WeightPolicy.STASH: compact.num_stages - stage,
-        }[program.weights]
 
     def release(self, version: int) -> None:
         """A microbatch that used a version has ended its backward; a stashed version dies with its last one."""
         self.live[version] -= 1
-        if self.policy is WeightPolicy.STASH and version != self.newest and not self.live[version]:
+        if self.stashes and version != self.newest and not self.live[version]:
             del self.live[version]
 
     def step(self, version: int) -> None:
         """Make a version, retire what the policy keeps no longer; a stashed version that nobody uses is not kept."""
         assert version == self.newest + 1, "STEPs stand in order"
-        retired = self.newest if self.policy is WeightPolicy.STASH else version - self.bound
+        retired = self.newest if self.stashes else version - self.bound
         if not self.live.get(retired):
             self.live.pop(retired, None)
-        assert self.policy is WeightPolicy.STASH or retired not in self.live, "batch v-1 has ended before STEP@v"
+        assert self.stashes or retired not in self.live, "batch v-1 has ended before STEP@v"
         self.live[version] = 0
         self.newest = version
         self.peak = max(self.peak, len(self.live))
@@ -98,29 +94,30 @@ class _StageVersions:
         return f"version {version} does not exist yet at this stage: no {self.stage}STEP@{version} stands before it"
 
 
-def prove_same_version(compact: CompactProgram) -> None:
-    """Prove that all forwards of a program that evaluates use one version, and that nothing updates it.
+def prove_evaluation(compact: CompactProgram) -> tuple[int, ...]:
+    """Prove that a program that evaluates uses the newest version of the drained stages, and makes none.
+
+    Returns:
+        The number of live versions at each stage.
 
     Raises:
-        ProgramError: naming the first instruction that does not.
+        ProgramError: naming the first instruction that does otherwise.
     """
-    wanted: int | None = None
-    is_first = True
+    entry = compact.program.entry_versions
     for rank, (codes, versions) in enumerate(zip(compact.codes, compact.versions, strict=True)):
         for position, (code, version) in enumerate(zip(codes, versions, strict=True)):
             if code >= REDUCE_GRAD:
                 raise compact.error(rank, position, "a program that evaluates updates nothing")
-            if code == F:
-                if is_first:
-                    wanted, is_first = version, False
-                if version != wanted:
-                    raise compact.error(rank, position, f"the program evaluates version {wanted}")
+            if code == F and version != max(entry):
+                raise compact.error(rank, position, f"the program evaluates version {max(entry)}, the newest")
+    return (len(entry),) * compact.num_stages
 
 
 def version_of_each_microbatch(compact: CompactProgram) -> list[int]:
-    """The version of each microbatch's forward under `flush` and `2bw`, where it follows from the batch alone."""
-    delay = 1 if compact.program.weights is WeightPolicy.TWO_BW else 0
+    """The version of each microbatch's forward by its batch; empty where each stage uses its newest."""
+    program, rule = compact.program, compact.program.weights.rule
     versions: list[int] = []
-    for batch, size in enumerate(compact.program.batches, start=compact.program.first_batch):
-        versions += [max(batch - delay, 0)] * size
+    if rule.delay is not None:
+        for batch, size in enumerate(program.batches, start=program.first_batch):
+            versions += [rule.version_of(batch, newest=batch)] * size
     return versions

@@ -12,7 +12,7 @@ from tests.pipeline.check.oracle import verdict
 Case = tuple[Schedule, Program]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(cases())
 def test_every_built_program_is_proved(case: Case):
     """Over p, m, ramp-up, policies, chains and starts: what is built holds every claim, in the papers' bounds."""
@@ -22,7 +22,7 @@ def test_every_built_program_is_proved(case: Case):
     assert report.num_instructions == sum(map(len, program.rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases(max_stages=5, max_microbatches=6, max_batches=3))
 def test_proved_programs_compute_the_definition(case: Case):
     """What the checker accepts, executed on symbols, ends with the weights that the policy's definition gives."""

@@ -14,7 +14,7 @@ from tests.pipeline.check.oracle import verdict
 SMALL = {"max_stages": 4, "max_microbatches": 5, "max_batches": 3}
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@settings(max_examples=1200, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 @given(st.data())
 def test_a_broken_program_is_rejected(data: st.DataObject):
     """Dropping, duplicating or re-versioning any instruction of any program is found, and placed."""
@@ -25,7 +25,7 @@ def test_a_broken_program_is_rejected(data: st.DataObject):
     assert_placed(caught.value, mutant, what)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=1200, deadline=None)
 @given(st.data())
 def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     """Two instructions exchanged: accepted are exactly the programs that compute the definition within the bound."""
@@ -45,6 +45,19 @@ def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
 def test_every_single_mutation_of_a_program_is_rejected(name: str):
     """Not a sample: each instruction of a program with a full chain is dropped, doubled and re-versioned."""
     program = full_program(name)
+    for rank, row in enumerate(program.rows):
+        for position, instruction in enumerate(row):
+            for changed in replacements(instruction):
+                mutant = with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]])
+                with pytest.raises(ProgramError) as caught:
+                    check(mutant)
+                assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
+
+
+def test_every_single_mutation_of_an_evaluation_is_rejected():
+    """The same for forwards only."""
+    program = full_schedule("2bw").build_evaluation(4, version=3, first_microbatch=11)
+    check(program)
     for rank, row in enumerate(program.rows):
         for position, instruction in enumerate(row):
             for changed in replacements(instruction):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.pipeline.check import ProgramError, check, check_evaluation
+from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program
 from tests.pipeline.check.examples import with_row, written
@@ -143,7 +143,7 @@ def test_a_send_after_its_own_answer_deadlocks():
 
 
 def test_reductions_in_crossed_order_deadlock():
-    """Reductions of a rank run one after another: if two ranks post those of two groups crosswise, nobody goes on."""
+    """Reductions of a rank run one after another: posted crosswise on two ranks, those of two groups never run."""
     fields = {"batches": (1, 1), "weights": "2bw", "tied_embeddings": True}
     first = (
         "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0F1@0 0SEND_F1 0RECV_B1 0REDUCE_EMBED@1 0REDUCE_NORM@1 0B1@0 "
@@ -206,7 +206,7 @@ def test_saved_microbatches_stay_within_the_bound():
 
 
 def test_compute_only_programs():
-    """Without transfers, tensors move by themselves; without versions, none are proved; the order is, across rows too."""
+    """Without transfers tensors move by themselves, without versions none are proved; order is, across rows."""
     report = check(written("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", batches=(2,)))
     assert not report.communicates and not report.versioned and report.live_versions == ()
     assert report.peak_saved_microbatches == (2, 1)
@@ -238,19 +238,19 @@ def test_interleaved_compute_only():
 
 
 def test_evaluation():
-    """A program that evaluates has forwards only, all with one version, and saves nothing."""
-    first, second = "0F0@4 0SEND_F0 0F1@4 0SEND_F1", "1RECV_F0 1F0@4 1RECV_F1 1F1@4"
-    report = check_evaluation(written(first, second, batches=(2,)))
-    assert report.peak_saved_microbatches == (0, 0) and report.live_versions == (1, 1)
+    """A program that evaluates has forwards only, all with the newest version, and saves nothing."""
+    first, second = "0F9@4 0SEND_F9 0F10@4 0SEND_F10", "1RECV_F9 1F9@4 1RECV_F10 1F10@4"
+    fields = {"batches": (2,), "weights": "2bw", "first_batch": 4, "first_microbatch": 9}
+    report = check(written(first, second, forward_only=True, **fields))
+    assert report.peak_saved_microbatches == (0, 0) and report.live_versions == (2, 2)
     for wrong, reason in [
-        (second.replace("1F1@4", "1F1@3"), "the program evaluates version 4"),
-        (second + " 1B1@4", "has forwards only"),
+        (second.replace("1F10@4", "1F10@3"), "evaluates version 4"),
+        (second + " 1B10@4", "has forwards only"),
         (second + " 1STEP@5", "updates nothing"),
-        (second.replace("1RECV_F1 1F1@4", ""), "its forward has not run"),
+        (second.replace("1RECV_F10 1F10@4", ""), "its forward has not run"),
     ]:
-        with pytest.raises(ProgramError, match=reason):
-            check_evaluation(written(first, wrong, batches=(2,)))
-    assert "its backward has not run" in rejected(written(first, second, batches=(2,))).reason
+        assert reason in rejected(written(first, wrong, forward_only=True, **fields)).reason
+    assert "its backward has not run" in rejected(written(first, second, **fields)).reason
 
 
 def test_kinds_that_come_later_are_no_silent_skips():
