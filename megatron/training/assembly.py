@@ -90,9 +90,9 @@ def assemble(
         forward_step: Megatron's `forward_step(data_iterator, model)`.
         datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
     """
-    reporter = Reporter(args)
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
+    reporter = Reporter(args)
     datasets = datasets_provider(args, tokenizer)
     model_config = config.transformer_config(args)
     chunks = wrap_for_training(

@@ -22,7 +22,7 @@ _PATIENCE = 3.0  # seconds that ranks wait for each other's same error, and othe
 def run(
     prog: str, main: Callable[[argparse.Namespace, StopSignal, float], None], *, defaults: dict | None = None
 ) -> int:
-    """Parse the command line, run `main(args, stop, started)`; returns the exit status."""
+    """Parse the command line, install the device layer, run `main(args, stop, started)`; returns the exit status."""
     started = time.time()
     stop = StopSignal().install()
     try:
@@ -31,6 +31,9 @@ def run(
             args.notes_for_log = validate_args(args, world_size=_number("WORLD_SIZE", 1), rank=_number("RANK", 0))
     except ValueError as error:
         return _end(prog, error)
+    from megatron import backend  # imports torch
+
+    backend.install()
     try:
         main(args, stop, started)
     except SameEverywhere as error:

@@ -1,7 +1,7 @@
 """Continue a sequence of tokens with a GPT of megatron.core, one token at a time.
 
-The attention keys and values of earlier tokens are kept in megatron.core's static inference context, so a new token costs
-one forward of length 1. The context holds as many tokens as the model has positions; when it is full, the later half
+The attention keys and values of earlier tokens are kept in megatron.core's static inference context, so a new token
+costs one forward of length 1. The context holds as many tokens as the model has positions; when it is full, the later half
 of the sequence is run anew and the generation goes on from there.
 """
 
@@ -18,7 +18,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 class Sampling:
     """How the next token is drawn from the logits.
 
-    temperature: divides the logits; 0 takes the most likely token (greedy). top_k: draw among the k most likely (0: all).
+    temperature: divides the logits; 0 takes the likeliest token (greedy). top_k: draw among the k likeliest (0: all).
     top_p: draw among the fewest most likely tokens whose probabilities add up to it (1: all; Holtzman et al. 2020).
     """
 
@@ -55,8 +55,8 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
 class TextGenerator:
     """Generates with a whole GPTModel (no pipeline or tensor parallelism) in evaluation mode.
 
-    `num_positions`: longest sequence that the model knows. `vocab_size`: ids from here on are padding of the embedding and
-    are never drawn.
+    `num_positions`: longest sequence that the model knows. `vocab_size`: ids from here on are padding of the embedding
+    and are never drawn.
     """
 
     def __init__(self, model: torch.nn.Module, *, num_positions: int, vocab_size: int, device: torch.device) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import time
 from collections import deque
+from pathlib import Path
 
 import torch
 
@@ -45,6 +46,7 @@ class Loop:
         self._waiting: deque[Progress] = deque()  # batches without a report yet
         self._wishes = 0  # of all ranks, from the reports
         self._validation = None
+        self.validated_iteration: int | None = None
         self._flops_per_sample = flops_per_sample(run.args)
 
     def train(self) -> bool:
@@ -169,6 +171,7 @@ class Loop:
     def validate(self) -> bool:
         """Evaluate on the validation data and report it; False if a wish to stop came meanwhile."""
         run = self.run
+        self.validated_iteration = run.iteration
         if self._validation is None:
             self._validation = run.samples(1, "validation", run.consumed_valid_samples)
         return self._evaluate("validation", self._validation)
@@ -193,19 +196,19 @@ class Loop:
 
     def save(self) -> None:
         """Save a checkpoint of where the run stands. Drained, collective."""
-        run = self.run
+        run, iteration = self.run, self.run.iteration
         start = time.perf_counter()
 
-        def saved(path) -> None:
-            run.reporter.progress(f"Saved checkpoint\tIteration: {run.iteration}\t{path}")
+        def saved(path: Path) -> None:  # later, from another thread, with --async-save
+            run.reporter.progress(f"Saved checkpoint\tIteration: {iteration}\t{path}")
 
         save_checkpoint(
             run.writer, args=self.args, position=run.position(), chunks=run.chunks, optimizer=run.optimizer,
             scheduler=run.scheduler, update=run.update, on_saved=saved,
         )  # fmt: skip
-        run.saved_iteration = run.iteration
+        run.saved_iteration = iteration
         how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"
-        run.reporter.say(f"checkpoint of iteration {run.iteration} in {self.args.save} {how}")
+        run.reporter.say(f"checkpoint of iteration {iteration} in {self.args.save} {how}")
 
     def _collect_garbage(self) -> None:
         args = self.args
@@ -224,7 +227,6 @@ class Loop:
             if self.args.pipeline_timeline is not None:
                 write_timeline(run)
         run.engine.close()
-        run.update.close()
 
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
@@ -234,7 +236,8 @@ def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
         run.reporter.say(f"training from iteration {run.iteration} to {args.train_iters}")
     goes_on = args.skip_train or loop.train()
     if goes_on and args.eval_iters > 0:
-        goes_on = not args.has_split[1] or loop.validate()
+        if args.has_split[1] and loop.validated_iteration != run.iteration:
+            goes_on = loop.validate()
         if goes_on and args.has_split[2]:
             loop.test()
     loop.finish()

@@ -1,22 +1,18 @@
-"""`pretrain`: one training job on this rank, from checked flags to the last checkpoint."""
+"""`pretrain`: one training job on this rank, from checked flags to the last checkpoint. See entry.py for what is before."""
 
 import argparse
 from collections.abc import Callable
 
-from megatron import backend
-
-backend.install()
-
-from megatron.pipeline.runtime import failure  # noqa: E402
-from megatron.pipeline.runtime.megatron_stage import ForwardStep  # noqa: E402
-from megatron.training import initialize  # noqa: E402
-from megatron.training.arguments import resolve_platform, validate_args  # noqa: E402
-from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble  # noqa: E402
-from megatron.training.checkpointing import apply_checkpoint_arguments  # noqa: E402
-from megatron.training.entry import SameEverywhere, agree_or_raise  # noqa: E402
-from megatron.training.logging import configure_logging  # noqa: E402
-from megatron.training.loop import run_to_the_end  # noqa: E402
-from megatron.training.signals import StopSignal  # noqa: E402
+from megatron.pipeline.runtime import failure
+from megatron.pipeline.runtime.megatron_stage import ForwardStep
+from megatron.training import initialize
+from megatron.training.arguments import resolve_platform, validate_args
+from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
+from megatron.training.checkpointing import apply_checkpoint_arguments
+from megatron.training.entry import SameEverywhere, agree_or_raise
+from megatron.training.logging import configure_logging
+from megatron.training.loop import run_to_the_end
+from megatron.training.signals import StopSignal
 
 
 def pretrain(

@@ -59,7 +59,7 @@ def measured_timeline(spans: Iterable[TraceSpan], batches: Sequence[TracedBatch]
 def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
     """Mean seconds of each kind of work per stage."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for span in timeline.spans():
+    for span in timeline.spans:
         times[span.instruction.kind, span.instruction.stage].append(span.end - span.start)
 
     def mean(kind: Kind) -> list[float]:
