@@ -6,12 +6,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
-from megatron.pipeline.runtime.stage import BatchReport, TensorSpec
+from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
 from megatron.pipeline.runtime.trace import Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
@@ -145,3 +147,61 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
         executed=[[str(span.instruction) for span in engine.trace_spans() if span.track == track]
                   for track in ("compute", "chain")],
     )  # fmt: skip
+
+
+def hold_of_a_sent_output() -> tuple[bool, bool]:
+    """On rank 0: whether the storage of a sent output is alive while nobody has read it, and after it was read."""
+    pipeline = Pipeline("flush", Training(batches=(2,)))
+    rank, executor = dist.get_rank(), pipeline.engine._executor
+    executor.add_batch(BatchInfo(0, 2, 2), 0)
+    if rank == 0:
+        pipeline.stage.module.append(torch.nn.Linear(reference.WIDTH, reference.WIDTH))  # does not save its output
+        storage = []
+        forward = pipeline.stage.forward
+
+        def remember(microbatch, input):
+            output = forward(microbatch, input)
+            storage.append(StorageWeakRef(output.untyped_storage()))
+            return output
+
+        pipeline.stage.forward = remember
+        executor.run([Instruction.parse(text) for text in ("0F0@0", "0SEND_F0")])
+        before = not storage[0].expired()
+        dist.barrier()
+        executor.run([Instruction.parse(text) for text in ("0RECV_B0", "0B0@0")])
+        after = not storage[0].expired()
+        result = before, after
+    else:
+        dist.barrier()
+        executor.run([Instruction.parse(text) for text in ("1RECV_F0", "1F0@0", "1B0@0", "1SEND_B0")])
+        result = None
+    dist.barrier()
+    pipeline.close()
+    return result
+
+
+def wishes_by_batch(num_batches: int, wish_at: int) -> list[int]:
+    """Each rank sets a bit of its own before batch `wish_at`; the wishes that the reports bring."""
+    pipeline = Pipeline("2bw", Training(batches=(2,) * num_batches))
+    reports = []
+    for batch in range(num_batches):
+        if batch == wish_at:
+            pipeline.engine.wishes |= 1 << 2 * dist.get_rank()
+        reports += pipeline.engine.run_batch(2, 2)
+    reports += pipeline.engine.drain()
+    dist.barrier()
+    pipeline.close()
+    return [report.wishes for report in reports]
+
+
+def message_of_unknown_instruction() -> str:
+    pipeline = Pipeline("flush", Training(batches=(1,)))
+    executor = pipeline.engine._executor
+    executor.add_batch(BatchInfo(0, 1, 1), 0)
+    try:
+        executor.run([Instruction.parse(text) for text in ("0F0@0", "0EVICT1")])
+        message = "ran"
+    except NotImplementedError as error:
+        message = f"{error}; executed before it: {len(pipeline.stage.activations)}"
+    pipeline.close()
+    return message

@@ -46,3 +46,105 @@ def test_2bw_applies_gradients_of_the_version_before(num_ranks):
     assert_same(drained, expected)
     assert len(drained[0].evaluations) == 3
     assert all(outcome.evaluations == drained[0].evaluations for outcome in drained)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(("preset", "delay"), [("flush", 0), ("2bw", 1)])
+def test_clipping_uses_the_exact_global_norm(preset, delay, num_ranks):
+    """The norm spans all stages, and a norm that clips every batch gives the reference's parameters."""
+    training = Training(batches=(4, 4, 8, 4, 4, 4, 4, 4), clip_grad=0.05)
+    expected = reference.train(training, delay=delay)
+    assert min(expected.grad_norms) > training.clip_grad
+    outcomes = run(num_ranks, preset, training)
+    assert_same(outcomes, expected, exact=False)
+    for outcome in outcomes:
+        assert [report.grad_norm for report in outcome.reports] == pytest.approx(expected.grad_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(("preset", "delay"), [("flush", 0), ("2bw", 1)])
+def test_replicas_average_their_gradients(preset, delay):
+    """d=2, p=2 equals one process on all data; both replicas hold the same weights."""
+    training = Training(batches=(2, 2, 4, 4, 2, 2, 2, 2), clip_grad=0.05, num_replicas=2)
+    expected = reference.train(training, delay=delay)
+    outcomes = run(4, preset, training)
+    assert_same(outcomes, expected, exact=False)
+    for first, second in ((0, 2), (1, 3)):
+        for name, tensor in outcomes[first].parameters.items():
+            assert torch.equal(tensor, outcomes[second].parameters[name])
+
+
+@pytest.mark.parametrize("preset", ["gpipe", "flush", "2bw"])
+def test_recompute_repeats_the_forward(preset):
+    """With dropout, recomputing restores the random state: bit-equal to keeping the activations."""
+    training = Training(batches=(2, 4, 4, 2, 2, 2, 2, 2), dropout=0.2)
+    kept = run(2, preset, training)
+    recomputed = run(2, preset, training, recompute=True)
+    for one, other in zip(kept, recomputed, strict=True):
+        assert [report.losses for report in one.reports] == [report.losses for report in other.reports]
+        for name, tensor in one.parameters.items():
+            assert torch.equal(tensor, other.parameters[name])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_pipedream_uses_the_newest_weights_at_each_stage(num_ranks):
+    """Stage s of p trains on weights that are p-1-s updates old, also after drains; p-s versions are alive."""
+    training = Training(batches=(1,) * 12)
+    drains = (4, 9)
+    expected = reference.train_stash(training, num_stages=num_ranks, drains=drains)
+    outcomes = run(num_ranks, "pipedream", training, drains=drains)
+    assert_same(outcomes, expected)
+    assert [outcome.peak_versions for outcome in outcomes] == [num_ranks - stage for stage in range(num_ranks)]
+    for outcome in outcomes:
+        assert all(report.grad_norm > 0 for report in outcome.reports)
+
+
+def test_an_overflow_skips_the_step_on_every_stage():
+    """A gradient that is not finite on one stage makes the next version an alias everywhere; training goes on."""
+    training = Training(batches=(2,) * 8, poisoned_microbatch=7, warmup=4)
+    expected = reference.train(training, delay=1)
+    outcomes = run(2, "2bw", training)
+    for outcome in outcomes:
+        assert [report.skipped for report in outcome.reports] == [batch == 3 for batch in range(8)]
+        assert [report.nan for report in outcome.reports] == [batch == 3 for batch in range(8)]
+        assert [report.learning_rate for report in outcome.reports] == expected.learning_rates
+        for name, tensor in outcome.parameters.items():
+            assert torch.equal(tensor, expected.parameters[name])
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [("gpipe", {}), ("flush", {}), ("2bw", {}), ("2bw", {"extra_warmup": True}), ("2bw", {"recompute": True})],
+)
+def test_what_runs_is_the_program(preset, options):
+    """Executed instructions, saved activations and live versions are those of the program that the checker proved."""
+    batches = (8, 8, 12, 8)
+    outcomes = run(4, preset, Training(batches=batches), tracing=True, **options)
+    program = Schedule.preset(preset, num_stages=4, **options).build(batches)
+    report = check(program)
+    for rank, outcome in enumerate(outcomes):
+        computed, reduced = outcome.executed
+        assert computed == [str(instruction) for instruction in program.rows[rank]]
+        assert reduced == [text for text in computed if "REDUCE" in text]
+        assert outcome.peak_saved == report.peak_saved_microbatches[rank]
+        assert outcome.peak_versions == report.live_versions[rank]
+        assert outcome.num_saved_at_end == 0
+        assert outcome.num_unread_sends == 0
+
+
+def test_sent_outputs_are_freed_once_they_are_read():
+    """An output's storage lives until the next stage has read it and no longer, though its backward is yet to come."""
+    held_before, held_after = workers.run(2, "tests.pipeline.runtime.module_cases:hold_of_a_sent_output")[0]
+    assert held_before and not held_after
+
+
+def test_wishes_of_any_rank_reach_all():
+    """The union of the ranks' wishes comes with the report of the batch that they travelled with, on every rank."""
+    wishes = workers.run(2, "tests.pipeline.runtime.module_cases:wishes_by_batch", num_batches=6, wish_at=3)
+    assert wishes[0] == wishes[1]
+    assert wishes[0][:2] == [0, 0] and wishes[0][-3:] == [0b101] * 3
+
+
+def test_an_unknown_instruction_is_refused_before_anything_runs():
+    """The executor never skips what it has no method for."""
+    message = workers.run(1, "tests.pipeline.runtime.module_cases:message_of_unknown_instruction")[0]
+    assert message == "the executor has no method for 0EVICT1 (EVICT); executed before it: 0"
