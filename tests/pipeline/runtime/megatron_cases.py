@@ -6,6 +6,7 @@ W(t+1) = W(t) - AdamW(g(W(t-1))) under 2bw, g(W(t)) under flush, on the same GPT
 schedules of megatron.core. Results carry full-size tensors under global names.
 """
 
+import gc
 import hashlib
 import math
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class Case:
     clip: float = 0.0
     weight_decay: float = 0.01
     optimizer: str = "adam"
+    adam_eps: float = 1.0e-5  # large enough that the noise of gradients that should be zero stays noise
     distributed_optimizer: bool = False
     sequence_parallel: bool = False
     recompute_granularity: str | None = None
@@ -227,6 +229,15 @@ def parallel(case: Case):
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        destroy_groups()
+
+
+def destroy_groups() -> None:
+    """End all groups but the default one: their threads poll, and hundreds of them slow a worker down."""
+    world = torch.distributed.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not torch.distributed.group.WORLD]:
+        torch.distributed.destroy_process_group(group)
+    gc.collect()
 
 
 def optimizer_config(case: Case) -> OptimizerConfig:
@@ -236,6 +247,7 @@ def optimizer_config(case: Case) -> OptimizerConfig:
         min_lr=0.0,
         weight_decay=case.weight_decay,
         clip_grad=case.clip,
+        adam_eps=case.adam_eps,
         bf16=case.dtype == "bfloat16",
         fp16=case.dtype == "float16",
         params_dtype=case.torch_dtype,
@@ -349,7 +361,7 @@ def _reference(case: Case, original: Case) -> dict:
         {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0},
     ]
     if case.optimizer == "adam":
-        optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.999), eps=1e-8)
+        optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.999), eps=case.adam_eps)
     else:
         optimizer = torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
     delay = 1 if case.schedule == "2bw" else 0

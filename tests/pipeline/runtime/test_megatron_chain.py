@@ -117,7 +117,6 @@ def refusals() -> list[str]:
         options = {key: value for key, value in change.items() if key in ("single_gradient_buffer", "dtype")}
         case = cases.Case(schedule="2bw", layers=1, **options)
         with cases.parallel(case):
-            _, update = None, None
             try:
                 _, update = cases.build(case)
                 chunk = update.chunks[0]

@@ -144,7 +144,7 @@ def test_all_ranks_report_alike(selection):
 
 def test_overflows_skip_the_step_and_the_learning_rate(selection):
     """An overflowed batch leaves weights, optimizer and schedule alone: the next batch has its learning rate."""
-    case, _, results = selection["2bw fp16, two in a row", (2, 1, 1)]
+    _, _, results = selection["2bw fp16, two in a row", (2, 1, 1)]
     batches = results[0]["batches"]
     assert [batch["overflow"] for batch in batches] == [index in (2, 3) for index in range(8)]
     assert batches[2]["lr"] == batches[3]["lr"] == batches[4]["lr"] > batches[5]["lr"]
