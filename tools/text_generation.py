@@ -3,8 +3,8 @@
     python tools/text_generation.py --load checkpoints --prompt "The function" --num-tokens 60
     echo "The function" | python tools/text_generation.py --load checkpoints --temperature 0.8 --top-p 0.9 --json
 
-Model and tokenizer come from the arguments that the checkpoint holds; it may have been trained at any tensor and pipeline
-parallel degree. One process loads all of it.
+Model and tokenizer come from the arguments that the checkpoint holds; it may have been trained at any tensor and
+pipeline parallel degree. One process loads all of it.
 """
 
 import argparse
@@ -37,12 +37,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     text.add_argument("--ignore-eod", action="store_true", help="go on after an end-of-document token")
     text.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming text")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="0 always takes the likeliest token"
-    )
+    sampling.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: always the likeliest token")
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: all")
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that make up P"
+        "--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that sum to P"
     )
     sampling.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the draws")
     options = parser.parse_args(argv)
@@ -77,7 +75,7 @@ def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def load_model(args: argparse.Namespace) -> tuple:
-    """(model in evaluation mode, tokenizer, ids that may be drawn). Raises ValueError for a checkpoint that cannot load."""
+    """(model in evaluation mode, tokenizer, number of ids that may be drawn). Raises ValueError."""
     from megatron.training import config, initialize
     from megatron.training.checkpointing import load_checkpoint
     from megatron.training.models import build_chunks, gpt_model

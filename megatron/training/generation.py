@@ -1,8 +1,8 @@
 """Continue a sequence of tokens with a GPT of megatron.core, one token at a time.
 
 The attention keys and values of earlier tokens are kept in megatron.core's static inference context, so a new token
-costs one forward of length 1. The context holds as many tokens as the model has positions; when it is full, the later half
-of the sequence is run anew and the generation goes on from there.
+costs one forward of length 1. The context holds as many tokens as the model has positions; when it is full, the later
+half of the sequence is run anew and the generation goes on from there.
 """
 
 from collections.abc import Iterator, Sequence

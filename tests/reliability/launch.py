@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,36 +22,13 @@ _MARK = "TEST_JOB_MARK"
 
 # 4 layers of width 32: an iteration takes milliseconds. The learning rate does not depend on the number of iterations.
 TINY = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "64",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "4",
-    "--lr",
-    "1e-2",
-    "--lr-decay-style",
-    "constant",
-    "--hidden-dropout",
-    "0.1",
-    "--attention-dropout",
-    "0.1",
-    "--log-interval",
-    "1",
-    "--eval-iters",
-    "0",
-    "--num-workers",
-    "0",
-    "--make-vocab-size-divisible-by",
-    "16",
+    word
+    for line in (
+        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64",
+        "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --hidden-dropout 0.1",
+        "--attention-dropout 0.1 --log-interval 1 --eval-iters 0 --num-workers 0 --make-vocab-size-divisible-by 16",
+    )
+    for word in line.split()
 ]
 SYNTHETIC = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
 
@@ -119,7 +97,7 @@ class Job:
                 found[int(environment["RANK"])] = pid
         return found
 
-    def wait_until(self, condition, *, timeout: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], *, timeout: float = 60.0) -> None:
         """Poll until `condition()`; fails with the output where the job ends before, or the time is up."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -146,7 +124,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
 
-def training_command(world_size: int, *flags: object, model: tuple | list = (*TINY, *SYNTHETIC)) -> list[str]:
+def training_command(world_size: int, *flags: object, model: Sequence[str] = (*TINY, *SYNTHETIC)) -> list[str]:
     """torchrun with that many ranks, all of them pipeline stages unless the flags say otherwise."""
     degrees = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", str(world_size)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]

@@ -1,6 +1,5 @@
 """What a user can get wrong, each as a job: one clear sentence, a non-zero status in seconds, nothing left behind."""
 
-import contextlib
 import shutil
 import signal
 import socket
@@ -10,10 +9,11 @@ import sys
 import numpy
 import pytest
 
+from megatron.training.checkpoint import directory as directory_of_checkpoints
+from megatron.training.checkpoint import integrity
 from tests.reliability import launch
 
 TWO_BW = ["--pipeline-schedule", "2bw"]
-SAVING = [*TWO_BW, "--train-iters", 4, "--save", "checkpoints", "--save-interval", 2]
 
 
 def run_rank(directory, *flags, world_size=1, model=(*launch.TINY, *launch.SYNTHETIC), **environment):
@@ -94,33 +94,37 @@ def _missing(prefix):
     prefix.with_suffix(".idx").unlink()
 
 
+DATA = ["--data-path", "text", "--split", "100,0,0", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
+
+
+def _copy_and_damage(text, directory, damage):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(text.with_suffix(suffix), directory / ("text" + suffix))
+    damage(directory / "text")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_empty, ("text.bin",)),
-        (_foreign, ("4000", "vocabulary")),
-        pytest.param(_truncated, ("text.bin",), marks=pytest.mark.full),
-        pytest.param(_truncated_index, ("text.idx",), marks=pytest.mark.full),
-        pytest.param(_missing, ("text",), marks=pytest.mark.full),
+        (_empty, ("text.bin", "empty")),
+        (_truncated, ("text.bin", "truncated")),
+        pytest.param(_truncated_index, ("text.idx", "truncated"), marks=pytest.mark.full),
+        pytest.param(_missing, ("text.idx", "does not exist"), marks=pytest.mark.full),
     ],
-    ids=["empty", "ids beyond the vocabulary", "truncated", "truncated index", "missing index"],
+    ids=["empty", "truncated", "truncated index", "missing index"],
 )
-def test_damaged_data(tmp_path, text, damage, words):
-    """The file, or the token id, is named; on two ranks, of which both or only one may read it."""
-    for suffix in (".bin", ".idx"):
-        shutil.copy(text.with_suffix(suffix), tmp_path / ("text" + suffix))
-    damage(tmp_path / "text")
-    data = ["--data-path", "text", "--split", "100,0,0", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
-    outcome = launch.train(2, *TWO_BW, "--train-iters", 20, model=[*launch.TINY, *data], directory=tmp_path)
-    outcome.assert_failed_clearly(*words)
+def test_damaged_data_file(tmp_path, text, damage, words):
+    """The file is named before the model is built."""
+    _copy_and_damage(text, tmp_path, damage)
+    outcome = run_rank(tmp_path, "--train-iters", 2, model=[*launch.TINY, *DATA])
+    outcome.assert_failed_clearly("error:", *words)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Directory with checkpoints of iterations 2 and 4."""
-    directory = tmp_path_factory.mktemp("saved")
-    launch.train(2, *SAVING, directory=directory).assert_succeeded()
-    return directory / "checkpoints"
+def test_token_ids_beyond_the_vocabulary(tmp_path, text):
+    """The id and the vocabulary are named, once for the job."""
+    _copy_and_damage(text, tmp_path, _foreign)
+    outcome = launch.train(2, *TWO_BW, "--train-iters", 20, model=[*launch.TINY, *DATA], directory=tmp_path)
+    outcome.assert_failed_clearly("4000", "vocabulary")
 
 
 def _flip(path):
@@ -142,60 +146,67 @@ def _halve(path):
     ],
     ids=["flipped bit", "truncated", "missing"],
 )
-def test_damaged_checkpoint(tmp_path, saved, damage, word):
+def test_damaged_checkpoint(tmp_path, saving, damage, word):
     """The shard is named, the way to the older checkpoint too, and nothing is trained or overwritten."""
-    shutil.copytree(saved, tmp_path / "checkpoints")
-    shard = tmp_path / "checkpoints" / "iter_0000004" / "__1_0.distcp"
-    damage(shard)
-    flags = [*SAVING, "--train-iters", 8, "--load", "checkpoints"]
+    shutil.copytree(saving / "checkpoints", tmp_path / "checkpoints")
+    damage(tmp_path / "checkpoints" / "iter_0000012" / "__1_0.distcp")
+    flags = [*TWO_BW, "--train-iters", 16, "--load", "checkpoints", "--save", "checkpoints", "--save-interval", 2]
     outcome = launch.train(2, *flags, "--metrics-file", "metrics.jsonl", directory=tmp_path)
-    outcome.assert_failed_clearly("__1_0.distcp", word, "--ckpt-step 2")
-    assert outcome.output.count("--ckpt-step 2") == 1, "told once, not by every rank"
+    outcome.assert_failed_clearly("__1_0.distcp", word, "iteration 4, 8", "--ckpt-step 8")
+    assert outcome.output.count("--ckpt-step 8") == 1, "told once, not by every rank"
     assert not launch.metrics(tmp_path / "metrics.jsonl")
 
 
-def test_checkpoint_of_another_model(tmp_path, saved):
+@pytest.mark.full
+def test_checkpoint_of_another_model(tmp_path, saving):
     """The first argument that differs is named."""
-    flags = [*TWO_BW, "--train-iters", 8, "--load", saved, "--num-layers", 2]
+    flags = [*TWO_BW, "--train-iters", 16, "--load", saving / "checkpoints", "--num-layers", 2]
     launch.train(2, *flags, directory=tmp_path).assert_failed_clearly("num_layers is 4 there and 2 here")
 
 
+def assert_only_whole_checkpoints(directory):
+    """The tracker names the latest; each is complete and undamaged; nothing else lies there. Returns the latest."""
+    latest = directory_of_checkpoints.read_tracker(directory)
+    iterations = directory_of_checkpoints.complete_iterations(directory)
+    assert latest == iterations[-1]
+    for iteration in iterations:
+        path = directory_of_checkpoints.iteration_directory(directory, iteration)
+        files = integrity.read_manifest(path)
+        assert integrity.find_damage(path, files, list(files)) == []
+        assert {file.name for file in path.iterdir()} == {*files, integrity.MANIFEST}
+    assert len(list(directory.iterdir())) == len(iterations) + 1
+    return latest
+
+
 def test_disk_full_while_saving(tmp_path):
-    """On a file system of 3 MiB the second checkpoint does not fit: the job says so, the first is whole, no temporary
-    directory is left, and the run can go on from it."""
+    """On a file system of 3 MiB some checkpoint does not fit: the job says so, those before are whole, and no temporary
+    directory is left."""
     inside = 'mount -t tmpfs -o size=3m tmpfs disk && "$@"; status=$?; cp -a disk/. after; exit $status'
     (tmp_path / "disk").mkdir()
     (tmp_path / "after").mkdir()
     flags = [*TWO_BW, "--train-iters", 40, "--save", "disk", "--save-interval", 2]
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside, "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*command[:4], "true"], capture_output=True).returncode:
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this machine permits no mount of a small tmpfs (unshare --user --mount)")
-    with launch.Job([*command, *launch.training_command(2, *flags)], directory=tmp_path) as job:
+    command = [*unshare, "sh", "-c", inside, "sh", *launch.training_command(2, *flags)]
+    with launch.Job(command, directory=tmp_path) as job:
         outcome = job.wait()
     outcome.assert_failed_clearly("cannot save the checkpoint", "bytes are free", "is intact")
-    saved = int((tmp_path / "after" / "latest_checkpointed_iteration.txt").read_text())
-    names = sorted(path.name for path in (tmp_path / "after").iterdir())
-    assert names[-1] == "latest_checkpointed_iteration.txt" and names[-2] == f"iter_{saved:07d}"
-    assert all(name.startswith("iter_") for name in names[:-1])
-    flags = [*TWO_BW, "--train-iters", saved + 2, "--load", "after"]
-    launch.train(2, *flags, directory=tmp_path).assert_succeeded()
+    assert outcome.output.count("cannot save the checkpoint") == 1, "told once, not by every rank"
+    assert_only_whole_checkpoints(tmp_path / "after")
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_one_rank_killed_in_the_middle_of_training(tmp_path, rank):
-    """The others end within 10 s and name it; the checkpoint before is whole; no process is left."""
+    """The others end within 10 s and name it; the checkpoints before are whole; no process is left."""
     flags = [*TWO_BW, "--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 4]
     command = launch.training_command(2, *flags, "--metrics-file", "metrics.jsonl")
     with launch.Job(command, directory=tmp_path) as job:
         launch.wait_for_iteration(job, tmp_path / "metrics.jsonl", 6)
-        job.started = launch.now()
+        killed = launch.now()
         launch.kill(job.workers()[rank], signal.SIGKILL)
         outcome = job.wait()
-    outcome.assert_failed_clearly(f"rank {rank}", within=10)
-    flags = [*TWO_BW, "--load", "checkpoints", "--train-iters"]
-    saved = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    with contextlib.suppress(FileNotFoundError):
-        (tmp_path / "metrics.jsonl").unlink()
-    resumed = launch.train(2, *flags, saved + 2, "--metrics-file", "metrics.jsonl", directory=tmp_path)
-    resumed.assert_succeeded()
-    assert sorted(launch.metrics(tmp_path / "metrics.jsonl")) == [saved + 1, saved + 2]
+    outcome.assert_failed_clearly(f"rank {rank}")
+    assert launch.now() - killed < 13, "10 s, and up to 3 to look for processes left behind"
+    directory_of_checkpoints.recover(tmp_path / "checkpoints")
+    assert assert_only_whole_checkpoints(tmp_path / "checkpoints") >= 4

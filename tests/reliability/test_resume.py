@@ -6,28 +6,7 @@ import time
 import pytest
 
 from tests.reliability import launch
-
-LAST = 12
-TWO_BW = ["--pipeline-schedule", "2bw", "--train-iters", LAST]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Losses of a 2bw run that neither saves nor evaluates, by iteration."""
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    launch.train(2, *TWO_BW, "--metrics-file", "metrics.jsonl", directory=directory).assert_succeeded()
-    losses = launch.losses(directory / "metrics.jsonl")
-    assert sorted(losses) == list(range(1, LAST + 1))
-    return losses
-
-
-@pytest.fixture(scope="module")
-def saving(tmp_path_factory):
-    """Directory of the same run with a checkpoint every 4 iterations and an evaluation every 3."""
-    directory = tmp_path_factory.mktemp("saving")
-    flags = ["--save", "checkpoints", "--save-interval", 4, "--eval-interval", 3, "--eval-iters", 1]
-    launch.train(2, *TWO_BW, *flags, "--metrics-file", "metrics.jsonl", directory=directory).assert_succeeded()
-    return directory
+from tests.reliability.conftest import LAST, TWO_BW
 
 
 def test_evaluations_and_checkpoints_between_change_nothing(uninterrupted, saving):
@@ -37,6 +16,7 @@ def test_evaluations_and_checkpoints_between_change_nothing(uninterrupted, savin
     assert names == ["iter_0000004", "iter_0000008", "iter_0000012", "latest_checkpointed_iteration.txt"]
 
 
+@pytest.mark.full
 def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, saving, tmp_path):
     """From the checkpoint of iteration 8 (both weight versions, data position, dropout) the losses are bit-equal."""
     flags = ["--load", saving / "checkpoints", "--ckpt-step", 8, "--metrics-file", "metrics.jsonl"]
@@ -130,7 +110,7 @@ def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0
     return saved
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_signal_to_one_rank_saves_once_and_ends_all(tmp_path, rank):
     """SIGTERM to any one rank in the middle of training: one checkpoint of the last iteration, status 0."""
     saved = _stopped_by_signal(tmp_path, rank, 5, "--pipeline-schedule", "2bw")

@@ -124,8 +124,8 @@ def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None)
 def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
     """--use-checkpoint-args: set the model's arguments to the saved ones.
 
-    What decides the shape always comes from the checkpoint. The rest of the model's arguments, and the tokenizer's, keep
-    the values that the command line names (`args.given`).
+    What decides the shape always comes from the checkpoint. The rest of the model's arguments, and the tokenizer's,
+    keep the values that the command line names (`args.given`).
     """
     if saved is None:
         raise CheckpointError(
