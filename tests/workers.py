@@ -15,8 +15,9 @@ until the pytest session ends. A test hands it the name of a function, which eve
         losses = workers.run(4, "tests.runtime.test_something:case", hidden_size=8)   # one result per rank
 
 A case that raises, dies or hangs fails its own test only: the message holds the tracebacks of the ranks (for a hang the
-stacks of all their threads), the processes and their children are killed, and the next test gets a fresh pool. A case
-must leave no state behind (`parallel_state.destroy_model_parallel()` at its end).
+stacks of all their threads), the processes and their children are killed, and the next test gets a fresh pool. Every
+case has a default group of its own; it, and megatron.core's groups, are destroyed afterwards. Engines are the case's to
+close.
 
 Workers run on the CPU unless `device="cuda"`: GPUs are hidden from them, so results are the same on any machine.
 """
@@ -247,8 +248,9 @@ def _serve(rank: int, world_size: int, connection, stacks_path: str) -> None:
             message = None
         if message is None:
             os._exit(0)  # not through interpreter shutdown: peers that are gone already would be waited for
-        with _group(store, number, rank, world_size):
-            answer = _answer_to(*message)
+        _enter_group(store, number, rank, world_size)
+        succeeded, answer = _answer_to(*message)
+        _leave_group(store, number, rank, world_size, succeeded)
         connection.send_bytes(answer)
 
 
@@ -273,36 +275,46 @@ def _join_store(rank: int, world_size: int, connection):
     return store
 
 
-@contextlib.contextmanager
-def _group(store, number: int, rank: int, world_size: int):
-    """A default group for one case. Groups made in the case go with it: each has threads of its own, and they would add up to thousands."""
+def _enter_group(store, number: int, rank: int, world_size: int) -> None:
+    """Make the default group of one case."""
     import torch
-    from megatron.core import parallel_state
 
     own = torch.distributed.PrefixStore(f"case{number}", store)
     timeout = datetime.timedelta(seconds=600)
     torch.distributed.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
-    try:
-        yield
-    finally:
-        own.set(f"left{rank}", "")
-        with contextlib.suppress(torch.distributed.DistStoreError):  # a peer that failed or hangs is the test's to report
-            own.wait([f"left{peer}" for peer in range(world_size)], datetime.timedelta(seconds=10))
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-        gc.collect()
 
 
-def _answer_to(function: str, kwargs: dict, path: list[str]) -> bytes:
+def _leave_group(store, number: int, rank: int, world_size: int, succeeded: bool) -> None:
+    """Destroy the groups of a case, its own included: each has threads, which would add up to thousands.
+
+    A rank leaves once its peers are done with it. After a failure the pool is killed, so nothing is waited for.
+    """
+    import torch
+
+    from megatron.core import parallel_state
+
+    own = torch.distributed.PrefixStore(f"left{number}", store)
+    own.set(str(rank), "")
+    if not succeeded:
+        return
+    with contextlib.suppress(torch.distributed.DistStoreError):  # a peer that hangs is the test's to report
+        own.wait([str(peer) for peer in range(world_size)], datetime.timedelta(seconds=10))
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    gc.collect()
+
+
+def _answer_to(function: str, kwargs: dict, path: list[str]) -> tuple[bool, bytes]:
+    """(the case succeeded, its pickled answer)."""
     try:
         sys.path[:] = path
         module_name, _, name = function.partition(":")
         case = getattr(importlib.import_module(module_name), name)
         _set_seeds()
         # Plain pickle copies tensors; multiprocessing's own would share memory with a process that may be killed.
-        return pickle.dumps((True, case(**kwargs)))
+        return True, pickle.dumps((True, case(**kwargs)))
     except BaseException:
-        return pickle.dumps((False, traceback.format_exc()))
+        return False, pickle.dumps((False, traceback.format_exc()))
 
 
 def _set_seeds() -> None:
