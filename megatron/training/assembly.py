@@ -6,9 +6,8 @@ comes back as one record.
 """
 
 import argparse
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -29,11 +28,12 @@ from megatron.training.data import MicrobatchIterator
 from megatron.training.logging import LOSS, Reporter
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
 from megatron.training.throughput import flops_per_sample
-from megatron.training.timeline import TracedBatch
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
 ModelProvider = Callable[..., torch.nn.Module]
 DatasetsProvider = Callable[[argparse.Namespace, object], list]
+
+_TRACED_EXTRA = 8  # legs: drains, evaluations and batches cut by them
 
 
 @dataclass
@@ -56,7 +56,6 @@ class Run:
     consumed_valid_samples: int = 0
     flops: float = 0.0
     saved_iteration: int | None = None
-    history: deque[TracedBatch] = field(default_factory=lambda: deque(maxlen=64))
 
     def position(self) -> CheckpointPosition:
         """Where the run stands, as a checkpoint records it."""
@@ -170,7 +169,7 @@ def build_engine(
     tracer = None
     if args.pipeline_timeline is not None:
         clock = CudaClock() if backend.is_cuda() else HostClock()
-        tracer = Tracer(num_batches=args.pipeline_timeline_iterations + schedule.report_lag + 1, clock=clock)
+        tracer = Tracer(num_batches=2 * args.pipeline_timeline_iterations + _TRACED_EXTRA, clock=clock)
     return PipelineEngine(
         schedule, stage, update,
         ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),

@@ -22,7 +22,7 @@ from megatron.training.logging import Progress
 from megatron.training.profiling import Profiler
 from megatron.training.signals import StopSignal
 from megatron.training.throughput import flops_per_sample
-from megatron.training.timeline import TracedBatch, write_timeline
+from megatron.training.timeline import write_timeline
 
 STOP = 1
 """Wish: save and end the run."""
@@ -45,6 +45,7 @@ class Loop:
         self.run, self.args, self.stop, self.started = run, run.args, stop, started
         self._waiting: deque[Progress] = deque()  # batches without a report yet
         self._wishes = 0  # of all ranks, from the reports
+        self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
         self._validation = None
         self.validated_iteration: int | None = None
         self._flops_per_sample = flops_per_sample(run.args)
@@ -88,7 +89,6 @@ class Loop:
             run.engine.wishes |= STOP
         num_samples = sizes.num_samples(run.consumed_samples)
         num_microbatches = sizes.num_microbatches(run.consumed_samples)
-        run.history.append(TracedBatch(run.iteration, run.engine.next_microbatch, num_microbatches))
         start = time.perf_counter()
         reports = run.engine.run_batch(num_microbatches, num_samples)
         seconds = time.perf_counter() - start
@@ -102,6 +102,7 @@ class Loop:
         """Finish the batches in flight. The time counts for the last batch."""
         start = time.perf_counter()
         reports = self.run.engine.drain()
+        self._drains.append(self.run.iteration)
         seconds = time.perf_counter() - start
         if self._waiting:
             last = self._waiting.pop()
@@ -225,7 +226,8 @@ class Loop:
             if run.writer is not None:
                 run.writer.finish()
             if self.args.pipeline_timeline is not None:
-                write_timeline(run)
+                folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
+                write_timeline(run.engine, folder, drains=self._drains, most=most)
         run.engine.close()
 
 

@@ -1,4 +1,4 @@
-"""`pretrain`: one training job on this rank, from checked flags to the last checkpoint. See entry.py for what is before."""
+"""`pretrain`: one training job on this rank, from checked flags to the last checkpoint."""
 
 import argparse
 from collections.abc import Callable
