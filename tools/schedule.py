@@ -14,6 +14,7 @@ Exit status: 0, or 1 where the program is wrong, 2 where the command line is.
 import argparse
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +30,19 @@ from megatron.pipeline.schedules.orders import PRESETS
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
 
+_FLAGS = ("recompute", "extra_warmup", "tied_embeddings", "data_parallel")
+_PRESET_ONLY = ("stages", "batches", *_FLAGS)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    if (options.file is None) == (options.schedule is None):
-        parser.error("name either a CSV file or a --schedule")
+    _require_one_source(parser, options)
     try:
         return options.run(options)
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -64,17 +70,20 @@ def _show(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     program = _program(options)
-    report = check(program)
-    print(_describe(report, program))
+    print(_describe(_prove(options, program), program))
     if options.schedule and len(set(program.batches)) == 1:
-        check_periodic(_schedule(options).build_periodic(program.batches[0]))
+        schedule, size = _schedule(options), program.batches[0]
+        check_periodic(
+            schedule.build_periodic(size),
+            max_saved=schedule.max_saved_microbatches((size,) * (2 * schedule.num_stages)),
+        )
         print("proved for every number of batches: fill, n periods, drain")
     return 0
 
 
 def _simulate(options: argparse.Namespace) -> int:
     program = _program(options)
-    check(program)
+    _prove(options, program)
     timeline = simulate(program, _costs(options))
     rows = [("makespan", f"{timeline.makespan:g}"), ("bubble, all ranks", f"{timeline.bubble:.1%}")]
     if len(program.batches) > 2:
@@ -95,7 +104,7 @@ def _draw(options: argparse.Namespace) -> int:
     if options.output is None and not options.text:
         raise ValueError("draw needs --output FILE.png (or .svg), or --text for the terminal")
     program = _program(options)
-    check(program)
+    _prove(options, program)
     timelines = [simulate(program, _costs(options)).named("planned")]
     timelines += [Timeline.load(path).named(f"measured ({Path(path).name})") for path in options.measured]
     if options.text:
@@ -120,21 +129,31 @@ def _draw(options: argparse.Namespace) -> int:
 # --- what the options mean
 
 
+def _require_one_source(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with a message where a program has no source or two, or where an option would be ignored."""
+    if (options.file is None) == (options.schedule is None):
+        parser.error("name either a CSV file or a --schedule")
+    if options.schedule is None:
+        ignored = [name for name in _PRESET_ONLY if getattr(options, name)]
+    else:
+        ignored = ["weights"] * bool(options.weights)
+        ignored += ["batches"] * bool(options.batches and options.microbatches and len(options.microbatches) > 1)
+    if ignored:
+        source = "a CSV file" if options.schedule is None else "this preset"
+        parser.error(f"--{ignored[0].replace('_', '-')} says nothing about {source}; leave it out")
+
+
 def _schedule(options: argparse.Namespace) -> Schedule:
-    return Schedule.preset(
-        options.schedule,
-        num_stages=options.stages,
-        recompute=options.recompute,
-        extra_warmup=options.extra_warmup,
-        tied_embeddings=options.tied_embeddings,
-        data_parallel=options.data_parallel,
-    )
+    flags = {flag: getattr(options, flag) for flag in _FLAGS}
+    return Schedule.preset(options.schedule, num_stages=options.stages or 4, **flags)
 
 
 def _program(options: argparse.Namespace) -> Program:
     if options.schedule is not None:
-        batches = options.microbatches or (options.stages,)
-        return _schedule(options).build(batches if len(batches) > 1 else batches * options.batches)
+        schedule = _schedule(options)
+        batches = options.microbatches or (_fewest_microbatches(schedule),)
+        few = 2 * schedule.num_stages if schedule.weights is WeightPolicy.STASH else 3
+        return schedule.build(batches if len(batches) > 1 else batches * (options.batches or few))
     facts = {"batches": options.microbatches, "weights": options.weights and WeightPolicy(options.weights)}
     try:
         text = Path(options.file).read_text()
@@ -143,6 +162,20 @@ def _program(options: argparse.Namespace) -> Program:
         raise ValueError(f"{options.file} is no text ({error.reason}); give a CSV file") from error
     except ValueError as error:
         raise ValueError(f"{options.file}: {error}") from error
+
+
+def _fewest_microbatches(schedule: Schedule) -> int:
+    """As many as fill the pipeline, or the one that a weight-stashing schedule takes."""
+    if schedule.weights is WeightPolicy.STASH:
+        return 1
+    return 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+
+
+def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
+    """Prove a program; one of a preset also against the activations that its schedule may save."""
+    if options.schedule is None:
+        return check(program)
+    return check(program, max_saved=_schedule(options).max_saved_microbatches(program.batches))
 
 
 def _costs(options: argparse.Namespace) -> Costs:
@@ -163,11 +196,10 @@ def _costs(options: argparse.Namespace) -> Costs:
 def _title(options: argparse.Namespace, program: Program) -> str:
     if options.schedule is None:
         return Path(options.file).name
-    flags = ("recompute", "extra_warmup", "tied_embeddings", "data_parallel")
-    extras = "".join(f", {flag.replace('_', ' ')}" for flag in flags if getattr(options, flag))
-    sizes = sorted(set(program.batches))
-    microbatches = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    return f"{options.schedule}: {options.stages} stages, batches of {microbatches} microbatches{extras}"
+    extras = "".join(f", {flag.replace('_', ' ')}" for flag in _FLAGS if getattr(options, flag))
+    sizes = ", ".join(map(str, program.batches)) if len(set(program.batches)) > 1 else str(program.batches[0])
+    noun = "microbatch" if sizes == "1" else "microbatches"
+    return f"{options.schedule}: {program.num_stages} stages, batches of {sizes} {noun}{extras}"
 
 
 # --- what is printed
@@ -291,16 +323,16 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         type=_counts,
         metavar="M[,M...]",
-        help="of each batch; several numbers are the batches of a ramp-up (default: as many as stages)",
+        help="of each batch; several numbers are the batches of a ramp-up (default: as few as fill the pipeline)",
     )
     file = parser.add_argument_group("CSV file")
     policies = [policy.value for policy in WeightPolicy]
     file.add_argument("--weights", choices=policies, help="weight policy, where the file does not say it")
     preset = parser.add_argument_group("preset")
     preset.add_argument("--schedule", choices=PRESETS, help="which one")
-    preset.add_argument("--stages", type=_count, default=4, metavar="P", help="pipeline stages (default: 4)")
+    preset.add_argument("--stages", type=_count, metavar="P", help="pipeline stages (default: 4)")
     preset.add_argument(
-        "--batches", type=_count, default=3, metavar="N", help="where --microbatches is one number (default: 3)"
+        "--batches", type=_count, metavar="N", help="where --microbatches is one number (default: 3; pipedream: 2P)"
     )
     preset.add_argument("--recompute", action="store_true", help="recompute each forward before its backward")
     preset.add_argument("--extra-warmup", action="store_true", help="2(p-s-1) forwards of warm-up, which hide latency")

@@ -10,11 +10,12 @@ instructions, so what it says changes when the program changes:
 - F waits until its input has arrived, B and I until the gradient of their output has;
 - REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row;
   one starts when all its members have reached it (norm: every rank; embedding: the ranks that post it; gradients:
-  replicas do the same at the same time, so none is waited for);
+  replicas do the same at the same time, so none is waited for). One that stands after the STEP of its version serves
+  the report alone and runs in a queue beside, so that no later STEP waits for it;
 - STEP waits for the reductions of its version that its rank has posted.
 
 A program without any transfers (a compute-only one) is timed as if each tensor were sent when it is made and its
-    receive posted in time.
+receive posted in time.
 
 Nothing that a rank does depends on which other rank was faster, so the ranks need not be executed in the order of
 time: each runs until it waits for something whose time is not known yet, and is put back on the work list by whoever
@@ -80,10 +81,21 @@ class _Channel:
         self.arrivals = arrivals  # of the receiving stage, per microbatch
         self.sender, self.receiver = sender, receiver  # ranks
         self.free_at = 0.0
-        self.sends: deque[tuple[float, int, int]] = (
-            deque()
-        )  # posted at, position in the row, microbatch; waiting for the other end
+        # waiting for their other end: when posted, position in the row, microbatch
+        self.sends: deque[tuple[float, int, int]] = deque()
         self.receives: deque[tuple[float, int, int]] = deque()
+
+
+class _Queue:
+    """Reductions that a rank runs one after another."""
+
+    __slots__ = ("free_at", "posted", "rank", "reached")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.posted: deque[tuple[float, int]] = deque()  # when posted, position in the row
+        self.reached = False  # whether the first of them has joined its collective
+        self.free_at = 0.0
 
 
 class _Reduction:
@@ -92,7 +104,7 @@ class _Reduction:
     __slots__ = ("duration", "members", "start")
 
     def __init__(self) -> None:
-        self.members: list[tuple[int, int]] = []  # rank and position of those who have reached it
+        self.members: list[tuple[_Queue, int]] = []  # the queue and the position of those who have reached it
         self.start = 0.0
         self.duration = 0.0
 
@@ -118,11 +130,9 @@ class _Simulation:
         self.awaits: list[tuple[list[float], int] | None] = [None] * num_ranks
         self._make_channels(costs)
         # reductions
-        self.chains: list[deque[tuple[float, int]]] = [
-            deque() for _ in range(num_ranks)
-        ]  # posted at, position; the first may have been reached
-        self.reached = [False] * num_ranks  # whether the first of the chain has joined its collective
-        self.chain_free_at = [0.0] * num_ranks
+        self.chains = [_Queue(rank) for rank in range(num_ranks)]
+        self.reports = [_Queue(rank) for rank in range(num_ranks)]
+        self.stepped: list[set[int | None]] = [set() for _ in range(num_ranks)]
         self.reductions: dict[tuple[Kind, int | None], _Reduction] = {}
         self.pending: list[dict[int | None, int]] = [{} for _ in range(num_ranks)]  # version -> reductions not complete
         self.reduced_at: list[dict[int | None, float]] = [{} for _ in range(num_ranks)]
@@ -222,10 +232,12 @@ class _Simulation:
                 starts[position] = now
                 now += seconds[kind][stage]
                 ends[position] = now
+                self.stepped[rank].add(instruction.version)
             else:
+                queue = (self.reports if instruction.version in self.stepped[rank] else self.chains)[rank]
                 self.pending[rank][instruction.version] = self.pending[rank].get(instruction.version, 0) + 1
-                self.chains[rank].append((now, position))
-                self._advance_chains(rank)
+                queue.posted.append((now, position))
+                self._advance(queue)
         else:
             position = len(row)
         self.position[rank], self.clock[rank] = position, now
@@ -242,25 +254,25 @@ class _Simulation:
             self.runnable.append(channel.receiver)
         return start, arrival
 
-    def _advance_chains(self, rank: int) -> None:
-        """Let the first reduction of a rank's chain join its collective, which completes with its last member.
+    def _advance(self, queue: _Queue) -> None:
+        """Let the first reduction of a queue join its collective, which completes with its last member.
 
-        Its completion lets the next reductions of all its members join theirs, and so on.
+        Its completion lets the next reductions of all its members' queues join theirs, and so on.
         """
-        agenda = [rank]
+        agenda = [queue]
         while agenda:
-            rank = agenda.pop()
-            if not self.chains[rank] or self.reached[rank]:
+            queue = agenda.pop()
+            if not queue.posted or queue.reached:
                 continue
-            posted, position = self.chains[rank][0]
-            instruction = self.rows[rank][position]
+            posted, position = queue.posted[0]
+            instruction = self.rows[queue.rank][position]
             key = (instruction.kind, instruction.version)
             num_members = self.num_members.get(key, 1)
             reduction = self.reductions.setdefault(key, _Reduction()) if num_members > 1 else _Reduction()
-            reduction.members.append((rank, position))
-            reduction.start = max(reduction.start, posted, self.chain_free_at[rank])
+            reduction.members.append((queue, position))
+            reduction.start = max(reduction.start, posted, queue.free_at)
             reduction.duration = max(reduction.duration, self.seconds[instruction.kind][instruction.stage])
-            self.reached[rank] = True
+            queue.reached = True
             if len(reduction.members) == num_members:
                 self.reductions.pop(key, None)
                 self._complete(reduction)
@@ -268,17 +280,17 @@ class _Simulation:
 
     def _complete(self, reduction: _Reduction) -> None:
         end = reduction.start + reduction.duration
-        for member, position in reduction.members:
-            version = self.rows[member][position].version
-            self.starts[member][position], self.ends[member][position] = reduction.start, end
-            self.chains[member].popleft()
-            self.reached[member] = False
-            self.chain_free_at[member] = end
-            self.reduced_at[member][version] = end
-            self.pending[member][version] -= 1
-            if self.awaits_version[member] and not self.pending[member][version]:
-                self.awaits_version[member] = False
-                self.runnable.append(member)
+        for queue, position in reduction.members:
+            queue.posted.popleft()
+            queue.reached, queue.free_at = False, end
+            rank = queue.rank
+            version = self.rows[rank][position].version
+            self.starts[rank][position], self.ends[rank][position] = reduction.start, end
+            self.reduced_at[rank][version] = end
+            self.pending[rank][version] -= 1
+            if self.awaits_version[rank] and not self.pending[rank][version]:
+                self.awaits_version[rank] = False
+                self.runnable.append(rank)
 
     def _report_unfinished(self) -> None:
         """Raise if a rank has not reached the end of its row, or a transfer or reduction has lost a member."""

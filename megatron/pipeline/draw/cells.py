@@ -27,6 +27,8 @@ class Cell:
     Attributes:
         completes_batch: it is the last backward of its batch at its stage: the gradient of the batch is complete.
         begins_batch: it is the first forward of its batch at its stage.
+
+    Where every batch is a single microbatch, every cell would do both, which says nothing: there, none does.
     """
 
     rank: int
@@ -68,6 +70,8 @@ def cells_of(timeline: Timeline) -> list[Cell]:
         elif span.instruction.kind is Kind.FORWARD:
             first_forward.setdefault(key, index)
     completing, beginning = set(last_backward.values()), set(first_forward.values())
+    if max(timeline.batches, default=1) == 1:
+        completing = beginning = set()
     cells = []
     for index, span in enumerate(found):
         what = span.instruction

@@ -97,7 +97,7 @@ def draw_timeline(
         if lanes:
             draw_lanes(axes, timeline)
         if len(timeline.batches) > 1:
-            draw_batches(axes, timeline, cells)
+            draw_batches(axes, timeline, cells, points=points)
         draw_steps(axes, steps_of(timeline), points=points)
         if len(timelines) > 1:
             axes.set_title(timeline.name or f"timeline {index}", loc="left", fontsize=9, fontweight="bold", pad=12)
@@ -136,4 +136,4 @@ def _save(figure: "Figure", path: Path) -> None:
     if suffix not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"{path} is no image that can be written; end its name in .png or .svg")
     with matplotlib.rc_context({"svg.hashsalt": "timeline"}):  # the same picture gives the same bytes
-        figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == "svg" else None)
+        figure.savefig(path, dpi=140, metadata={"Date": None} if suffix == "svg" else None)

@@ -60,8 +60,8 @@ def draw_labels(axes: "Axes", cells: list[Cell], *, points: float, one_based: bo
             axes.text(middle, cell.rank + 0.40, f"v{cell.version}", color=ink, **below)
 
 
-def draw_batches(axes: "Axes", timeline: Timeline, cells: list[Cell]) -> None:
-    """A dashed line that follows the first forward of each batch down the stages."""
+def draw_batches(axes: "Axes", timeline: Timeline, cells: list[Cell], *, points: float) -> None:
+    """A dashed line that follows the first forward of each batch down the stages, named where names do not collide."""
     batch_of = {microbatch: batch for batch, microbatch in enumerate(timeline.batch_borders()[:-1])}
     places: dict[int, list[tuple[int, float]]] = {}
     for cell in cells:
@@ -69,13 +69,16 @@ def draw_batches(axes: "Axes", timeline: Timeline, cells: list[Cell]) -> None:
             places.setdefault(batch_of[cell.microbatch], []).append((cell.rank, cell.start))
     dashes = {"color": legend.BORDER, "linewidth": 1.0, "linestyle": (0, (3, 2)), "clip_on": False}
     small = {"color": legend.BORDER, "fontsize": 7, "xytext": (2, 1), "textcoords": "offset points"}
+    free_from = 0.0
     for batch, starts in sorted(places.items()):
         starts.sort()
         across = [start for _, start in starts for _ in range(2)]
         down = [rank + side for rank, _ in starts for side in (-0.5, 0.5)]
         axes.plot(across, down, gid="batch", zorder=4, **dashes)
         name = f"batch {timeline.first_batch + batch}"
-        axes.annotate(name, (across[0], down[0]), annotation_clip=False, **small)
+        if across[0] >= free_from:
+            axes.annotate(name, (across[0], down[0]), annotation_clip=False, **small)
+            free_from = across[0] + (4.4 * len(name) + 4) / points
 
 
 def draw_steps(axes: "Axes", steps: list[Step], *, points: float) -> None:

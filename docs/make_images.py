@@ -1,0 +1,117 @@
+"""Draw the pictures of docs/schedules.md into docs/images: python docs/make_images.py [NAME ...]."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.pipeline.draw import draw_timeline
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import Costs, simulate
+from megatron.pipeline.timeline import Timeline
+
+IMAGES = Path(__file__).resolve().parent / "images"
+FORWARDS = "time, in forwards of one microbatch"
+
+
+def timeline(name: str, num_stages: int, batches: tuple[int, ...], *, costs: Costs | None = None, **flags) -> Timeline:
+    return simulate(Schedule.preset(name, num_stages=num_stages, **flags).build(batches), costs)
+
+
+def figure_1() -> None:
+    """GPipe and PipeDream, as in Figure 1 of the 2BW paper."""
+    draw_timeline(
+        [
+            timeline("gpipe", 4, (4, 4)).named("gpipe: batches of 4"),
+            timeline("pipedream", 4, (1,) * 10).named("pipedream: an update after each microbatch"),
+        ],
+        IMAGES / "gpipe_pipedream.png",
+        time_label=FORWARDS,
+    )
+
+
+def figure_2() -> None:
+    """2BW, as in Figure 2, numbered from 1 as there."""
+    draw_timeline(
+        timeline("2bw", 4, (4, 4, 4)),
+        IMAGES / "2bw.png",
+        title="2bw: 4 stages, batches of 4",
+        one_based=True,
+        time_label=FORWARDS,
+    )
+
+
+def figure_3() -> None:
+    """GPipe and flush on two stages, as in Figure 3, with what they save."""
+    draw_timeline(
+        [
+            timeline("gpipe", 2, (4, 4)).named("gpipe: 2 stages, batches of 4"),
+            timeline("flush", 2, (4, 4)).named("flush"),
+        ],
+        IMAGES / "gpipe_flush.png",
+        saved_microbatches=True,
+        time_label=FORWARDS,
+    )
+
+
+def flush_and_2bw() -> None:
+    """The same three batches with and without flushes, on one scale."""
+    draw_timeline(
+        [
+            timeline("flush", 4, (4,) * 3).named("flush: 4 stages, batches of 4"),
+            timeline("2bw", 4, (4,) * 3).named("2bw"),
+        ],
+        IMAGES / "flush_2bw.png",
+        time_label=FORWARDS,
+    )
+
+
+def extra_warmup() -> None:
+    """Slow links without and with the longer warm-up."""
+    costs = Costs(latency=0.4)
+    draw_timeline(
+        [
+            timeline("2bw", 4, (7,) * 2, costs=costs).named("2bw: latency 0.4 on each link"),
+            timeline("2bw", 4, (7,) * 2, costs=costs, extra_warmup=True).named("2bw with extra warm-up"),
+        ],
+        IMAGES / "extra_warmup.png",
+        saved_microbatches=True,
+        lanes=True,
+        time_label=FORWARDS,
+    )
+
+
+def chain() -> None:
+    """Reductions of all kinds, hidden behind the computations of the next batch."""
+    costs = Costs(reduce_grad=2.0, reduce_embed=2.0, reduce_norm=1.5, step=0.4, latency=0.05)
+    draw_timeline(
+        timeline("2bw", 4, (6,) * 3, costs=costs, data_parallel=True, tied_embeddings=True),
+        IMAGES / "chain.png",
+        title="2bw with replicas, tied embeddings and clipping",
+        lanes=True,
+        time_label=FORWARDS,
+    )
+
+
+def recompute() -> None:
+    """Recompute before each backward, over a batch-size ramp-up."""
+    draw_timeline(
+        timeline("2bw", 3, (3, 4, 6), recompute=True),
+        IMAGES / "recompute.png",
+        title="2bw: 3 stages, batches of 3, 4 and 6, recompute",
+        time_label=FORWARDS,
+    )
+
+
+DRAWINGS = (figure_1, figure_2, figure_3, flush_and_2bw, extra_warmup, chain, recompute)
+
+
+def main(names: list[str]) -> None:
+    IMAGES.mkdir(exist_ok=True)
+    for drawing in DRAWINGS:
+        if not names or drawing.__name__ in names:
+            drawing()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

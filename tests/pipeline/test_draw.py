@@ -1,0 +1,158 @@
+"""Drawings show every computation, step, bubble and border, found in the figure's artists rather than in its pixels."""
+
+import pytest
+
+from megatron.pipeline.draw import draw_timeline, timeline_text
+from megatron.pipeline.draw.cells import cells_of, steps_of
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import Costs, simulate
+
+
+def timeline(name="2bw", num_stages=4, batches=(4, 4, 4), costs=None, **flags):
+    return simulate(Schedule.preset(name, num_stages=num_stages, **flags).build(tuple(batches)), costs)
+
+
+def shapes(axes, gid):
+    """How many shapes the collections of a gid have; a final @ stands for any version."""
+    chosen = [each for each in axes.collections if (each.get_gid() or "").startswith(gid)]
+    return sum(len(each.get_paths()) for each in chosen)
+
+
+def texts(axes, gid):
+    return [text.get_text() for text in axes.texts if text.get_gid() == gid]
+
+
+def test_every_computation_has_a_cell_with_its_number_and_version():
+    """Four stages and twelve microbatches are 48 blue and 48 green cells, each labelled; rows are grey behind."""
+    axes = draw_timeline(timeline()).axes[0]
+    assert (shapes(axes, "F@"), shapes(axes, "B@")) == (48, 48)
+    assert (shapes(axes, "F@0"), shapes(axes, "F@1")) == (32, 16)  # batches 0 and 1 use the initial weights
+    assert sorted(map(int, texts(axes, "microbatch"))) == sorted(list(range(12)) * 8)
+    assert len(texts(axes, "version")) == 96
+    assert shapes(axes, "bubble") == 4
+
+
+def test_steps_and_borders_are_marked():
+    """Each stage has a mark for each optimizer step and a hatched cell for each batch; each batch has a border."""
+    axes = draw_timeline(timeline()).axes[0]
+    assert shapes(axes, "step") == 12
+    assert sorted(texts(axes, "made")) == ["W1"] * 4 + ["W2"] * 4 + ["W3"] * 4
+    assert shapes(axes, "completes") == 12
+    assert [line.get_gid() for line in axes.lines] == ["batch"] * 3
+    border = axes.lines[2]  # of batch 2, at each stage's first forward with new weights
+    assert list(border.get_xdata()[::2]) == [24.0, 25.0, 26.0, 27.0]
+
+
+def test_figure_2():
+    """Input 9, counted from 1, is the first with new weights; input 7's backward on worker 3 has the old ones."""
+    cells = {(cell.kind.value, cell.stage, cell.microbatch): cell for cell in cells_of(timeline())}
+    first_new = min(cell.microbatch for cell in cells.values() if cell.kind.value == "F" and cell.version == 1)
+    assert first_new + 1 == 9
+    assert cells["B", 2, 6].version == 0
+    assert cells["B", 2, 6].start >= next(cell.end for key, cell in cells.items() if key == ("F", 2, 7))
+    axes = draw_timeline(timeline(), one_based=True).axes[0]
+    assert {int(text) for text in texts(axes, "microbatch")} == set(range(1, 13))
+
+
+def test_a_batch_of_one_microbatch_has_no_borders():
+    """PipeDream updates after every microbatch: marks at every cell would say nothing."""
+    axes = draw_timeline(timeline("pipedream", batches=(1,) * 8)).axes[0]
+    assert (shapes(axes, "F@"), shapes(axes, "completes"), len(axes.lines)) == (32, 0, 0)
+
+
+def test_plan_and_measurement_share_one_scale():
+    """Two timelines give two panels, named, with the same limits; each may have its saved microbatches below."""
+    planned = timeline().named("planned")
+    measured = timeline(costs=Costs(forward=1.1, backward=2.2)).shifted(1e9).named("measured")
+    figure = draw_timeline([planned, measured], saved_microbatches=True)
+    assert len(figure.axes) == 4
+    assert all(axes.get_xlim() == (0.0, pytest.approx(49.5)) for axes in figure.axes)
+    assert [figure.axes[index].get_title(loc="left") for index in (0, 2)] == ["planned", "measured"]
+    assert [text.strip() for text in texts(figure.axes[1], "peak")] == ["4", "3", "2", "1"]
+
+
+def test_recompute_and_lanes():
+    """Recomputations have cells, transfers and reductions that take time have lanes, and only then."""
+    plain = draw_timeline(timeline(recompute=True), lanes=True).axes[0]
+    assert (shapes(plain, "R@"), shapes(plain, "transfer"), shapes(plain, "reduction")) == (48, 0, 0)
+    slow = draw_timeline(timeline(costs=Costs(latency=0.1, reduce_norm=0.5)), lanes=True).axes[0]
+    assert (shapes(slow, "transfer"), shapes(slow, "reduction")) == (2 * 3 * 12, 3 * 4)
+
+
+def test_small_cells_lose_their_labels_and_stay_cells():
+    """What cannot be read is not written: 16 stages and 64 microbatches in 7 inches."""
+    axes = draw_timeline(timeline(num_stages=16, batches=(16,) * 4), width=7.0).axes[0]
+    assert shapes(axes, "F@") == shapes(axes, "B@") == 16 * 64
+    assert len(texts(axes, "microbatch")) < 16 * 64
+    assert texts(axes, "version") == []
+
+
+def test_labels_stay_inside_their_cells():
+    """No number is wider than its cell, at 4 stages and at 12."""
+    for num_stages in (4, 12):
+        line = timeline(num_stages=num_stages, batches=(num_stages,) * 2)
+        figure = draw_timeline(line)
+        axes, renderer = figure.axes[0], figure.canvas.get_renderer()
+        lengths = {}
+        for cell in cells_of(line):
+            lengths[cell.rank, round((cell.start + cell.end) / 2, 6)] = cell.end - cell.start
+        for text in axes.texts:
+            if text.get_gid() == "microbatch":
+                x, y = text.get_position()
+                box = text.get_window_extent(renderer).transformed(axes.transData.inverted())
+                assert box.width <= lengths[round(y), round(x, 6)]
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")])
+def test_the_suffix_chooses_the_format(tmp_path, suffix, magic):
+    """PNG, SVG and PDF are written under the given name."""
+    path = tmp_path / f"timeline{suffix}"
+    draw_timeline(timeline(), path, title="2bw")
+    assert path.read_bytes().startswith(magic)
+
+
+def test_the_same_drawing_gives_the_same_bytes(tmp_path):
+    """Pictures under version control change only when what they show does."""
+    for suffix in (".png", ".svg"):
+        for name in "ab":
+            draw_timeline(timeline(batches=(4,)), tmp_path / f"{name}{suffix}")
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    """No timeline, no time, and no image format: a sentence each."""
+    for nothing in ([], timeline(costs=Costs(forward=0, backward=0))):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw_timeline(nothing)
+    with pytest.raises(ValueError, match=r"timeline\.txt is no image"):
+        draw_timeline(timeline(), tmp_path / "timeline.txt")
+
+
+def test_text_shows_the_same():
+    """One line per stage: cells in proportion to their time, dots for bubbles, # where an optimizer step stands."""
+    text = timeline_text(timeline("flush", 2, (2, 2)), width=200).plain
+    assert text.splitlines() == [
+        "stage 0 |F0|F1......|B0---...|B1---#F2|F3......|B2---...|B3---#",
+        "stage 1 ...|F0|B0---|F1|B1---......#..|F2|B2---|F3|B3---......#",
+    ]
+
+
+def test_long_text_goes_on_in_blocks():
+    """No line is longer than the terminal; every cell is there."""
+    lines = timeline_text(timeline(), width=60, one_based=True, versions=True).plain.splitlines()
+    assert max(map(len, lines)) <= 60
+    joined = "".join(line[len("stage 0 ") :] for line in lines if line.startswith("stage 0"))
+    assert all(f"F{microbatch}@" in joined for microbatch in range(1, 13))
+    assert joined.count("#") == len([step for step in steps_of(timeline()) if step.rank == 0])
+
+
+def test_text_that_helps_nobody_is_refused():
+    """Lines of tens of thousands of characters are no drawing."""
+    with pytest.raises(ValueError, match="draw fewer batches"):
+        timeline_text(timeline(costs=Costs(forward=0.001, backward=100.0)))
+
+
+def test_text_in_colours():
+    """On a terminal, forwards are blue and backwards green."""
+    spans = timeline_text(timeline("flush", 1, (1,))).spans
+    assert {span.style.bgcolor.name for span in spans} == {"blue", "green4", "red"}

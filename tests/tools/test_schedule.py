@@ -1,0 +1,254 @@
+"""tools/schedule.py: what it prints, writes and proves, and with which status it ends."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.timeline import Timeline
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "schedule.py"
+specification = importlib.util.spec_from_file_location("schedule_tool", TOOL)
+tool = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(tool)
+
+TWO_BW = ["--schedule", "2bw", "--stages", "4", "--microbatches", "4", "--batches", "3"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the tool in this process; returns status, standard output and standard error."""
+
+    def run(*arguments):
+        try:
+            status = tool.main([str(each) for each in arguments])
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def build(name="2bw", num_stages=4, batches=(4, 4, 4), **flags):
+    return Schedule.preset(name, num_stages=num_stages, **flags).build(batches)
+
+
+def test_show_prints_the_program(run):
+    """One line per rank, with the instructions of the very program that would run."""
+    status, out, _ = run("show", *TWO_BW)
+    assert status == 0
+    assert out.splitlines() == [f"rank {rank}: " + "  ".join(map(str, row)) for rank, row in enumerate(build().rows)]
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "batches"),
+    [
+        (["--recompute"], {"recompute": True}, (4, 4, 4)),
+        (["--tied-embeddings", "--data-parallel"], {"tied_embeddings": True, "data_parallel": True}, (4, 4, 4)),
+        (["--extra-warmup", "--microbatches", "7"], {"extra_warmup": True}, (7, 7, 7)),
+        (["--microbatches", "4,6,9"], {}, (4, 6, 9)),
+        (["--batches", "2"], {}, (4, 4)),
+    ],
+)
+def test_csv_is_the_program(run, tmp_path, options, flags, batches):
+    """--csv writes the whole program, flags and ramp-up included, and reads back equal."""
+    path = tmp_path / "program.csv"
+    assert run("show", "--schedule", "2bw", *options, "--csv", path)[0] == 0
+    assert Program.from_csv(path.read_text()) == build(batches=batches, **flags)
+    assert run("check", path)[0] == 0
+
+
+def test_torch_csv_loads_again(run, tmp_path):
+    """What is written for torch is a compute-only program here, which is checked, timed and drawn."""
+    path = tmp_path / "torch.csv"
+    assert run("show", "--schedule", "flush", "--stages", "2", "--batches", "1", "--torch-csv", path)[0] == 0
+    assert path.read_text().splitlines() == ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+    assert "compute-only" in run("check", path)[1]
+    assert "9" in run("simulate", path)[1].splitlines()[0]
+    assert run("draw", path, "--output", tmp_path / "torch.png")[0] == 0
+    assert run("show", "--schedule", "flush", "--torch-csv", "-")[1].startswith("0F0,0F1")
+
+
+def test_check_reports_what_it_proved(run):
+    """A preset is proved as it is, and for any number of batches."""
+    status, out, _ = run("check", *TWO_BW)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert (status, lines[0]) == (0, "correct")
+    assert f"instructions {build().num_instructions}" in lines
+    assert "peak saved microbatches 4, 3, 2, 1" in lines
+    assert "live weight versions 2, 2, 2, 2" in lines
+    assert lines[-1].startswith("proved for every number of batches")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream"])
+def test_every_preset_is_right_by_default(run, name):
+    """Without further options each preset is proved, timed and drawn as text."""
+    assert run("check", "--schedule", name)[0] == 0
+    assert run("simulate", "--schedule", name)[0] == 0
+    assert "|B0---" in run("draw", "--schedule", name, "--text")[1]
+
+
+def test_a_wrong_program_ends_with_status_1(run, tmp_path):
+    """A program that breaks a claim: rank, position, instruction and reason on standard error, status 1."""
+    path = tmp_path / "wrong.csv"
+    path.write_text(build().to_csv().replace("1F5@0", "1F6@0", 1))
+    for command in (["check"], ["simulate"], ["draw", "--output", tmp_path / "wrong.png"]):
+        status, out, err = run(*command, path)
+        assert (status, out) == (1, "")
+        assert err.startswith("error: rank 1, position 26, 1F6@0: ")
+    assert not (tmp_path / "wrong.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0,0B0\n0F1garbage\n", "row 1 (line 2), column 1: '0F1garbage' is not an instruction"),
+        ("0F0,0B0,\n\n0F1\n", "row 2"),
+        ("", "no instructions"),
+        ("# weights: 3bw\n0F0,0B0\n", "line 1: weights: '3bw' is not"),
+    ],
+)
+def test_a_bad_file_is_explained(run, tmp_path, text, reason):
+    """What cannot be read is named with file, row and column."""
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    status, _, err = run("check", path)
+    assert status == 1
+    assert err.startswith(f"error: {path}: ")
+    assert reason in err
+
+
+def test_binary_and_missing_files(run, tmp_path):
+    """A picture is no program, and a file that is not there is named."""
+    (tmp_path / "picture.csv").write_bytes(b"\x89PNG\xff\xfe")
+    assert run("check", tmp_path / "picture.csv")[0] == 1
+    status, _, err = run("check", tmp_path / "missing.csv")
+    assert (status, err) == (2, f"error: {tmp_path / 'missing.csv'}: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["check"], "name either a CSV file or a --schedule"),
+        (["check", "a.csv", "--schedule", "2bw"], "name either a CSV file or a --schedule"),
+        (["check", "a.csv", "--recompute"], "--recompute says nothing about a CSV file"),
+        (["check", "a.csv", "--stages", "4"], "--stages says nothing about a CSV file"),
+        (["check", "--schedule", "2bw", "--weights", "flush"], "--weights says nothing about this preset"),
+        (["check", "--schedule", "2bw", "--microbatches", "4,8", "--batches", "2"], "--batches says nothing"),
+        (["check", "--schedule", "2bw", "--microbatches", "4,x"], "'x' is no positive whole number"),
+        (["check", "--schedule", "2bw", "--stages", "0"], "'0' is no positive whole number"),
+        (["check", "--schedule", "3bw"], "invalid choice: '3bw'"),
+        (["draw", "--schedule", "2bw", "--forward", "-1"], "'-1' is no finite number"),
+        (["draw", "--schedule", "2bw", "--latency", "inf"], "'inf' is no finite number"),
+        (["draw", "--schedule", "2bw", "--width", "0"], "0 is not positive"),
+    ],
+)
+def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
+    """One sentence for each; nothing that would be ignored is accepted."""
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert reason in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["check", "--schedule", "2bw", "--microbatches", "3"], "at least 4"),
+        (["draw", "--schedule", "2bw"], "--output"),
+        (["draw", "--schedule", "2bw", "--output", "x.txt"], "no image"),
+        (["simulate", "--schedule", "2bw", "--forward", "1,2,3"], "forward has 3 numbers"),
+    ],
+)
+def test_choices_that_do_not_work_end_with_status_1(run, arguments, reason):
+    """Schedules, costs and formats that cannot be, with the reason."""
+    status, _, err = run(*arguments)
+    assert (status, err.count("\n")) == (1, 1)
+    assert reason in err
+
+
+def test_simulate_prints_and_writes_the_timeline(run, tmp_path):
+    """Makespan and steady time of the closed form, and a file that `draw --measured` reads."""
+    status, out, _ = run("simulate", *TWO_BW, "--json", tmp_path / "t.json")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert status == 0
+    assert lines[0] == "makespan 45"
+    assert "time per batch, steady 12" in lines
+    assert Timeline.load(tmp_path / "t.json").to_dict() == simulate(build()).to_dict()
+    slow = run("simulate", *TWO_BW, "--backward", "2,2,2,4", "--transfer", "0.1", "--latency", "0.1", "--step", "1")
+    assert slow[0] == 0
+    assert float(slow[1].split()[1]) > 45
+
+
+def test_draw_writes_pictures(run, tmp_path):
+    """PNG and SVG by suffix, the plan above measured runs."""
+    run("simulate", *TWO_BW, "--forward", "1.2", "--json", tmp_path / "measured.json")
+    for name in ("plan.png", "plan.svg"):
+        status, out, _ = run(
+            "draw", *TWO_BW, "--output", tmp_path / name, "--measured", tmp_path / "measured.json", "--saved"
+        )
+        assert (status, out) == (0, f"wrote {tmp_path / name}\n")
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert "measured (measured.json)" in (tmp_path / "plan.svg").read_text()
+    (tmp_path / "measured.json").write_text("{}")
+    status, _, err = run("draw", *TWO_BW, "--output", tmp_path / "x.png", "--measured", tmp_path / "measured.json")
+    assert status == 1
+    assert "measured.json: a timeline has format" in err
+
+
+def test_weights_and_batches_of_a_compute_only_file(run, tmp_path):
+    """A file of torch says nothing of batches and weights; the options do."""
+    path = tmp_path / "torch.csv"
+    run("show", *TWO_BW, "--torch-csv", path)
+    assert "4, 4, 4" in run("check", path, "--microbatches", "4,4,4", "--weights", "2bw")[1]
+    assert Program.from_csv(path.read_text(), weights=WeightPolicy.TWO_BW, batches=(4, 4, 4)).batches == (4, 4, 4)
+
+
+def test_it_starts_without_torch_in_a_second(tmp_path):
+    """From any directory, not installed: it imports neither torch nor matplotlib nor megatron.core, and is quick."""
+    code = (
+        "import runpy, sys; sys.argv = ['schedule.py', 'check', '--schedule', '2bw']\n"
+        f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'matplotlib', 'numpy', 'megatron.core'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("correct")
+    after = os.times()
+    assert after.children_user - before.children_user + after.children_system - before.children_system < 1.0
+
+
+def test_a_closed_pipe_is_no_error():
+    """`schedule.py show ... | head -1` ends quietly."""
+    command = f"{sys.executable} {TOOL} show --schedule 2bw --stages 16 --microbatches 64 | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0: 0F", "")
+
+
+@pytest.mark.parametrize("command", ["", "show", "check", "simulate", "draw"])
+def test_help(run, command):
+    """Every command explains itself."""
+    status, out, _ = run(*([command] if command else []), "--help")
+    assert status == 0
+    assert "usage:" in out
+    assert "--schedule" in out
+
+
+def test_time_of_a_large_check(run):
+    """32 stages and 64 microbatches, proved for every number of batches, in seconds of one core."""
+    begin = time.process_time()
+    assert run("check", "--schedule", "2bw", "--stages", "32", "--microbatches", "64", "--batches", "1")[0] == 0
+    assert time.process_time() - begin < 5
