@@ -10,7 +10,7 @@ By induction over the number of periods, on the *state* between them:
 3. The state after the period equals the state after the fill, with microbatches, batches and versions counted from one
    period later.
 4. What an instruction needs, what it does, and every bound are stated in terms of that state, and none in absolute
-   numbers. The one exception is 2bw's version 0, which both of the first two batches use; so the version that the
+   numbers. The exception is the start of a run, where several batches use the same version; so the version that the
    policy gives to the next batch is a part of the state.
 
 From 3 and 4, a second period, shifted by one, executes as the first did and ends in the same state, shifted by one
@@ -32,6 +32,7 @@ from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_stage
+from megatron.pipeline.check.versions import version_of_batch
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import Program
 
@@ -163,7 +164,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
             continue
         for code in chain_of_stage(compact, stage):
             state[f"how many {KIND_OF_CODE[code].value} stand at stage {stage}"] = posted[stage][code] - origin.batch
-        oldest, next_version = _versions_at(compact, facts[stage], posted[stage][STEP])
+        oldest, next_version = _versions_at(compact, stage, facts[stage], posted[stage][STEP])
         state[f"the oldest version of stage {stage}"] = oldest - origin.batch
         state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
     return state
@@ -173,16 +174,14 @@ def _minus(version: int | None, batches: int) -> int | None:
     return None if version is None else version - batches
 
 
-def _versions_at(compact: CompactProgram, facts: bytearray, num_steps: int) -> tuple[int, int]:
-    """The oldest version that a stage keeps after so many STEPs, and the version that its next batch uses.
+def _versions_at(compact: CompactProgram, stage: int, facts: bytearray, num_steps: int) -> tuple[int, int]:
+    """The oldest version that a stage keeps after so many STEPs, and the version that the policy gives its next batch.
 
-    Where stages use their newest version, both are the newest: what else is kept is what is under way.
+    Where stages use their newest version, it is also the oldest; what else is kept is what is under way.
     """
-    program, rule = compact.program, compact.program.weights.rule
+    program, index = compact.program, facts.find(0)
     newest = program.first_batch + num_steps
-    if rule.delay is None:
-        return newest, newest
-    index = facts.find(0)
+    delay = program.weights.rule.delay or 0
     end = program.first_batch + len(program.batches)
-    batch = end if index < 0 else program.batch_of(program.first_microbatch + index)
-    return max(newest - rule.delay, min(program.entry_versions)), rule.version_of(batch, newest=newest)
+    next_batch = end if index < 0 else program.batch_of(program.first_microbatch + index)
+    return max(newest - delay, min(program.entry_versions)), version_of_batch(program, stage, next_batch)

@@ -9,9 +9,8 @@ The chain that leads to version v applies the gradients of batch v-1. Its links,
     STEP@v           makes the version
 
 A link stands after the batch's last backward, after the links before it in its chain, and after the same link of the
-batch before; and each stands once. Where each stage uses its newest version (`stash`) REDUCE_NORM comes last, for it
-only reports; and no forward overtakes the STEP of a batch that has ended, so that "the newest version at this stage" is
-the same number in every such program.
+batch before; and each stands once. Where each stage uses its newest version (`stash`), REDUCE_NORM comes last, for it
+only reports.
 
 So every member of a group posts the group's reductions in order of v: their order agrees. That members of different
 groups do not wait for one another in a circle is proved with the progress.
@@ -26,7 +25,6 @@ from megatron.pipeline.check.compact import (
     STEP,
     B,
     CompactProgram,
-    F,
     W,
 )
 
@@ -54,11 +52,15 @@ def prove_updates(compact: CompactProgram) -> None:
 
     Raises:
         ProgramError: naming the link that is out of place, or the end of the row that lacks one.
+        ValueError: a batch has several microbatches under a policy that updates after every one.
     """
     program = compact.program
+    if program.weights.rule.delay is None and set(program.batches) != {1}:
+        raise ValueError(
+            f"{program.weights.value} updates after each microbatch: give batches of 1, not {program.batches}"
+        )
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
-    steps_at_once = program.weights.rule.delay is None
     unfinished = [
         list(program.batches) for _ in range(compact.num_stages)
     ]  # per stage and batch, the backwards still to come
@@ -71,13 +73,6 @@ def prove_updates(compact: CompactProgram) -> None:
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             if code in (B, W):
                 unfinished[place // num_microbatches][batch_of[place % num_microbatches]] -= 1
-            elif code == F:
-                if steps_at_once:
-                    stage = place // num_microbatches
-                    due = posted[stage][STEP]
-                    if due < num_batches and not unfinished[stage][due]:
-                        reason = f"batch {program.first_batch + due} has ended at this stage: its STEP comes first"
-                        raise compact.error(rank, position, reason)
             elif code >= REDUCE_GRAD:
                 stage, index = place // num_microbatches, version - program.first_batch - 1
                 if code not in chains[stage]:

@@ -3,16 +3,21 @@
 A stage holds, at any time, a set of live versions: those that it entered the program with, and those that its STEPs
 have made since, less those that the policy has retired.
 
-    policy   forward of batch j uses     live
-    flush    j                           the newest
-    2bw      max(j - 1, 0)               the newest and the one before: STEP@(t+1) retires t-1
-    stash    the newest at this stage    the newest, and each that a microbatch saved here ran its forward with
+    policy   forward of batch j at stage s      live
+    flush    j                                  the newest
+    2bw      max(j - 1, 0)                      the newest and the one before: STEP@(t+1) retires t-1
+    stash    the newest at this stage, which    the newest, and each that a microbatch saved here ran its forward with
+             is max(first batch, j - (p-1-s))
 
 Recompute and backward use the version of their forward. They find it live, because STEP@v comes after all backwards of
 batch v-1 (which is proved with the updates), and no other batch in flight uses a version that it retires.
+
+Under `stash` the delay p-1-s of each stage is PipeDream's, and is proved along with "the newest": so what a program
+computes follows from the policy alone, here as for the others.
 """
 
 from megatron.pipeline.check.compact import REDUCE_GRAD, SEND_F, STEP, B, CompactProgram, F, W
+from megatron.pipeline.program import Program
 
 
 def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
@@ -27,49 +32,64 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
     Raises:
         ProgramError: naming the first computation with a wrong version, or the STEP that makes one too many.
     """
-    num_microbatches = compact.num_microbatches
-    version_of_microbatch = version_of_each_microbatch(compact)
+    program, num_microbatches = compact.program, compact.num_microbatches
+    batch_of = [batch for batch, size in enumerate(program.batches, start=program.first_batch) for _ in range(size)]
     forward_version = [0] * (compact.num_stages * num_microbatches)
-    stages = [_StageVersions(compact, stage) for stage in range(compact.num_stages)]
+    stages = [_StageVersions(program, stage) for stage in range(compact.num_stages)]
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
+            reason = ""
             if version is None:
                 if code < SEND_F:
-                    raise compact.error(rank, position, "it names no weight version, though the program does elsewhere")
+                    reason = "it names no weight version, though the program does elsewhere"
             elif code == F:
-                stage = stages[place // num_microbatches]
-                wanted = stage.newest if stage.stashes else version_of_microbatch[place % num_microbatches]
-                if version != wanted or version not in stage.live:
-                    raise compact.error(rank, position, stage.explain_forward(version, wanted))
+                reason = stages[place // num_microbatches].forward(version, batch_of[place % num_microbatches])
                 forward_version[place] = version
-                stage.live[version] += 1
             elif code < SEND_F:
                 if version != forward_version[place]:
                     reason = f"its forward ran with version {forward_version[place]}, so it has to use that one too"
-                    raise compact.error(rank, position, reason)
-                if code in (B, W):
+                elif code in (B, W):
                     stages[place // num_microbatches].release(version)
             elif code == STEP:
-                stage = stages[place // num_microbatches]
-                stage.step(version)
-                if len(stage.live) > stage.bound:
-                    reason = f"the stage would hold {len(stage.live)} weight versions, and its bound is {stage.bound}"
-                    raise compact.error(rank, position, reason)
+                reason = stages[place // num_microbatches].step(version)
+            if reason:
+                raise compact.error(rank, position, reason)
     return tuple(stage.peak for stage in stages)
 
 
-class _StageVersions:
-    """The live versions of one stage, each with the number of saved microbatches that ran their forward with it."""
+def version_of_batch(program: Program, stage: int, batch: int) -> int:
+    """The version that the policy gives to the forward of a batch at a stage."""
+    rule = program.weights.rule
+    newest = max(program.first_batch, batch - (program.num_stages - 1 - stage))
+    return rule.version_of(batch, newest=newest)
 
-    def __init__(self, compact: CompactProgram, stage: int) -> None:
-        program = compact.program
+
+class _StageVersions:
+    """The live versions of one stage, each with the number of saved microbatches that ran their forward with it.
+
+    Its methods return what is wrong, or nothing.
+    """
+
+    def __init__(self, program: Program, stage: int) -> None:
         rule = program.weights.rule
-        self.stage, self.policy = stage, program.weights
+        self.program, self.stage = program, stage
         self.stashes = rule.delay is None
-        self.bound = compact.num_stages - stage if self.stashes else rule.delay + 1
+        self.bound = program.num_stages - stage if self.stashes else rule.delay + 1
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)
+
+    def forward(self, version: int, batch: int) -> str:
+        """Use a version."""
+        wanted = version_of_batch(self.program, self.stage, batch)
+        if version != wanted:
+            return f"{self.program.weights.value} runs batch {batch} here with version {wanted}"
+        if version > self.newest:
+            return f"version {version} does not exist yet at this stage: no {self.stage}STEP@{version} stands before it"
+        if self.stashes and version < self.newest:
+            return f"the newest version at this stage is {self.newest} already"
+        self.live[version] += 1
+        return ""
 
     def release(self, version: int) -> None:
         """A microbatch that used a version has ended its backward; a stashed version dies with its last one."""
@@ -77,7 +97,7 @@ class _StageVersions:
         if self.stashes and version != self.newest and not self.live[version]:
             del self.live[version]
 
-    def step(self, version: int) -> None:
+    def step(self, version: int) -> str:
         """Make a version, retire what the policy keeps no longer; a stashed version that nobody uses is not kept."""
         assert version == self.newest + 1, "STEPs stand in order"
         retired = self.newest if self.stashes else version - self.bound
@@ -87,11 +107,9 @@ class _StageVersions:
         self.live[version] = 0
         self.newest = version
         self.peak = max(self.peak, len(self.live))
-
-    def explain_forward(self, version: int, wanted: int) -> str:
-        if version != wanted:
-            return f"{self.policy.value} runs this batch here with version {wanted}"
-        return f"version {version} does not exist yet at this stage: no {self.stage}STEP@{version} stands before it"
+        if len(self.live) > self.bound:
+            return f"the stage would hold {len(self.live)} weight versions, and its bound is {self.bound}"
+        return ""
 
 
 def prove_evaluation(compact: CompactProgram) -> tuple[int, ...]:
@@ -111,13 +129,3 @@ def prove_evaluation(compact: CompactProgram) -> tuple[int, ...]:
             if code == F and version != max(entry):
                 raise compact.error(rank, position, f"the program evaluates version {max(entry)}, the newest")
     return (len(entry),) * compact.num_stages
-
-
-def version_of_each_microbatch(compact: CompactProgram) -> list[int]:
-    """The version of each microbatch's forward by its batch; empty where each stage uses its newest."""
-    program, rule = compact.program, compact.program.weights.rule
-    versions: list[int] = []
-    if rule.delay is not None:
-        for batch, size in enumerate(program.batches, start=program.first_batch):
-            versions += [rule.version_of(batch, newest=batch)] * size
-    return versions

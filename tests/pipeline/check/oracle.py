@@ -61,10 +61,10 @@ def reference(program: Program, symbols: Symbols) -> dict[tuple[int, int], int]:
         for microbatch in program.microbatches_of(batch):
             inputs = [symbols("data", microbatch)]
             for stage in range(num_stages):
-                inputs.append(symbols("F", weights[stage, versions[stage]], inputs[-1]))
-            gradient = symbols("loss", inputs[-1])
+                inputs.append(symbols("F", microbatch, weights[stage, versions[stage]], inputs[-1]))
+            gradient = symbols("loss", microbatch, inputs[-1])
             for stage in reversed(range(num_stages)):
-                gradient = symbols("B", weights[stage, versions[stage]], inputs[stage], gradient)
+                gradient = symbols("B", microbatch, weights[stage, versions[stage]], inputs[stage], gradient)
                 sums[stage][gradient] += 1
         for stage in range(num_stages):
             weights[stage, batch + 1] = symbols("step", weights[stage, batch], symbols.gradient_sum(sums[stage]))
@@ -202,7 +202,7 @@ class StageMachine:
         self.forwarded.add(microbatch)
         self.saved[microbatch] = (version, value)
         self.require(len(self.saved) <= self.machine.bounds[self.stage], "too many microbatches are saved")
-        self.outputs[microbatch] = self.symbols("F", self.weights[version], value)
+        self.outputs[microbatch] = self.symbols("F", microbatch, self.weights[version], value)
         return True
 
     def backward(self, microbatch: int, version: int) -> bool:
@@ -210,7 +210,7 @@ class StageMachine:
         self.require((microbatch in self.recomputed) == self.program.recompute, "nothing recomputed")
         self.require(version in self.weights, "weights are not there")
         if self.is_last:
-            gradient = self.symbols("loss", self.take(self.outputs, microbatch))
+            gradient = self.symbols("loss", microbatch, self.take(self.outputs, microbatch))
         else:
             gradient = self.tensor(self.gradients, microbatch)
             if gradient is None:
@@ -222,7 +222,7 @@ class StageMachine:
             batch + 1 not in self.position_of_version and batch + 1 not in self.reduced,
             "a gradient comes after its reduction",
         )
-        result = self.symbols("B", self.weights[version], value, gradient)
+        result = self.symbols("B", microbatch, self.weights[version], value, gradient)
         self.sums.setdefault(batch, Counter())[result] += 1
         if not self.is_first:
             self.input_gradients[microbatch] = result
@@ -237,6 +237,9 @@ class StageMachine:
         )
         self.machine.chains[self.stage].append((kind, version))
         self.position_of_version[version] = len(self.machine.chains[self.stage])
+        self.require(
+            not any(kind in kinds for later, kinds in self.reduced.items() if later > version), "a group out of order"
+        )
         self.reduced.setdefault(version, []).append(kind)
         self.require(self.reduced[version] == self.flags()[: len(self.reduced[version])], "reductions in another order")
         if self.program.weights is WeightPolicy.STASH and kind is Kind.REDUCE_NORM:

@@ -44,6 +44,14 @@ def test_the_peaks_are_those_of_a_long_run(name: str):
     assert report.live_versions == long.live_versions
 
 
+def test_the_report_of_stash_holds_up_no_step():
+    """The norm of a microbatch is complete only when the first stage has ended it; no stage waits for that to go on.
+
+    In one queue with the reductions over the replicas it would: the last stage could not end its period on its own.
+    """
+    check_periodic(Schedule.preset("pipedream", num_stages=3, data_parallel=True).build_periodic(1))
+
+
 def test_a_written_period_repeats():
     """The smallest one: a batch is a period, and there is neither fill nor drain."""
     check_periodic(periodic("", "0F0@0 0B0@0 0REDUCE_NORM@1 0STEP@1", "", fill_batches=(), size=1))

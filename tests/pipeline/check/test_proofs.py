@@ -66,7 +66,7 @@ def test_what_is_missing_at_the_end_is_drawn_there():
         (FIRST + " 0EVICT0", SECOND, 0, 6, "the checker proves nothing about EVICT"),
         (FIRST, SECOND + " 1SEND_F0", 1, 6, "stage 1 has no neighbour there"),
         (FIRST.replace("0B0@0", "0R0@0 0B0@0"), SECOND, 0, 3, "the program recomputes nothing"),
-        (FIRST.replace("0F0@0", "0F0@1"), SECOND, 0, 0, "flush runs this batch here with version 0"),
+        (FIRST.replace("0F0@0", "0F0@1"), SECOND, 0, 0, "flush runs batch 0 here with version 0"),
         (FIRST.replace("0F0@0", "0F0"), SECOND, 0, 0, "it names no weight version"),
         (FIRST.replace("0B0@0", "0B0@1"), SECOND, 0, 3, "its forward ran with version 0"),
         (FIRST.replace("0STEP@1", "0STEP@2"), SECOND, 0, 5, "0STEP@1 is due"),
@@ -178,19 +178,25 @@ def test_2bw_goes_on_from_where_a_run_stands():
     row = "0F7@2 0B7@2 0REDUCE_NORM@4 0STEP@4"
     fields = {"weights": "2bw", "first_batch": 3, "first_microbatch": 7}
     check(written(row, **fields))
-    assert "2bw runs this batch here with version 2" in rejected(written(row.replace("7@2", "7@3"), **fields)).reason
+    assert "2bw runs batch 3 here with version 2" in rejected(written(row.replace("7@2", "7@3"), **fields)).reason
 
 
-def test_stash_lets_no_forward_overtake_a_step():
-    """PipeDream applies an update at once, so the newest version follows from the order alone."""
+def test_stash_delays_each_stage_as_pipedream_does():
+    """Stage s uses the newest version it has, and that is the one p-1-s batches back."""
     first = "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0RECV_B0 0B0@0 0STEP@1 0REDUCE_NORM@1 0RECV_B1 0B1@0 0STEP@2 0REDUCE_NORM@2"
     second = "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1STEP@1 1REDUCE_NORM@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1STEP@2 1REDUCE_NORM@2"
     fields = {"batches": (1, 1), "weights": "stash"}
     assert check(written(first, second, **fields)).live_versions == (2, 1)
-    late = second.replace("1STEP@1 1REDUCE_NORM@1 1RECV_F1 1F1@1 1B1@1", "1RECV_F1 1F1@0 1STEP@1 1REDUCE_NORM@1 1B1@0")
-    assert "its STEP comes first" in rejected(written(first, late, **fields)).reason
+    stale = second.replace("1F1@1 1B1@1", "1F1@0 1B1@0")
+    assert "runs batch 1 here with version 1" in rejected(written(first, stale, **fields)).reason
+    late = second.replace("1STEP@1 1REDUCE_NORM@1 1RECV_F1 1F1@1", "1RECV_F1 1F1@1 1STEP@1 1REDUCE_NORM@1")
+    assert "no 1STEP@1 stands before it" in rejected(written(first, late, **fields)).reason
     early = second.replace("1STEP@1 1REDUCE_NORM@1", "1REDUCE_NORM@1 1STEP@1")
     assert "no 1STEP@1 stands before it" in rejected(written(first, early, **fields)).reason
+    eager = first.replace("0F1@0 0SEND_F1 0RECV_B0 0B0@0 0STEP@1", "0RECV_B0 0B0@0 0STEP@1 0F1@0 0SEND_F1")
+    assert "the newest version at this stage is 1 already" in rejected(written(eager, second, **fields)).reason
+    with pytest.raises(ValueError, match="give batches of 1"):
+        check(written(first, second, batches=(2,), weights="stash"))
 
 
 def test_saved_microbatches_stay_within_the_bound():
