@@ -7,6 +7,7 @@ marked lines; where a resumed run repeats iterations, the later figures count. T
 """
 
 import argparse
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -71,12 +72,23 @@ def _points(curve: dict[int, float]) -> tuple[list[int], list[float]]:
     return list(curve), list(curve.values())
 
 
+def largest_difference(runs: list[Curves]) -> float:
+    """Largest difference of a run's last validation loss from the first run's, as a share of it; infinite where a run
+    has none."""
+    if not all(run.validation for run in runs):
+        return math.inf
+    losses = [run.validation[max(run.validation)] for run in runs]
+    return max(abs(loss / losses[0] - 1) for loss in losses)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
     parser.add_argument("--labels", nargs="+", help="a name for each file (default: its file name)")
     parser.add_argument("--output", type=Path, default=Path("loss.png"), help="picture to write (default: %(default)s)")
     parser.add_argument("--title", default="", help="above the picture")
+    text = "exit with 1 if the last validation losses differ by more than this share of the first run's"
+    parser.add_argument("--tolerance", type=float, metavar="X", help=text)
     args = parser.parse_args(arguments)
     labels = args.labels or [path.stem for path in args.metrics]
     if len(labels) != len(args.metrics):
@@ -92,6 +104,10 @@ def main(arguments: list[str] | None = None) -> None:
             losses = f"{run.validation[first]:.4f} at iteration {first}, {run.validation[last]:.4f} at iteration {last}"
             print(f"{run.label}: validation loss {losses}")
     print(f"Loss curve: {args.output}")
+    if args.tolerance is not None:
+        difference = largest_difference(runs)
+        print(f"The last validation losses differ by {difference:.2%}, {args.tolerance:.2%} are allowed.")
+        sys.exit(difference > args.tolerance)
 
 
 if __name__ == "__main__":

@@ -47,3 +47,15 @@ def test_files_without_losses_are_refused(tmp_path, capsys):
             plot_metrics.main([str(path)])
         assert exit_info.value.code == 1
         assert path.name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("other", "status"), [(2.01, 0), (2.03, 1), (None, 1)])
+def test_tolerance_decides_the_exit_status(tmp_path, other, status):
+    """Validation losses 0.5% apart pass a tolerance of 1%, 1.5% fail it, and so does a run without any."""
+    files = []
+    for name, loss in (("a", 2.0), ("b", other)):
+        records = [{"iteration": 5, "lm_loss": 2.0}, {"iteration": 5, "validation_loss": loss}]
+        files.append(str(write(tmp_path / f"{name}.jsonl", *records)))
+    with pytest.raises(SystemExit) as exit_info:
+        plot_metrics.main([*files, "--output", str(tmp_path / "loss.png"), "--tolerance", "0.01"])
+    assert exit_info.value.code == status
