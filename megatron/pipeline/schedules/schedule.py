@@ -95,9 +95,9 @@ class Schedule:
         if self.weights is WeightPolicy.TWO_BW and num_microbatches < (fewest := self._order.max_in_flight(0)):
             warmup = " and extra warm-up" if self.extra_warmup else ""
             raise ValueError(
-                f"2bw with {self.num_stages} stages{warmup} needs batches of at least {fewest} microbatches, as many as "
-                f"are in flight, not {num_microbatches}: a batch would begin before its weights are made; use larger "
-                "batches, fewer stages, or flush"
+                f"2bw with {self.num_stages} stages{warmup} needs batches of at least {fewest} microbatches, as many "
+                f"as are in flight, not {num_microbatches}: a batch would begin before its weights are made; "
+                "use larger batches, fewer stages, or flush"
             )
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,169 @@
+"""Built programs: every order and policy, over p, m, ramp-ups and places of a run."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.check import check
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program import WeightPolicy, shifted_row
+from megatron.pipeline.schedules import PRESETS, Schedule
+from tests.pipeline.strategies import Run, kinds_of, runs, text
+
+COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD)
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_every_program_is_proved(run: Run):
+    """Whatever is built is accepted by the checker, within the bound on saved microbatches that the schedule states."""
+    report = check(run.build(), max_saved=run.schedule.max_saved_microbatches(run.batches))
+    assert report.versioned
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_every_microbatch_passes_every_stage_in_order(run: Run):
+    """Each stage runs every forward and every backward once, in ascending order, a backward after its forward."""
+    program = run.build()
+    expected = list(range(run.first_microbatch, run.first_microbatch + sum(run.batches)))
+    for stage, row in enumerate(program.rows):
+        position = {}
+        for kind in COMPUTATIONS:
+            instructions = kinds_of(row, kind)
+            assert [each.microbatch for each in instructions] == expected
+            assert {each.stage for each in instructions} == {stage}
+            position[kind] = {each.microbatch: index for index, each in enumerate(row) if each.kind is kind}
+        assert all(position[Kind.FORWARD][each] < position[Kind.BACKWARD][each] for each in expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs())
+def test_versions_are_the_policys_formula(run: Run):
+    """flush: j; 2bw: max(j-1, 0); stash: max(first batch, k-(p-1-s)); recompute and backward use their forward's."""
+    program, num_stages = run.build(), run.schedule.num_stages
+    for row in program.rows:
+        for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE):
+            batch = program.batch_of(each.microbatch)
+            formula = {
+                WeightPolicy.FLUSH: batch,
+                WeightPolicy.TWO_BW: max(batch - 1, 0),
+                WeightPolicy.STASH: max(run.first_batch, batch - (num_stages - 1 - each.stage)),
+            }
+            assert each.version == formula[program.weights]
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_flush_and_gpipe_drain_between_batches(run: Run):
+    """Under flush no microbatch is in flight at a STEP; 2bw does not drain before the end."""
+    program = run.build()
+    for stage, row in enumerate(program.rows):
+        in_flight, drained = 0, 0
+        for instruction in row:
+            in_flight += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(instruction.kind, 0)
+            if instruction.kind is Kind.STEP:
+                drained += in_flight == 0
+        if program.weights is WeightPolicy.FLUSH:
+            assert drained == len(run.batches)
+        elif stage < run.schedule.num_stages - 1 and program.weights is WeightPolicy.TWO_BW:
+            assert drained == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(), st.integers(0, 50), st.integers(0, 9))
+def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batches: int):
+    """A later start shifts the program. Only 2bw's batch 0 differs, which has no version before its own."""
+    if run.schedule.weights is WeightPolicy.TWO_BW and run.first_batch == 0:
+        run = Run(run.schedule, run.batches, 1, run.first_microbatch)
+    later = Run(run.schedule, run.batches, run.first_batch + batches, run.first_microbatch + microbatches)
+    shifted = [shifted_row(row, microbatches=microbatches, versions=batches) for row in run.build().rows]
+    assert list(later.build().rows) == shifted
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("1f1b", {}, "there is no schedule '1f1b'; choose from gpipe, flush, 2bw, pipedream"),
+        ("flush", {"num_stages": 0}, "cannot have 0 stages"),
+        ("gpipe", {"extra_warmup": True}, "no warm-up to extend"),
+        ("pipedream", {"extra_warmup": True}, "at most p-s weight versions"),
+        ("pipedream", {"tied_embeddings": True}, "cannot share an embedding"),
+    ],
+)
+def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):
+    """A schedule that makes no sense is refused with the reason."""
+    with pytest.raises(ValueError, match=message):
+        Schedule.preset(name, **{"num_stages": 4, **flags})
+
+
+@pytest.mark.parametrize("weights", [WeightPolicy.TWO_BW, WeightPolicy.STASH])
+def test_gpipe_takes_flush_only(weights: WeightPolicy):
+    """gpipe drains in every batch, so versions beyond one would buy nothing; an unknown order is refused, too."""
+    with pytest.raises(ValueError, match="gpipe drains in every batch"):
+        Schedule(order="gpipe", weights=weights, num_stages=2)
+    with pytest.raises(ValueError, match="there is no order '2f2b'"):
+        Schedule(order="2f2b", weights=weights, num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "size", "message"),
+    [
+        ("2bw", {}, 3, "2bw with 4 stages needs batches of at least 4 microbatches"),
+        ("2bw", {"extra_warmup": True}, 6, "and extra warm-up needs batches of at least 7 microbatches"),
+        ("pipedream", {}, 2, "a batch is one microbatch, not 2"),
+        ("flush", {}, 0, "cannot have 0 microbatches"),
+    ],
+)
+def test_batches_that_cannot_be_run(name: str, flags: dict, size: int, message: str):
+    """validate, build and stream refuse a batch of a size that the schedule cannot run."""
+    schedule = Schedule.preset(name, num_stages=4, **flags)
+    for refuse in (schedule.validate, lambda size: schedule.build((size,)), schedule.stream().start_batch):
+        with pytest.raises(ValueError, match=message):
+            refuse(size)
+
+
+def test_a_program_needs_a_batch():
+    """No batches, no program."""
+    with pytest.raises(ValueError, match="a program needs a batch"):
+        Schedule.preset("flush", num_stages=2).build(())
+
+
+def test_weights_may_be_named():
+    """The policy's word will do for the policy."""
+    assert Schedule(order="1f1b", weights="2bw", num_stages=2) == Schedule.preset("2bw", num_stages=2)
+    assert set(PRESETS) == {"gpipe", "flush", "2bw", "pipedream"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 5), st.sampled_from(sorted(PRESETS)))
+def test_evaluation(num_stages: int, num_microbatches: int, version: int, name: str):
+    """An evaluation is forwards of every microbatch at every stage with the newest version, and is proved."""
+    schedule = Schedule.preset(name, num_stages=num_stages)
+    program = schedule.build_evaluation(num_microbatches, version=version, first_microbatch=30)
+    assert program.forward_only
+    assert max(program.entry_versions) == version
+    check(program)
+    for row in program.rows:
+        forwards = kinds_of(row, Kind.FORWARD)
+        assert [(each.microbatch, each.version) for each in forwards] == [
+            (30 + index, version) for index in range(num_microbatches)
+        ]
+        assert {each.kind for each in row} <= {Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
+
+
+def test_evaluation_prefetches():
+    """Receives of an evaluation are posted ahead, too; without microbatches there is none."""
+    schedule = Schedule.preset("flush", num_stages=2)
+    assert text(schedule.build_evaluation(2, version=0).rows[1]) == "1RECV_F0 1RECV_F1 1F0@0 1F1@0"
+    with pytest.raises(ValueError, match="cannot have 0 microbatches"):
+        schedule.build_evaluation(0, version=0)
+
+
+def test_size():
+    """p=64, m=512 is built whole: a forward, a backward and their transfers at each stage, and the updates."""
+    num_stages, num_microbatches = 64, 512
+    program = Schedule.preset("2bw", num_stages=num_stages).build((num_microbatches,))
+    computations = 2 * num_stages * num_microbatches
+    transfers = 4 * (num_stages - 1) * num_microbatches
+    assert program.num_instructions == computations + transfers + 2 * num_stages

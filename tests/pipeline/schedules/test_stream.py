@@ -1,0 +1,119 @@
+"""A stream gives, batch by batch, the program that would have been built had the batches been known."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program import WeightPolicy
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
+
+Rows = list[list[Instruction]]
+
+
+def extend(rows: Rows, leg) -> None:
+    for rank, row in enumerate(rows):
+        row += leg[rank]
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs(max_stages=6))
+def test_legs_and_drain_are_the_program(run: Run):
+    """The legs of a run's batches and its drain are the built program, for ramp-ups and wherever it begins."""
+    stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
+    program = run.build()
+    assert stream.entry_versions == program.entry_versions
+    rows: Rows = [[] for _ in program.rows]
+    for size in run.batches:
+        extend(rows, stream.start_batch(size))
+    extend(rows, stream.drain())
+    assert tuple(map(tuple, rows)) == program.rows
+    assert stream.next_batch == run.first_batch + len(run.batches)
+    assert stream.next_microbatch == run.first_microbatch + sum(run.batches)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_drains_in_between(data: st.DataObject):
+    """With drains between, it is one program after another, each from where the one before it ended."""
+    schedule = data.draw(schedules(max_stages=4))
+    stretches = data.draw(st.lists(st.lists(sizes(schedule), min_size=1, max_size=4), min_size=1, max_size=4))
+    stream = schedule.stream()
+    rows: Rows = [[] for _ in range(schedule.num_stages)]
+    expected: Rows = [[] for _ in range(schedule.num_stages)]
+    for stretch in stretches:
+        program = schedule.build(stretch, first_batch=stream.next_batch, first_microbatch=stream.next_microbatch)
+        assert stream.entry_versions == program.entry_versions
+        for size in stretch:
+            extend(rows, stream.start_batch(size))
+        extend(rows, stream.drain())
+        extend(expected, program.rows)
+    assert rows == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs(max_stages=5))
+def test_borders(run: Run):
+    """A leg holds its batch's forwards, receives for nothing that comes later, and under 2bw a STEP at its end."""
+    stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
+    for index, size in enumerate(run.batches):
+        microbatches = list(range(stream.next_microbatch, stream.next_microbatch + size))
+        for row in stream.start_batch(size):
+            assert [each.microbatch for each in kinds_of(row, Kind.FORWARD)] == microbatches
+            for receive, need in ((Kind.RECV_F, Kind.FORWARD), (Kind.RECV_B, Kind.BACKWARD)):
+                received = {each.microbatch for each in kinds_of(row, receive)}
+                assert received <= {each.microbatch for each in kinds_of(row, need)}
+            steps = kinds_of(row, Kind.STEP)
+            if run.schedule.weights is WeightPolicy.TWO_BW:
+                assert [each.version for each in steps] == ([run.first_batch + index] if index else [])
+                assert not steps or row[-1] == steps[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs(max_stages=5))
+def test_report_lag(run: Run):
+    """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
+    stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
+    done = [set() for _ in range(run.schedule.num_stages)]
+    for batch, size in enumerate(run.batches, start=run.first_batch):
+        leg = stream.start_batch(size)
+        reported = batch - run.schedule.report_lag
+        for rank in range(run.schedule.num_stages):
+            done[rank] |= {(each.kind, each.version - 1) for each in kinds_of(leg[rank], Kind.STEP, Kind.REDUCE_NORM)}
+            if reported >= run.first_batch:
+                assert {(Kind.STEP, reported), (Kind.REDUCE_NORM, reported)} <= done[rank]
+
+
+def test_a_drain_without_batches_is_empty():
+    """A drained stream has nothing to drain."""
+    stream = Schedule.preset("2bw", num_stages=3).stream(first_batch=7, first_microbatch=50)
+    assert [list(row) for row in stream.drain()] == [[], [], []]
+    stream.start_batch(3)
+    assert any(stream.drain())
+    assert [list(row) for row in stream.drain()] == [[], [], []]
+    assert (stream.next_batch, stream.next_microbatch) == (8, 53)
+
+
+def test_a_refused_batch_changes_nothing():
+    """After a batch of an impossible size the stream stands where it stood."""
+    stream = Schedule.preset("2bw", num_stages=3).stream()
+    with pytest.raises(ValueError, match="at least 3"):
+        stream.start_batch(2)
+    assert (stream.next_batch, stream.next_microbatch) == (0, 0)
+    assert len(stream.start_batch(3)) == 3
+
+
+def test_windows_are_proved_once(monkeypatch: pytest.MonkeyPatch):
+    """However long a run is, the checker proves a few windows: fill, second batch, steady state."""
+    from megatron.pipeline.schedules import stream as module
+
+    proved = []
+    monkeypatch.setattr(module, "check", lambda program, **_: proved.append(program.batches))
+    module._proved.cache_clear()
+    stream = Schedule.preset("2bw", num_stages=2).stream()
+    for size in [2] * 20 + [3] * 20:
+        stream.start_batch(size)
+    stream.drain()
+    assert proved == [(2,), (2, 2), (2, 2), (2, 3), (3, 3)]
+    module._proved.cache_clear()

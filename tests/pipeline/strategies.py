@@ -1,0 +1,70 @@
+"""Schedules and runs for property tests: any order, policy and flags; batches of varying size; any place of a run."""
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program import Program, Row, WeightPolicy
+from megatron.pipeline.schedules import Schedule
+
+PRESETS = ("gpipe", "flush", "2bw", "pipedream")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A schedule and the batches that it runs, from a place of a run on."""
+
+    schedule: Schedule
+    batches: tuple[int, ...]
+    first_batch: int
+    first_microbatch: int
+
+    def build(self) -> Program:
+        return self.schedule.build(self.batches, first_batch=self.first_batch, first_microbatch=self.first_microbatch)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
+    name = draw(st.sampled_from(PRESETS))
+    flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
+    if name != "pipedream":
+        flags["tied_embeddings"] = draw(st.booleans())
+    if name in ("flush", "2bw"):
+        flags["extra_warmup"] = draw(st.booleans())
+    return Schedule.preset(name, num_stages=draw(st.integers(1, max_stages)), **flags)
+
+
+def fewest_microbatches(schedule: Schedule) -> int:
+    """The smallest batch that a schedule runs, by the paper's condition m >= p (2p-1 with the longer warm-up)."""
+    if schedule.weights is not WeightPolicy.TWO_BW:
+        return 1
+    return 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+
+
+def sizes(schedule: Schedule) -> st.SearchStrategy[int]:
+    """Batches that the schedule can run."""
+    if schedule.weights is WeightPolicy.STASH:
+        return st.just(1)
+    fewest = fewest_microbatches(schedule)
+    return st.integers(fewest, fewest + 6)
+
+
+@st.composite
+def runs(draw: st.DrawFn, *, max_stages: int = 8) -> Run:
+    schedule = draw(schedules(max_stages=max_stages))
+    longest = 3 * schedule.num_stages if schedule.weights is WeightPolicy.STASH else 4
+    batches = tuple(draw(st.lists(sizes(schedule), min_size=1, max_size=longest)))
+    first_batch = draw(st.integers(0, 4))
+    first_microbatch = draw(st.integers(first_batch, 40)) if first_batch else 0
+    return Run(schedule, batches, first_batch, first_microbatch)
+
+
+def kinds_of(row: Row, *kinds: Kind) -> list[Instruction]:
+    """The instructions of these kinds."""
+    return [instruction for instruction in row if instruction.kind in kinds]
+
+
+def text(row: Row) -> str:
+    """A row as words, to compare with what a test writes down."""
+    return " ".join(map(str, row))

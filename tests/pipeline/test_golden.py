@@ -1,0 +1,116 @@
+"""The programs of the paper's figures, instruction for instruction, and what the paper says about them.
+
+The paper numbers inputs from 1, so its input k is microbatch k-1.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.check import check
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program import Program
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.strategies import kinds_of
+
+GOLDEN = Path(__file__).parent / "golden"
+
+FILES = {
+    "figure1b_pipedream": ("pipedream", 4, (1,) * 9),
+    "figure2_2bw": ("2bw", 4, (4, 4, 4, 4)),
+    "figure3_gpipe": ("gpipe", 2, (4, 4)),
+    "figure3_flush": ("flush", 2, (4, 4)),
+}
+
+# The figures' rows, read off by hand: f is a forward, b a backward, inputs counted from 1.
+FIGURES = {
+    "figure2_2bw": [
+        "1f 2f 3f 4f 1b 5f 2b 6f 3b 7f 4b 8f 5b 9f 6b 10f 7b 11f 8b 12f 9b 13f 10b 14f 11b 15f 12b 16f 13b 14b 15b 16b",
+        "1f 2f 3f 1b 4f 2b 5f 3b 6f 4b 7f 5b 8f 6b 9f 7b 10f 8b 11f 9b 12f 10b 13f 11b 14f 12b 15f 13b 16f 14b 15b 16b",
+        "1f 2f 1b 3f 2b 4f 3b 5f 4b 6f 5b 7f 6b 8f 7b 9f 8b 10f 9b 11f 10b 12f 11b 13f 12b 14f 13b 15f 14b 16f 15b 16b",
+        "1f 1b 2f 2b 3f 3b 4f 4b 5f 5b 6f 6b 7f 7b 8f 8b 9f 9b 10f 10b 11f 11b 12f 12b 13f 13b 14f 14b 15f 15b 16f 16b",
+    ],
+    "figure3_gpipe": [
+        "1f 2f 3f 4f 1b 2b 3b 4b 5f 6f 7f 8f 5b 6b 7b 8b",
+        "1f 2f 3f 4f 1b 2b 3b 4b 5f 6f 7f 8f 5b 6b 7b 8b",
+    ],
+    "figure3_flush": [
+        "1f 2f 1b 3f 2b 4f 3b 4b 5f 6f 5b 7f 6b 8f 7b 8b",
+        "1f 1b 2f 2b 3f 3b 4f 4b 5f 5b 6f 6b 7f 7b 8f 8b",
+    ],
+}
+
+
+def golden(name: str) -> Program:
+    return Program.from_csv((GOLDEN / f"{name}.csv").read_text())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_golden_files(name: str):
+    """The builders give the golden files, instruction for instruction, and the checker proves them."""
+    preset, num_stages, batches = FILES[name]
+    program = Schedule.preset(preset, num_stages=num_stages).build(batches)
+    assert golden(name) == program
+    check(program)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_order_is_the_figures(name: str):
+    """Every worker computes in the order of the figure."""
+    words = {Kind.FORWARD: "f", Kind.BACKWARD: "b"}
+    for row, figure in zip(golden(name).rows, FIGURES[name], strict=True):
+        computations = kinds_of(row, Kind.FORWARD, Kind.BACKWARD)
+        assert " ".join(f"{each.microbatch + 1}{words[each.kind]}" for each in computations) == figure
+
+
+def test_figure_2_first_use_of_new_weights():
+    """Input 9 is the first to use the weights made from inputs 1 to 4, in forward and backward, at every stage."""
+    for stage, row in enumerate(golden("figure2_2bw").rows):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            users = [each.microbatch + 1 for each in kinds_of(row, kind) if each.version == 1]
+            assert users == [9, 10, 11, 12]
+        made = row.index(Instruction(Kind.STEP, stage, version=1))
+        inputs_before = {each.microbatch + 1 for each in kinds_of(row[:made], Kind.BACKWARD)}
+        assert inputs_before >= {1, 2, 3, 4}
+        assert kinds_of(row[made:], Kind.FORWARD)[0].microbatch + 1 == 9
+
+
+def test_figure_2_inputs_in_flight_keep_their_weights():
+    """Input 7 uses the initial weights in its backward everywhere, also where newer ones exist by then."""
+    rows = golden("figure2_2bw").rows
+    for stage, row in enumerate(rows):
+        assert Instruction(Kind.BACKWARD, stage, 6, 0) in row
+    assert rows[0].index(Instruction(Kind.STEP, 0, version=1)) < rows[0].index(Instruction(Kind.BACKWARD, 0, 6, 0))
+
+
+def test_figure_2_old_weights_can_be_discarded():
+    """After the backward of input 8 no worker uses the initial weights again."""
+    for stage, row in enumerate(golden("figure2_2bw").rows):
+        rest = row[row.index(Instruction(Kind.BACKWARD, stage, 7, 0)) + 1 :]
+        assert min(each.version for each in kinds_of(rest, Kind.FORWARD, Kind.BACKWARD)) == 1
+
+
+@pytest.mark.parametrize("name", ["figure3_gpipe", "figure3_flush"])
+def test_figure_3_flushes(name: str):
+    """Inputs 1 to 4 use the initial weights and inputs 5 to 8 those made from them; none is in flight at a STEP."""
+    for stage, row in enumerate(golden(name).rows):
+        for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD):
+            assert each.version == each.microbatch // 4
+        before = row[: row.index(Instruction(Kind.STEP, stage, version=1))]
+        assert {each.microbatch for each in kinds_of(before, Kind.FORWARD)} == set(range(4))
+        assert {each.microbatch for each in kinds_of(before, Kind.BACKWARD)} == set(range(4))
+
+
+def test_figure_3_memory():
+    """GPipe stashes a whole batch, PipeDream-Flush at most 2 microbatches on 2 stages."""
+    assert check(golden("figure3_gpipe")).peak_saved_microbatches == (4, 4)
+    assert check(golden("figure3_flush")).peak_saved_microbatches == (2, 1)
+
+
+def test_figure_1b_weight_stashing():
+    """PipeDream: a stage's forward uses its newest weights, its backward the same ones; stage s keeps p-s versions."""
+    program = golden("figure1b_pipedream")
+    for stage, row in enumerate(program.rows):
+        for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD):
+            assert each.version == max(0, each.microbatch - (3 - stage))
+    assert check(program).live_versions == (4, 3, 2, 1)

@@ -1,0 +1,25 @@
+"""The rules of the weight policies are the papers'."""
+
+from megatron.pipeline.weights import WeightPolicy
+
+
+def test_2bw_is_the_papers_formula():
+    """Input k (from 1) uses version max(floor((k-1)/m) - 1, 0): PipeDream-2BW, section 3.1."""
+    for m in (1, 4, 7):
+        for k in range(1, 6 * m + 1):
+            version = WeightPolicy.TWO_BW.rule.version_of((k - 1) // m, newest=99)
+            assert version == max((k - 1) // m - 1, 0)
+
+
+def test_flush_uses_the_newest_and_stash_the_stages_newest():
+    """flush: batch j uses version j; stash: whatever is newest where the forward runs."""
+    assert [WeightPolicy.FLUSH.rule.version_of(batch, newest=99) for batch in range(3)] == [0, 1, 2]
+    assert WeightPolicy.STASH.rule.version_of(7, newest=4) == 4
+
+
+def test_a_batch_finds_its_version_alive():
+    """The first batch after a drained state uses a version that is alive there."""
+    for policy in WeightPolicy:
+        for first_batch in range(4):
+            alive = policy.rule.entry_versions(first_batch)
+            assert policy.rule.version_of(first_batch, newest=max(alive)) in alive
