@@ -6,6 +6,7 @@ W(t+1) = W(t) - AdamW(g(W(t-1))) under 2bw, g(W(t)) under flush, on the same GPT
 schedules of megatron.core. Results carry full-size tensors under global names.
 """
 
+import copy
 import gc
 import hashlib
 import math
@@ -610,3 +611,48 @@ def deviation(case: Case, expected: dict, ranks: list[dict]) -> Deviation:
 
 def _relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / max(abs(theirs), 1e-12)
+
+
+# Stopping and going on.
+
+
+def resume(cases: list[dict], border: int) -> list[dict]:
+    """Each case stopped after `border` batches, its state carried into everything built anew, and gone on with."""
+    return [_resume(Case(**case), border) for case in cases]
+
+
+def _resume(case: Case, border: int) -> dict:
+    reports = []
+    with parallel(case):
+        stage, update = build(case)
+        engine = engine_of(case, stage, update)
+        for batch in range(border):
+            info = batch_info(case, batch)
+            reports += engine.run_batch(info.num_microbatches, info.num_samples)
+        reports += engine.drain()
+        engine.close()
+        names = {version: update.versions.tensors(version) for version in update.versions.live()}
+        saved = copy.deepcopy(
+            {
+                "versions": {version: dict(tensors) for version, tensors in names.items()},
+                "optimizer": update.optimizer.state_dict(),
+                "scheduler": update.scheduler.state_dict(),
+                "update": update.state_dict(),
+            }
+        )
+        next_microbatch = engine.next_microbatch
+    with parallel(case):
+        stage, update = build(case)
+        update.restore(saved["versions"])
+        update.optimizer.load_state_dict(saved["optimizer"])
+        update.scheduler.load_state_dict(saved["scheduler"])
+        update.load_state_dict(saved["update"])
+        for _ in range(next_microbatch):
+            next(stage.data_iterator)
+        engine = engine_of(case, stage, update, first_batch=border, first_microbatch=next_microbatch)
+        for batch in range(border, len(case.batches)):
+            info = batch_info(case, batch)
+            reports += engine.run_batch(info.num_microbatches, info.num_samples)
+        reports += engine.drain()
+        engine.close()
+        return _result(case, stage, update, reports)
