@@ -1,0 +1,32 @@
+"""The comparison with the peers: all contenders train the same model on the same data."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = (
+    "--hidden-size 32 --heads 2 --layers 1 --seq-length 16 --micro-batch-size 1 --vocab-size 64 "
+    "--microbatches 2 4 --rounds 2 --microbatches-per-round 4"
+)
+
+
+@pytest.mark.full
+def test_contenders_compute_the_same(tmp_path):
+    """The first batch has one loss for all; after it, everyone that flushes still agrees (2bw applies gradients one
+    batch later), and every contender has a time for each m and round."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks/real_compute.py"), *TINY.split(), "--json", str(result)]
+    subprocess.run(command, check=True, timeout=300)
+    measured = json.loads(result.read_text())["result"]
+    first, last = measured["first_losses"], measured["last_losses"]
+    assert set(first) == {"2bw", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe"}
+    assert all(math.isclose(loss, first["flush"], rel_tol=1e-6) for loss in first.values())
+    assert all(math.isclose(loss, last["flush"], rel_tol=1e-5) for name, loss in last.items() if name != "2bw")
+    for seconds in measured["seconds"].values():
+        assert set(seconds) == {"limit", *first}
+        assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())

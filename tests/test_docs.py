@@ -1,0 +1,42 @@
+"""The prose: links lead somewhere, and the commands that it shows run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"^\$ python (tools/schedule\.py .*)$", re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as they are made for Markdown."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Every relative link names a file of the project, and its anchor a heading there."""
+    broken = []
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/design.md"], ids=lambda page: page.name)
+def test_schedule_commands_run(page, tmp_path):
+    """The commands of tools/schedule.py that these pages show succeed."""
+    for command in COMMAND.findall(page.read_text(encoding="utf-8")):
+        words = shlex.split(command, comments=True)
+        subprocess.run([sys.executable, str(ROOT / words[0]), *words[1:]], cwd=tmp_path, check=True, timeout=120)
