@@ -94,15 +94,28 @@ def load_model(args: argparse.Namespace) -> tuple:
 
 
 def pieces(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Text of the tokens as they come; a character that takes several tokens comes with the last of them."""
+    """Text of the tokens as they come. A character of several tokens comes with the last of them; an id that the
+    tokenizer cannot decode (a vocabulary larger than its own) comes as <|id|>."""
     seen, text = [], ""
     for token in tokens:
+        if not _decodes(tokenizer, token):
+            yield tokenizer.detokenize(seen)[len(text) :] + f"<|{token}|>"
+            seen, text = [], ""
+            continue
         seen.append(token)
         whole = tokenizer.detokenize(seen)
         if not whole.endswith("\ufffd"):
             yield whole[len(text) :]
             text = whole
-    yield tokenizer.detokenize(seen)[len(text) :] if seen else ""
+    yield tokenizer.detokenize(seen)[len(text) :]
+
+
+def _decodes(tokenizer, token: int) -> bool:
+    try:
+        tokenizer.detokenize([token])
+    except (ValueError, IndexError, KeyError, OverflowError):
+        return False
+    return True
 
 
 def generate(options: argparse.Namespace) -> int:
