@@ -14,6 +14,8 @@ from megatron.pipeline.schedules.order import Order, backward, forward
 
 
 class GPipe(Order):
+    drains = True
+
     def legs(self, stage: int, batches: Sequence[range]) -> Legs:
         forwards = [[forward(stage, microbatch) for microbatch in batch] for batch in batches]
         backwards = [[backward(stage, microbatch) for microbatch in batch] for batch in batches]

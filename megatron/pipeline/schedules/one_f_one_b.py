@@ -16,6 +16,8 @@ from megatron.pipeline.schedules.order import Order, backward, forward
 
 
 class OneForwardOneBackward(Order):
+    extends_warmup = True
+
     def legs(self, stage: int, batches: Sequence[range]) -> Legs:
         ahead = self._ahead(stage)
         first, end = batches[0].start, batches[-1].stop

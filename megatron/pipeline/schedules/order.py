@@ -6,13 +6,22 @@ subclass and enter it into the table in `orders`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.passes import Legs
 
 
 class Order(ABC):
-    """The order of computations at each stage of a pipeline."""
+    """The order of computations at each stage of a pipeline.
+
+    Attributes:
+        drains: no stage begins a batch before the one before it is through the pipeline.
+        extends_warmup: the order knows how to start further ahead (`extra_warmup`).
+    """
+
+    drains: ClassVar[bool] = False
+    extends_warmup: ClassVar[bool] = False
 
     def __init__(self, num_stages: int, *, extra_warmup: bool = False) -> None:
         self.num_stages = num_stages

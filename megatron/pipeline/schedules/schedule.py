@@ -54,13 +54,13 @@ class Schedule:
             raise ValueError(f"there is no order {self.order!r}; choose from {', '.join(ORDERS)}")
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
-        if self.order == "gpipe" and self.weights is not WeightPolicy.FLUSH:
+        if ORDERS[self.order].drains and not self.weights.rule.drains:
             raise ValueError(
-                f"gpipe drains in every batch, so the weight versions of {self.weights.value} would buy nothing; "
+                f"{self.order} drains in every batch, so the versions of {self.weights.value} would buy nothing; "
                 "use weights flush, or order 1f1b"
             )
-        if self.order == "gpipe" and self.extra_warmup:
-            raise ValueError("gpipe runs all forwards first, so it has no warm-up to extend; drop extra_warmup")
+        if self.extra_warmup and not ORDERS[self.order].extends_warmup:
+            raise ValueError(f"{self.order} has no warm-up that could be extended; drop extra_warmup")
         if self.weights is WeightPolicy.STASH and self.extra_warmup:
             raise ValueError("stash keeps at most p-s weight versions at stage s; extra_warmup needs more, so drop it")
         if self.weights is WeightPolicy.STASH and self.tied_embeddings:
