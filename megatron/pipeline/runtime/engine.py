@@ -20,7 +20,7 @@ from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.executor import Executor, annotate
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Stage, WeightUpdate
-from megatron.pipeline.runtime.trace import Tracer, TraceSpan
+from megatron.pipeline.runtime.trace import BatchExtent, RankTrace, Tracer
 from megatron.pipeline.schedules import Schedule
 
 
@@ -69,6 +69,7 @@ class PipelineEngine:
         rank_of_stage = tuple(range(schedule.num_stages)) if rank_of_stage is None else tuple(rank_of_stage)
         if max(rank_of_stage) + 1 != len(ranks):
             raise ValueError(f"the schedule has {schedule.num_stages} stages, which do not fit {len(ranks)} pipeline ranks")
+        self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
         self._channels = Channels(
             ranks=ranks,
             rank_of_stage=rank_of_stage,
@@ -128,13 +129,14 @@ class PipelineEngine:
         rows = self._stream.start_batch(num_microbatches)
         self._executor.add_batch(BatchInfo(batch, num_microbatches, num_samples), first_microbatch)
         self._drained = False
-        self._run(rows)
+        if self.tracer is not None:
+            self.tracer.begin_batch(BatchExtent(batch, first_microbatch, num_microbatches))
+        self._executor.run(rows[self._rank])
         return self._take_reports(batch - self.schedule.report_lag)
 
     def drain(self) -> list[BatchReport]:
         """Execute everything pending, steps included. Returns the reports not yet returned."""
-        rows = self._stream.drain()
-        self._run(rows)
+        self._executor.run(self._stream.drain()[self._rank])
         self._drained = True
         return self._take_reports(self._stream.next_batch - 1)
 
@@ -152,9 +154,17 @@ class PipelineEngine:
             losses.update(stage.take_losses(EVALUATION_BATCH))
         return self._sum_losses(losses)
 
-    def trace_spans(self) -> list[TraceSpan]:
-        """This rank's spans of the last batches; see `trace.gather_spans`."""
-        return self.tracer.spans(self._rank) if self.tracer else []
+    def trace(self) -> RankTrace:
+        """What this rank traced of the last batches (needs a tracer); see `trace.gather_traces`, `trace.timeline`."""
+        if self.tracer is None:
+            raise ValueError("nothing was traced; give the engine a Tracer")
+        return RankTrace(
+            rank=self._ranks[self._rank],
+            pipeline=self._ranks,
+            rank_of_stage=self._rank_of_stage,
+            batches=self.tracer.batches(),
+            spans=self.tracer.spans(),
+        )
 
     def close(self) -> None:
         """Stop the threads. Call it drained, on all ranks; not needed after a failure."""
@@ -162,11 +172,6 @@ class PipelineEngine:
             self._guard.unwatch()
         self._chain.close()
         self._channels.close()
-
-    def _run(self, rows: Sequence[Sequence[Any]]) -> None:
-        if self.tracer is not None:
-            self.tracer.begin_leg()
-        self._executor.run(rows[self._rank])
 
     def _take_reports(self, last_batch: int) -> list[BatchReport]:
         reports = self._executor.reports

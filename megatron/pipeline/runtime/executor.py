@@ -92,14 +92,14 @@ class Executor:
 
     def run(self, row: Sequence[Instruction]) -> None:
         """Execute a row of a training program. What an instruction raises carries that instruction (`annotate`)."""
-        self._run(self._resolve(row, self._training))
+        self._run(self._resolve(row, self._training), tracer=self._tracer)
 
     def run_evaluation(self, row: Sequence[Instruction]) -> None:
         """Execute a row of forwards only; nothing is saved. Only between drained rows."""
         training_microbatches, self._microbatches = self._microbatches, {}
         try:
             self.add_batch(BatchInfo(EVALUATION_BATCH, self._count_forwards(row), 0), self._first_microbatch(row))
-            self._run(self._resolve(row, self._evaluation))
+            self._run(self._resolve(row, self._evaluation), tracer=None)
         finally:
             self._microbatches = training_microbatches
 
@@ -119,14 +119,16 @@ class Executor:
             instruction = next(instruction for instruction in row if instruction.kind not in table)
             raise NotImplementedError(f"the executor has no method for {instruction} ({instruction.kind.name})") from None
 
-    def _run(self, plan: Sequence[tuple[Callable[[Instruction], None], Instruction]]) -> None:
+    def _run(
+        self, plan: Sequence[tuple[Callable[[Instruction], None], Instruction]], *, tracer: Tracer | None
+    ) -> None:
         try:
-            if self._tracer is None:
+            if tracer is None:
                 for method, instruction in plan:
                     self.current = instruction
                     method(instruction)
             else:
-                self._run_traced(plan, self._tracer)
+                self._run_traced(plan, tracer)
         except BaseException as error:
             if self.current is not None:
                 annotate(error, self.current, self._channels.name_of(self.current.stage))

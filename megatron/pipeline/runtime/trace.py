@@ -19,19 +19,39 @@ from typing import Any
 import torch
 
 from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.timeline import Span, Timeline
 
 COMPUTE, WAIT, CHAIN = "compute", "wait", "chain"
 
 
 @dataclass(frozen=True, slots=True)
-class TraceSpan:
-    """One traced interval of a rank; `start` and `end` in seconds of a clock that all ranks share."""
+class BatchExtent:
+    """A batch and its microbatches, numbered over the whole run."""
 
-    rank: int
+    batch: int
+    first_microbatch: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """One traced interval; `start` and `end` in seconds since the epoch."""
+
     track: str
     instruction: Instruction
     start: float
     end: float
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank traced: its global rank, the global ranks of its pipeline, and of which batches every span is there."""
+
+    rank: int
+    pipeline: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
+    batches: tuple[BatchExtent, ...]
+    spans: tuple[TraceSpan, ...]
 
 
 class HostClock:
@@ -68,88 +88,119 @@ class Tracer:
     def __init__(self, *, num_batches: int = 16, clock: HostClock | CudaClock | None = None) -> None:
         self._clock = clock or HostClock()
         self.now = self._clock.now
-        self._legs: deque[list[tuple[Instruction, Any, Any, Any]]] = deque(maxlen=num_batches)
+        self._legs: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
         self._chains: deque[tuple[Instruction, Any, Any]] = deque(maxlen=num_batches * 8)
-        self.begin_leg()
 
-    def begin_leg(self) -> None:
-        """What follows belongs to the next batch; the oldest batch beyond the bound is forgotten."""
-        self._legs.append([])
-        self.record = self._legs[-1].append  # the hot loop calls this with (instruction, start, ready, end)
+    def begin_batch(self, extent: BatchExtent) -> None:
+        """What follows belongs to the leg of this batch; the oldest batch beyond the bound is forgotten."""
+        leg: list[tuple[Instruction, Any, Any, Any]] = []
+        self._legs.append((extent, leg))
+        self.record = leg.append  # the hot loop calls this with (instruction, start, ready, end)
 
     def record_chain(self, instruction: Instruction, start: Any, end: Any) -> None:
         self._chains.append((instruction, start, end))
 
-    def spans(self, rank: int) -> list[TraceSpan]:
-        """The kept spans in seconds since the epoch (so that ranks on hosts with synchronised clocks line up)."""
+    def batches(self) -> tuple[BatchExtent, ...]:
+        return tuple(extent for extent, _ in self._legs)
+
+    def spans(self) -> tuple[TraceSpan, ...]:
+        """The kept spans; hosts with synchronised clocks line up."""
         offset = time.time() - time.perf_counter()
         seconds = self._clock.seconds
         spans = []
-        for leg in list(self._legs):
+        for _, leg in list(self._legs):
             for instruction, start, ready, end in list(leg):
                 first, middle, last = (offset + seconds(mark) for mark in (start, ready, end))
                 if middle > first:
-                    spans.append(TraceSpan(rank, WAIT, instruction, first, middle))
-                spans.append(TraceSpan(rank, COMPUTE, instruction, middle, last))
+                    spans.append(TraceSpan(WAIT, instruction, first, middle))
+                spans.append(TraceSpan(COMPUTE, instruction, middle, last))
         for instruction, start, end in list(self._chains):
-            spans.append(TraceSpan(rank, CHAIN, instruction, offset + seconds(start), offset + seconds(end)))
-        return spans
+            spans.append(TraceSpan(CHAIN, instruction, offset + seconds(start), offset + seconds(end)))
+        return tuple(spans)
 
 
-def gather_spans(spans: list[TraceSpan], *, group: Any, group_rank: int, group_size: int) -> list[TraceSpan] | None:
-    """All ranks' spans on the group's first rank, sorted by start; None on the others. Collective over `group` (gloo)."""
-    if group_size == 1:
-        return sorted(spans, key=lambda span: span.start)
-    packed = [(span.rank, span.track, str(span.instruction), span.start, span.end) for span in spans]
-    gathered: list[Any] | None = [None] * group_size if group_rank == 0 else None
-    torch.distributed.gather_object(packed, gathered, group=group, group_dst=0)
-    if gathered is None:
-        return None
-    everything = [
-        TraceSpan(rank, track, Instruction.parse(text), start, end)
-        for part in gathered
-        for rank, track, text, start, end in part
-    ]
-    return sorted(everything, key=lambda span: span.start)
+def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | None:
+    """The traces of all ranks on the group's first rank, None on the others. Collective over `group` (default: all ranks)."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1:
+        return [trace]
+    is_first = torch.distributed.get_rank(group) == 0
+    gathered: list[Any] | None = [None] * torch.distributed.get_world_size(group) if is_first else None
+    torch.distributed.gather_object(trace, gathered, group=group, group_dst=0)
+    return gathered
 
 
-def chrome_trace(spans: Iterable[TraceSpan]) -> dict[str, Any]:
-    """Chrome trace events: a process per rank, a thread per track, times in microseconds from the first span."""
-    spans = list(spans)
+def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
+    """The first pipeline's traces as a Timeline of the batches that are wholly there, in seconds from their first span.
+
+    The span of a reduction is what the chain thread took; that of a send or receive is its posting.
+    Raises ValueError when nothing was traced or ranks of the pipeline are missing.
+    """
+    traces = list(traces)
+    if not traces or not traces[0].batches:
+        raise ValueError("there is nothing to draw: no batch was traced; give the engine a Tracer and run a batch")
+    pipeline = traces[0].pipeline
+    of_rank = {trace.rank: trace for trace in traces}
+    missing = [rank for rank in pipeline if rank not in of_rank]
+    if missing:
+        raise ValueError(f"the traces of ranks {missing} of the pipeline {list(pipeline)} are missing; gather all of them")
+    extents = traces[0].batches
+    first = extents[0]
+    spans = []
+    for pipeline_rank, rank in enumerate(pipeline):
+        chain = {span.instruction: span for span in of_rank[rank].spans if span.track == CHAIN}
+        for span in of_rank[rank].spans:
+            instruction = span.instruction
+            if span.track == COMPUTE and _is_from(first, instruction):
+                shown = chain.get(instruction, span)
+                spans.append(Span(pipeline_rank, instruction, shown.start, shown.end))
     origin = min((span.start for span in spans), default=0.0)
+    return Timeline.from_spans(
+        spans,
+        rank_of_stage=traces[0].rank_of_stage,
+        batches=[extent.num_microbatches for extent in extents],
+        first_batch=first.batch,
+        first_microbatch=first.first_microbatch,
+        name=name,
+    ).shifted(-origin)
+
+
+def _is_from(first: BatchExtent, instruction: Instruction) -> bool:
+    """Whether an instruction belongs to the first kept batch or a later one; of earlier batches only the tail is kept."""
+    if instruction.microbatch is None:
+        return instruction.version > first.batch
+    return instruction.microbatch >= first.first_microbatch
+
+
+def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
+    """Chrome trace events: a process per rank, a thread per track, times in microseconds from the first span."""
+    traces = list(traces)
+    origin = min((span.start for trace in traces for span in trace.spans), default=0.0)
     threads = {COMPUTE: 0, WAIT: 1, CHAIN: 2}
     events: list[dict[str, Any]] = []
-    for rank in sorted({span.rank for span in spans}):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+    for trace in traces:
+        place = f"rank {trace.rank} (pipeline rank {trace.pipeline.index(trace.rank)})"
+        events.append({"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": place}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": trace.rank, "args": {"sort_index": trace.rank}})
         for track, thread in threads.items():
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
-    for span in spans:
-        instruction = span.instruction
-        arguments = {
-            name: value
-            for name, value in (
-                ("stage", instruction.stage),
-                ("microbatch", instruction.microbatch),
-                ("version", instruction.version),
+            events.append({"ph": "M", "name": "thread_name", "pid": trace.rank, "tid": thread, "args": {"name": track}})
+        for span in trace.spans:
+            instruction = span.instruction
+            fields = {name: getattr(instruction, name) for name in ("stage", "microbatch", "version")}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(instruction),
+                    "cat": instruction.kind.value,
+                    "pid": trace.rank,
+                    "tid": threads[span.track],
+                    "ts": (span.start - origin) * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {name: value for name, value in fields.items() if value is not None},
+                }
             )
-            if value is not None
-        }
-        events.append(
-            {
-                "ph": "X",
-                "name": str(instruction),
-                "cat": instruction.kind.value,
-                "pid": span.rank,
-                "tid": threads[span.track],
-                "ts": (span.start - origin) * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": arguments,
-            }
-        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_chrome_trace(spans: Iterable[TraceSpan], path: str | Path) -> None:
+def write_chrome_trace(traces: Iterable[RankTrace], path: str | Path) -> None:
     """Write the trace where Perfetto (ui.perfetto.dev) or chrome://tracing can open it."""
-    Path(path).write_text(json.dumps(chrome_trace(spans)))
+    Path(path).write_text(json.dumps(chrome_trace(traces)))

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import WeightPolicy
+from megatron.pipeline.runtime import trace
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
@@ -33,7 +34,8 @@ class RankOutcome:
     num_unread_sends: int
     num_saved_at_end: int
     evaluations: list[dict] = field(default_factory=list)
-    executed: list[list[str]] = field(default_factory=list)  # compute-lane and chain instructions per leg
+    executed: list[list[str]] = field(default_factory=list)  # instructions of the compute and the chain track
+    traces: list[trace.RankTrace] | None = None
 
 
 WINDOWS = {
@@ -72,7 +74,15 @@ def make_stage(schedule: Schedule, training: Training, *, stage: int, replica: i
 class Pipeline:
     """Engine, stage and update of this rank; replicas are blocks of p successive ranks."""
 
-    def __init__(self, preset: str, training: Training, *, tracing: bool = False, **schedule_options) -> None:
+    def __init__(
+        self,
+        preset: str,
+        training: Training,
+        *,
+        tracing: bool = False,
+        timeout: timedelta = timedelta(seconds=20),
+        **schedule_options,
+    ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         p = world // training.num_replicas
         self.replica, self.stage_index = divmod(rank, p)
@@ -103,7 +113,7 @@ class Pipeline:
             self.stage,
             self.update,
             ranks=range(self.replica * p, (self.replica + 1) * p),
-            timeout=timedelta(seconds=20),
+            timeout=timeout,
             tracer=Tracer(num_batches=64) if tracing else None,
         )
 
@@ -144,8 +154,9 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
         num_unread_sends=engine.num_unread_sends(),
         num_saved_at_end=len(stage.activations),
         evaluations=evaluations,
-        executed=[[str(span.instruction) for span in engine.trace_spans() if span.track == track]
-                  for track in ("compute", "chain")],
+        executed=[[str(span.instruction) for span in engine.trace().spans if span.track == track]
+                  for track in ("compute", "chain")] if tracing else [],
+        traces=trace.gather_traces(engine.trace()) if tracing else None,
     )  # fmt: skip
 
 

@@ -1,0 +1,72 @@
+"""A training job in which one rank goes wrong: `python failing_job.py MODE RANK`, under torchrun or a plain launch.
+
+Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `hang` (it sleeps there for longer than
+the transfer timeout of 4 s), `chain` (its third norm reduction raises), `none` (all goes well), `input` (all ranks raise
+the same ValueError before the first batch). A rank that goes wrong prints when, in seconds of the machine's steady clock.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import torch
+
+torch.set_num_threads(1)
+
+from megatron.pipeline.runtime import failure
+from tests.pipeline.runtime.module_cases import Pipeline
+from tests.pipeline.runtime.reference import Training
+
+
+def go_wrong(pipeline: Pipeline, mode: str) -> None:
+    stage, update = pipeline.stage, pipeline.update
+    forward, reduce_norm = stage.forward, update.reduce_norm
+
+    def say_when():
+        print(f"goes wrong at {time.monotonic()}", flush=True)
+
+    def failing_forward(microbatch, input):
+        if microbatch.index == 5 and mode in ("raise", "kill", "hang"):
+            say_when()
+        if microbatch.index == 5 and mode == "raise":
+            raise RuntimeError("the disk is on fire")
+        if microbatch.index == 5 and mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if microbatch.index == 5 and mode == "hang":
+            time.sleep(60)
+        return forward(microbatch, input)
+
+    def failing_reduce_norm(version, wishes, losses):
+        if version == 3 and mode == "chain":
+            say_when()
+            raise RuntimeError("the sum does not add up")
+        return reduce_norm(version, wishes, losses)
+
+    stage.forward, update.reduce_norm = failing_forward, failing_reduce_norm
+
+
+def main() -> None:
+    mode, bad_rank = sys.argv[1], int(sys.argv[2])
+    torch.distributed.init_process_group("gloo")
+    with failure.guard():
+        if mode == "input":
+            print(f"goes wrong at {time.monotonic()}", flush=True)
+            raise ValueError("the sequence length is -1; give a positive one")
+        p = torch.distributed.get_world_size()
+        pipeline = Pipeline("2bw", Training(batches=(p,)), timeout=timedelta(seconds=4 if mode == "hang" else 60))
+        if torch.distributed.get_rank() == bad_rank:
+            go_wrong(pipeline, mode)
+        for _ in range(8):
+            pipeline.engine.run_batch(p, p)
+        pipeline.engine.drain()
+        pipeline.close()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

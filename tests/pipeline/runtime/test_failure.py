@@ -1,0 +1,132 @@
+"""A failing rank ends the job: quickly, on every rank, with the root cause, and with nothing left behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).with_name("failing_job.py")
+STARTUP = 120.0  # seconds that the whole job may take on a busy machine
+END = 10.0  # seconds from the failure to the end of the job
+HANG = 4.0  # the transfer timeout of the mode `hang`
+
+
+def launch(mode: str, bad_rank: int, *, num_ranks: int, with_torchrun: bool) -> tuple[list[int], str]:
+    """Exit codes and the joint output."""
+    command = [sys.executable, str(JOB), mode, str(bad_rank)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    if with_torchrun:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        commands = [(torchrun + command[1:], environment)]
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        places = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        commands = [(command, environment | places | {"RANK": str(rank)}) for rank in range(num_ranks)]
+    processes = [
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        for command, environment in commands
+    ]
+    try:
+        output = "\n".join(process.communicate(timeout=STARTUP)[0] for process in processes)
+    finally:
+        leftover = [process for process in processes if _kill_group(process)]
+    assert not leftover, "processes were left behind"
+    if when := re.findall(r"goes wrong at ([\d.]+)", output):
+        assert time.monotonic() - float(when[0]) < END + (HANG if mode == "hang" else 0)
+    return [process.returncode for process in processes], output
+
+
+def _kill_group(process: subprocess.Popen) -> bool:
+    """Whether anything of the process's session was still there."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def endings(output: str) -> dict[str, str]:
+    """rank -> the root cause that it printed; exactly one line each"""
+    lines = re.findall(r"^(rank \d+ \(stage \d+\)) stops: (.*)$", output, flags=re.MULTILINE)
+    assert len(lines) == len(dict(lines)), output
+    return dict(lines)
+
+
+LAUNCHERS = [True, pytest.param(False, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("with_torchrun", LAUNCHERS)
+def test_an_exception_in_a_forward_names_rank_stage_instruction_and_cause(with_torchrun):
+    """Every rank prints one line with the same root cause; the failing one shows its traceback."""
+    codes, output = launch("raise", 1, num_ranks=2, with_torchrun=with_torchrun)
+    assert all(code != 0 for code in codes)
+    cause = "rank 1 (stage 1) failed in 1F5@1: RuntimeError: the disk is on fire"
+    assert endings(output) == {"rank 0 (stage 0)": cause, "rank 1 (stage 1)": cause}, output
+    assert "Traceback" in output and "failing_forward" in output
+
+
+@pytest.mark.parametrize(("with_torchrun", "bad_rank"), [(True, 1), (False, 0)])
+def test_a_killed_rank_is_named_by_the_others(with_torchrun, bad_rank):
+    """kill -9 leaves no word; the neighbours notice at once, also when the rank that hosts the store is killed."""
+    codes, output = launch("kill", bad_rank, num_ranks=2, with_torchrun=with_torchrun)
+    assert all(code != 0 for code in codes)
+    told = endings(output)
+    assert list(told) == [f"rank {1 - bad_rank} (stage {1 - bad_rank})"], output
+    assert re.match(rf"rank {bad_rank}.* ended without a word", told.popitem()[1]), output
+
+
+def test_a_transfer_that_never_comes_names_who_waits_for_whom():
+    """After the timeout the waiting rank tells for what it waited, and what the rank it waits for is doing."""
+    codes, output = launch("hang", 1, num_ranks=2, with_torchrun=False)
+    assert all(code != 0 for code in codes)
+    told = endings(output)
+    assert set(told) == {"rank 0 (stage 0)", "rank 1 (stage 1)"}, output
+    pattern = r"rank 0 \(stage 0\) waited 4 s in (0B\d+@\d) for 0RECV_B\d+ from rank 1 \(stage 1\); .* is in 1F5@1"
+    assert all(re.match(pattern, cause) for cause in told.values()), output
+
+
+@pytest.mark.full
+def test_an_error_in_the_chain_names_the_reduction():
+    """A failure on the background thread ends the job though the main threads are busy with transfers."""
+    codes, output = launch("chain", 0, num_ranks=2, with_torchrun=False)
+    assert all(code != 0 for code in codes)
+    cause = "rank 0 (stage 0) failed in 0REDUCE_NORM@3: RuntimeError: the sum does not add up"
+    assert set(endings(output).values()) == {cause}, output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["raise", "kill", "hang"])
+def test_four_ranks_agree_on_the_root_cause(mode):
+    """Ranks that do not talk to the failed one print the same line as its neighbours."""
+    codes, output = launch(mode, 2, num_ranks=4, with_torchrun=mode == "raise")
+    assert all(code != 0 for code in codes)
+    told = endings(output)
+    assert len(told) == (3 if mode == "kill" else 4) and len(set(told.values())) == 1, output
+    assert "rank 2" in told["rank 0 (stage 0)"], output
+
+
+@pytest.mark.full
+def test_the_same_user_error_on_all_ranks_ends_in_one_story():
+    """A ValueError that every rank raises is told once, with its text."""
+    codes, output = launch("input", 0, num_ranks=2, with_torchrun=False)
+    assert codes == [1, 1]
+    stories = re.findall(r"^rank \d stops: rank \d failed: (.*)$", output, flags=re.MULTILINE)
+    assert stories == ["ValueError: the sequence length is -1; give a positive one"] * 2, output
+
+
+@pytest.mark.parametrize("with_torchrun", LAUNCHERS)
+def test_a_peaceful_end_is_not_a_failure(with_torchrun):
+    """Without a failure every rank leaves the guard and exits 0."""
+    codes, output = launch("none", 0, num_ranks=2, with_torchrun=with_torchrun)
+    assert all(code == 0 for code in codes), output
+    assert output.count("done") == 2 and "stops" not in output

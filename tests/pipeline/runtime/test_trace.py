@@ -1,0 +1,54 @@
+"""Traces: bounded, gathered, and in both forms."""
+
+import json
+
+import pytest
+
+from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.runtime import trace
+from megatron.pipeline.schedules import Schedule
+from tests import workers
+from tests.pipeline.runtime.reference import Training
+
+
+def test_a_measured_run_is_a_timeline_of_its_program(tmp_path):
+    """Gathered on rank 0, the trace holds the program's instructions per rank, with plausible times, in both forms."""
+    batches = (2, 4, 2)
+    outcomes = workers.run(
+        2, "tests.pipeline.runtime.module_cases:run", preset="2bw", training=Training(batches=batches), tracing=True
+    )
+    traces = outcomes[0].traces
+    assert outcomes[1].traces is None
+    measured = trace.timeline(traces)
+    program = Schedule.preset("2bw", num_stages=2).build(batches)
+    assert tuple(map(tuple, measured.rows)) == program.rows
+    assert measured.batches == batches and 0 < measured.makespan < 60
+    for rank in range(2):
+        computing = list(measured.computations(rank))
+        assert all(one.end <= next.start for one, next in zip(computing, computing[1:], strict=False))
+    forward = next(span for span in measured.spans if str(span.instruction) == "0F0@0")
+    assert any(str(span.instruction) == "1F0@0" and span.start > forward.start for span in measured.spans)
+
+    trace.write_chrome_trace(traces, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert {event["tid"] for event in spans} == {0, 1, 2}
+    assert any(event["name"] == "1B3@0" and event["args"] == {"stage": 1, "microbatch": 3, "version": 0} for event in spans)
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
+
+
+def test_only_the_last_batches_are_kept():
+    """Memory is bounded; of the batch before the first kept one, the tail does not reach the timeline."""
+    tracer = trace.Tracer(num_batches=2)
+    for batch in range(5):
+        tracer.begin_batch(trace.BatchExtent(batch, batch, 1))
+        for text in (f"0B{batch - 1}@0", f"0STEP@{batch}", f"0F{batch}@0")[0 if batch else 2 :]:
+            tracer.record((Instruction.parse(text), float(batch), float(batch), batch + 0.5))
+    rank = trace.RankTrace(0, (0,), (0,), tracer.batches(), tracer.spans())
+    assert len(rank.spans) == 6
+    measured = trace.timeline([rank])
+    assert [str(instruction) for instruction in measured.rows[0]] == ["0F3@0", "0B3@0", "0STEP@4", "0F4@0"]
+    assert measured.first_batch == 3 and measured.batches == (1, 1)
+    with pytest.raises(ValueError, match="no batch was traced"):
+        trace.timeline([])
