@@ -233,9 +233,9 @@ def _print_timeline(timeline: Timeline, options: argparse.Namespace) -> None:
     width = console.width if console.is_terminal else options.columns
     text = timeline_text(timeline, width=width, one_based=options.one_based, versions=options.versions)
     if console.is_terminal:
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=True, end="")
     else:
-        print(text.plain)
+        print(text.plain, end="")
 
 
 def _write(path: str, text: str) -> None:

@@ -26,6 +26,11 @@ def program(*rows, batches=(1,), stages=None):
     return Program(parsed, tuple(range(stages or len(rows))), tuple(batches), WeightPolicy.FLUSH)
 
 
+def without_transfers(program):
+    rows = tuple(tuple(each for each in row if not each.kind.is_transfer) for row in program.rows)
+    return replace(program, rows=rows)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "flush"])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 4), (2, 4), (4, 2), (4, 4), (8, 16)])
 def test_flushed_batches_take_the_closed_form(name, p, m):
@@ -77,9 +82,20 @@ def test_latency_costs_a_round_trip_over_the_microbatches_in_flight(p, latency):
     assert timeline.steady_time_per_batch() == pytest.approx(p * (F + B) + 2 * (p - 1) * latency, rel=1e-3)
 
 
-@pytest.mark.parametrize("latency", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("latencies", [(0.0, 0.8, 0.0), (0.3, 0.1, 0.8), (0.8, 0.8, 0.1, 0.0, 0.8)])
+def test_uneven_latencies_cost_their_slowest_circle(latencies):
+    """Stages s to t share 2(t - s) latencies among t - s + 1 microbatches; the slowest such circle sets the pace."""
+    p = len(latencies) + 1
+    circles = [2 * sum(latencies[s:t]) / (t - s + 1) for s in range(p) for t in range(s + 1, p)]
+    lowered, costs = build("2bw", p, (p,) * 40), Costs(forward=F, backward=B, latency=latencies)
+    law = p * (F + B + max(circles))
+    assert simulate(without_transfers(lowered), costs).steady_time_per_batch() == pytest.approx(law, rel=1e-3)
+    assert law - 1e-6 <= simulate(lowered, costs).steady_time_per_batch() <= law + max(latencies)
+
+
+@pytest.mark.parametrize("latency", [0.1, 0.5, 1.0])
 def test_extra_warmup_buys_the_latency_back(latency):
-    """With 2(p-1) forwards of warm-up, all latency is hidden but one per batch.
+    """With 2(p-1) forwards of warm-up, latency up to a forward is hidden, but for one per batch.
 
     That one remains because no receive is posted before the border of its batch, where a run may be drained instead.
     """
@@ -87,11 +103,6 @@ def test_extra_warmup_buys_the_latency_back(latency):
     timeline = simulate(schedule, Costs(forward=F, backward=B, latency=latency))
     assert 8 * (F + B) <= timeline.steady_time_per_batch() <= 8 * (F + B) + latency + 1e-9
     assert [timeline.peak_saved_microbatches(stage) for stage in range(4)] == [7, 5, 3, 1]
-
-
-def without_transfers(program):
-    rows = tuple(tuple(each for each in row if not each.kind.is_transfer) for row in program.rows)
-    return replace(program, rows=rows)
 
 
 def test_a_slow_link_sets_the_pace():

@@ -1,0 +1,117 @@
+"""docs/adding_a_schedule.md is true: its code, entered into the tables as it says, does what it shows."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.check import check, check_periodic
+from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
+from megatron.pipeline.weights import WeightPolicy
+from tests import workers
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "adding_a_schedule.md").read_text()
+CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
+BLOCKS = re.findall(r"```\n(.*?)```", PAGE.replace(f"```python\n{CODE}```", ""), re.DOTALL)
+
+
+def register(code=CODE):
+    """Do what the page says: the order's file, and its two lines in the table."""
+    names = {"ORDERS": ORDERS, "PRESETS": PRESETS, "WeightPolicy": WeightPolicy}
+    exec(code, names)
+    exec(BLOCKS[0], names)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(ORDERS, "1f1b-nodes", None)
+    monkeypatch.setitem(PRESETS, "2bw-nodes", None)
+    register()
+
+
+@pytest.fixture
+def tool():
+    specification = importlib.util.spec_from_file_location("schedule_tool", ROOT / "tools" / "schedule.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module.main
+
+
+def arguments(line):
+    return shlex.split(line.removeprefix("$ python tools/schedule.py "))
+
+
+def test_the_proof_is_the_one_shown(tool, capsys):
+    """`check` prints what the page shows."""
+    command, _, shown = BLOCKS[1].partition("\n")
+    assert tool(arguments(command)) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_the_mistake_is_explained_as_shown(tool, capsys):
+    """The wrong order that the page describes ends with the message that it shows."""
+    register(CODE.replace("return last - stage +", "return stage +"))
+    assert tool(arguments(BLOCKS[1].partition("\n")[0])) == 1
+    assert capsys.readouterr().err == BLOCKS[2]
+
+
+def test_the_table_of_times(tool, capsys, tmp_path, monkeypatch):
+    """Times per batch and saved microbatches of the table come from the commands above it."""
+    monkeypatch.chdir(tmp_path)
+    draw, simulate = BLOCKS[3].strip().splitlines()
+    assert tool(arguments(draw)) == 0
+    assert (tmp_path / "nodes.png").stat().st_size > 10_000
+    capsys.readouterr()
+    rows = re.findall(r"^\| `(2bw\S*)( --extra-warmup)?` \| ([\d.]+) \| ([\d, ]+) \|$", PAGE, re.MULTILINE)
+    assert [name + flag for name, flag, _, _ in rows] == ["2bw", "2bw --extra-warmup", "2bw-nodes"]
+    for name, flag, time, saved in rows:
+        assert tool([*arguments(simulate.replace("2bw-nodes", name)), *flag.split()]) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"time per batch, steady +([\d.]+)", out).group(1) == time
+        assert re.findall(r"peak saved microbatches +(\d+)", out) == saved.split(", ")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 7),
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from(["2bw", "flush"]),
+)
+def test_the_order_is_right_for_all_sizes(num_stages, more, recompute, weights):
+    """Programs of any size, of ramp-ups, under both policies, and for every number of batches, are proved."""
+    schedule = Schedule(
+        order="1f1b-nodes", weights=weights, num_stages=num_stages, recompute=recompute, tied_embeddings=True
+    )
+    fewest = ORDERS["1f1b-nodes"](num_stages).max_in_flight(0)
+    batches = [fewest + each for each in more]
+    check(schedule.build(batches), max_saved=schedule.max_saved_microbatches(batches))
+    check_periodic(schedule.build_periodic(batches[0]))
+
+
+def train(training):
+    """On each rank of a worker pool: train with the page's schedule, drained once in between."""
+    from tests.pipeline.runtime import module_cases
+
+    register()
+    try:
+        return module_cases.run("2bw-nodes", training, drains=(2,))
+    finally:
+        del ORDERS["1f1b-nodes"], PRESETS["2bw-nodes"]
+
+
+def test_it_trains():
+    """The runtime executes it as it is: the losses are those of 2bw in one process, and stages save what was proved."""
+    from tests.pipeline.runtime import reference
+
+    training = reference.Training(batches=(6, 6, 8, 8, 6))
+    outcomes = workers.run(4, f"{__name__}:train", training=training, timeout=180)
+    expected = reference.train(training, delay=1)
+    for outcome in outcomes:
+        assert [report.losses["loss"] for report in outcome.reports] == pytest.approx(expected.losses, rel=1e-6)
+    assert [outcome.peak_saved for outcome in outcomes] == [5, 4, 2, 1]
