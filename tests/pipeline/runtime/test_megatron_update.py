@@ -1,7 +1,7 @@
 """Training through the engine equals a single process: losses, gradient norms, weights and both weight versions.
 
-The cases are data: a name, the options, the layouts (p, t, d) and how exact they must be. All cases of one world size
-run in one call of its worker pool; the references (plain torch, see `megatron_cases`) in one call of a single worker.
+The cases are data: a name, the options, the layouts (p, t, d) and how exact they must be. The references are plain
+torch in one process, see `megatron_reference`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,9 +32,6 @@ class Row:
     options: dict
     layouts: tuple[tuple[int, int, int], ...] = P124
     allowed: cases.Deviation = field(default_factory=lambda: EXACT)
-
-    def cases(self) -> list[cases.Case]:
-        return [cases.Case(**self.options, p=p, t=t, d=d) for p, t, d in self.layouts]
 
 
 EIGHT = (4,) * 8
@@ -84,22 +81,32 @@ def reference_key(case: cases.Case) -> cases.Case:
     return replace(case, p=kept, t=1, sequence_parallel=False, distributed_optimizer=False, recompute=False, drains=())
 
 
-def run_table(table: dict[str, Row]) -> dict[tuple[str, tuple[int, int, int]], tuple]:
-    """(name, layout) -> (case, reference, results of all ranks)."""
-    wanted = {reference_key(case): None for row in table.values() for case in row.cases()}
-    found = workers.run(1, f"{cases.__name__}:references", timeout=300, cases=[vars(case) for case in wanted])[0]
-    expected = dict(zip(wanted, found, strict=True))
-    outcomes = {}
-    for world in (1, 2, 4):
-        entries = [
-            (name, case) for name, row in table.items() for case in row.cases() if case.p * case.t * case.d == world
-        ]
-        arguments = [vars(case) for _, case in entries]
-        ranks = workers.run(world, f"{cases.__name__}:train", timeout=400, cases=arguments)
-        for number, (name, case) in enumerate(entries):
-            results = [rank[number] for rank in ranks]
-            outcomes[name, (case.p, case.t, case.d)] = (case, expected[reference_key(case)], results)
-    return outcomes
+class Outcomes:
+    """Runs the cases of a table when they are asked for, each once, and the reference of each once."""
+
+    def __init__(self, table: dict[str, Row]) -> None:
+        self._table = table
+        self._references: dict[cases.Case, dict] = {}
+        self._results: dict[tuple, tuple] = {}
+
+    def __getitem__(self, key: tuple[str, tuple[int, int, int]]) -> tuple[cases.Case, dict, list[dict]]:
+        """(case, reference, results of all ranks) of a row's name and a layout."""
+        if key not in self._results:
+            name, (p, t, d) = key
+            case = cases.Case(**self._table[name].options, p=p, t=t, d=d)
+            results = workers.run(p * t * d, f"{cases.__name__}:train", timeout=200, **vars(case))
+            self._results[key] = (case, self._reference(reference_key(case)), results)
+        return self._results[key]
+
+    def _reference(self, case: cases.Case) -> dict:
+        if case not in self._references:
+            function = "tests.pipeline.runtime.megatron_reference:reference"
+            self._references[case] = workers.run(1, function, timeout=200, **vars(case))[0]
+        return self._references[case]
+
+    def values(self) -> list[tuple]:
+        """All outcomes of the table."""
+        return [self[key] for key in layouts_of(self._table)]
 
 
 def check(outcome: tuple, allowed: cases.Deviation) -> None:
@@ -111,7 +118,7 @@ def check(outcome: tuple, allowed: cases.Deviation) -> None:
 
 @pytest.fixture(scope="module")
 def selection():
-    return run_table(SELECTION)
+    return Outcomes(SELECTION)
 
 
 def layouts_of(table: dict[str, Row]) -> list[tuple[str, tuple[int, int, int]]]:
@@ -126,7 +133,7 @@ def test_training_equals_one_process(selection, name, layout):
 
 def test_two_weight_slots_and_two_gradient_slots_at_most(selection):
     """2bw keeps two sets of weights and two gradient buffers, flush one of each."""
-    for (_, _), (case, _, results) in selection.items():
+    for case, _, results in selection.values():
         for result in results:
             most = 2 if case.schedule == "2bw" else 1
             if case.schedule != "pipedream":

@@ -10,10 +10,10 @@ from tests.pipeline.runtime.test_megatron_update import (
     EXACT,
     FP16,
     P124,
+    Outcomes,
     Row,
     check,
     layouts_of,
-    run_table,
 )
 
 pytestmark = pytest.mark.full
@@ -96,7 +96,7 @@ GRID = grid()
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_table(GRID)
+    return Outcomes(GRID)
 
 
 @pytest.mark.parametrize(("name", "layout"), layouts_of(GRID), ids=str)
