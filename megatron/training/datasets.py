@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 
 from megatron.core import parallel_state
@@ -97,6 +98,8 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,  # the plain causal mask is left to the attention
     )
+    if config.mock:
+        logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
     wanted = num_samples(args)
     if blend is not None:
         _drop_empty_splits(config, num_sequences)

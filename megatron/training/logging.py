@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 
 from megatron import backend
@@ -28,7 +29,7 @@ class Progress:
 
 
 @dataclass
-class _Interval:
+class Interval:
     """Sums since the last log line."""
 
     losses: float = 0.0
@@ -54,7 +55,7 @@ class _Interval:
 def log_line(
     report: BatchReport,
     progress: Progress,
-    interval: _Interval,
+    interval: Interval,
     *,
     train_iters: int,
     flops: float | None = None,
@@ -97,7 +98,7 @@ class Reporter:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.writes = args.rank == args.world_size - 1
-        self._interval = _Interval()
+        self._interval = Interval()
         self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
         self._board = _tensorboard(args) if self.writes and args.tensorboard_dir else None
         self._wandb = _weights_and_biases(args) if self.writes and args.wandb_project else None
@@ -125,7 +126,7 @@ class Reporter:
             self._record(report, progress)
         if progress.iteration % self.args.log_interval == 0:
             self.say(log_line(report, progress, self._interval, train_iters=self.args.train_iters, flops=self._flops))
-            self._interval = _Interval()
+            self._interval = Interval()
 
     def _record(self, report: BatchReport, progress: Progress) -> None:
         seconds = max(progress.seconds, 1e-9)
@@ -221,5 +222,7 @@ def _weights_and_biases(args: argparse.Namespace):
 
 
 def configure_logging(level: int | None) -> None:
-    """Python's logging: warnings, or what `--logging-level` says."""
+    """Python's logging: warnings, or what `--logging-level` says. Without CUDA no advice about CUDA's environment."""
+    if not backend.is_cuda():
+        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     logging.basicConfig(level=logging.WARNING if level is None else level, format="%(name)s: %(message)s")

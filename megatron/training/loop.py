@@ -235,9 +235,12 @@ def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
     """Train, then evaluate on validation and test data, as Megatron-LM does, unless the run ended early."""
     loop, args = Loop(run, stop, started=started), run.args
     if not args.skip_train:
-        run.reporter.say(f"training from iteration {run.iteration} to {args.train_iters}")
+        run.reporter.say(f"at iteration {run.iteration} of {args.train_iters}")
+    is_over = not args.skip_train and run.iteration >= args.train_iters
+    if is_over:
+        run.reporter.say("nothing is left to train; --skip-train evaluates")
     goes_on = args.skip_train or loop.train()
-    if goes_on and args.eval_iters > 0:
+    if goes_on and not is_over and args.eval_iters > 0:
         if args.has_split[1] and loop.validated_iteration != run.iteration:
             goes_on = loop.validate()
         if goes_on and args.has_split[2]:

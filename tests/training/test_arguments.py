@@ -84,6 +84,7 @@ def test_values_that_follow():
         ("--wandb-project x", "", "--wandb-project needs"),
         ("--transformer-impl transformer_engine", "", "use --transformer-impl local"),
         ("--apply-layernorm-1p", "", "--apply-layernorm-1p needs CUDA"),
+        ("--bf16 --fp32-residual-connection", "", "--fp32-residual-connection needs CUDA"),
         ("--distributed-backend nccl", "", "--distributed-backend nccl needs CUDA"),
         ("--profile", "", "add --use-pytorch-profiler"),
     ],

@@ -29,6 +29,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     where = "Transformer Engine" if platform.is_cuda else "CUDA"
     for flag, is_asked in {
         "--apply-layernorm-1p": args.apply_layernorm_1p,
+        "--fp32-residual-connection": args.fp32_residual_connection,
         "--tp-comm-overlap": args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
         "--cross-entropy-fusion-impl te": args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
         f"--attention-backend {args.attention_backend}": args.attention_backend in ("flash", "fused"),

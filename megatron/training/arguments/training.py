@@ -146,7 +146,7 @@ PRECISION = Group(
         option("--min-loss-scale", number, 1.0, "Smallest dynamic loss scale."),
         option("--loss-scale-window", number, 1000.0, "Batches without overflow before the scale is raised."),
         option("--hysteresis", integer, 2, "Overflows before the scale is lowered."),
-        switch("--fp32-residual-connection", "Keep the residual stream in FP32."),
+        switch("--fp32-residual-connection", "Keep the residual stream in FP32. Needs Transformer Engine."),
         switch(
             "--accumulate-allreduce-grads-in-fp32",
             "Accumulate and reduce gradients in FP32 (always on with --bf16 unless --grad-reduce-in-bf16).",

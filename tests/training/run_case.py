@@ -1,0 +1,99 @@
+"""A whole training run inside a pool of workers: what pretrain_gpt.py does, without starting processes."""
+
+import atexit
+import functools
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from tests import workers
+from tests.training.arguments_helper import SMALL
+from tests.training.small_data import write_dataset
+
+ROOT = Path(__file__).parents[2]
+BASE = (
+    SMALL.replace("--mock-data", "")
+    + " --num-workers 0 --log-interval 1 --eval-iters 0 --hidden-size 32 --seq-length 16 --global-batch-size 8"
+    " --train-iters 6 --lr-decay-style constant --lr 1e-2"
+)
+
+
+@functools.cache
+def data_flags() -> str:
+    """Flags of a small dataset, written once in the session; mock data would cost seconds a run."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    prefix = write_dataset(Path(folder) / "text", documents=60, vocab=60)
+    return f"--data-path {prefix} --split 8,1,1 --data-cache-path {folder}/cache"
+
+
+def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago: float = 0.0) -> dict:
+    """Run on this rank; returns the metrics (last rank), the printed lines and the weights.
+
+    `stop_after`: rank -> iteration after whose report that rank gets the wish to stop. `minutes_ago`: when the program
+    was started.
+    """
+    from megatron.training import initialize
+    from megatron.training.arguments import parse_args, resolve_platform, validate_args
+    from megatron.training.assembly import assemble
+    from megatron.training.datasets import build_datasets
+    from megatron.training.loop import run_to_the_end
+    from megatron.training.metrics import read_metrics
+    from megatron.training.signals import StopSignal
+
+    sys.path.insert(0, str(ROOT))
+    import pretrain_gpt
+
+    rank, world_size, _ = initialize.environment_ranks()
+    folder = Path(tempfile.mkdtemp())
+    metrics = folder / "metrics.jsonl"
+    base = BASE.replace("--train-iters 6", "").replace("--train-iters 10", "") if "--train-samples" in flags else BASE
+    args = parse_args(f"{base} --metrics-file {metrics} {flags}".split())
+    validate_args(args, world_size=world_size, rank=rank)
+    resolve_platform(args, initialize.this_platform())
+    initialize.initialize(args)
+    run = assemble(
+        args, model_provider=pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step,
+        datasets_provider=build_datasets,
+    )  # fmt: skip
+    stop, lines = StopSignal(), []
+    run.reporter.say = lines.append
+    if stop_after and rank in stop_after:
+        _stop_after(run.reporter, stop, stop_after[rank])
+    try:
+        run_to_the_end(run, stop, started=time.time() - 60 * minutes_ago)
+        records = read_metrics(str(metrics)) if metrics.exists() else []
+        return {
+            "records": records,
+            "losses": {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record},
+            "lines": lines,
+            "iteration": run.iteration,
+            "weights": {name: value.detach().clone() for name, value in run.chunks[0].named_parameters()},
+            "generator": torch.get_rng_state(),
+        }
+    finally:
+        shutil.rmtree(folder)
+
+
+def _stop_after(reporter, stop, iteration: int) -> None:
+    report = reporter.iteration
+
+    def watching(batch_report, progress) -> None:
+        report(batch_report, progress)
+        if progress.iteration == iteration:
+            stop._handle(15, None)
+
+    reporter.iteration = watching
+
+
+def train(num_ranks: int, flags: str = "", **options) -> list[dict]:
+    """`train_case` on `num_ranks` ranks, all of them pipeline stages unless the flags say otherwise."""
+    if "--pipeline-model-parallel-size" not in flags:
+        flags += f" --pipeline-model-parallel-size {num_ranks}"
+    if "--mock-data" not in flags:
+        flags += f" {data_flags()}"
+    return workers.run(num_ranks, "tests.training.run_case:train_case", flags=flags, **options)

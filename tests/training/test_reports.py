@@ -1,0 +1,119 @@
+"""What a run prints and records."""
+
+import argparse
+import json
+import math
+import re
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from megatron.pipeline.runtime.stage import BatchReport
+from megatron.training.logging import Interval, Progress, Reporter, log_line
+from megatron.training.metrics import MetricsFile, read_metrics
+from megatron.training.throughput import flops_per_sample
+from tests.training.arguments_helper import arguments
+
+
+def report(iteration: int, loss: float, **changes) -> BatchReport:
+    values = {"losses": {"lm loss": loss}, "grad_norm": 1.0, "learning_rate": 1e-3, "num_samples": 16}
+    return BatchReport(batch=iteration - 1, **{**values, **changes})
+
+
+def test_log_line_is_megatrons():
+    """The line that Megatron-LM's users know, with tokens per second at its end."""
+    interval = Interval()
+    for iteration in range(1, 11):
+        progress = Progress(iteration, 16 * iteration, 16, 0.1)
+        interval.add(report(iteration, 5.0), progress, seq_length=32)
+    line = log_line(report(10, 5.0), progress, interval, train_iters=100, now=0.0)
+    assert re.sub(r"\[.{19}\]", "[2026-11-20 23:00:00]", line) == (
+        " [2026-11-20 23:00:00] iteration       10/     100 | consumed samples:          160 | "
+        "elapsed time per iteration (ms): 100.0 | learning rate: 1.000000E-03 | global batch size:    16 | "
+        "lm loss: 5.000000E+00 | loss scale: 1.0 | grad norm: 1.000 | number of skipped iterations:   0 | "
+        "number of nan iterations:   0 | tokens per second: 5120.0 |"
+    )
+    with_flops = log_line(report(10, 5.0), progress, interval, train_iters=100, flops=1e9)
+    assert "| throughput per GPU (TFLOP/s/GPU): 5.1 | learning rate" in with_flops
+
+
+def test_interval_leaves_out_what_is_no_loss():
+    """Skipped and NaN batches are counted and not averaged."""
+    interval = Interval()
+    for loss, changes in ((4.0, {}), (math.inf, {"skipped": True}), (math.nan, {"nan": True}), (6.0, {})):
+        interval.add(report(1, loss, **changes), Progress(1, 16, 16, 1.0), seq_length=1)
+    assert interval.losses / interval.num_losses == 5.0
+    assert (interval.skipped, interval.nan, interval.iterations) == (1, 1, 4)
+
+
+def test_metrics_file_is_whole_lines(tmp_path):
+    """Values keep full precision, what is not finite is null, a torn line of a killed run hurts nobody."""
+    path = tmp_path / "new" / "metrics.jsonl"
+    first = MetricsFile(str(path))
+    first.write(iteration=1, lm_loss=1 / 3, grad_norm=math.inf)
+    first.close()
+    with open(path, "a") as stream:
+        stream.write('{"iteration": 2, "lm_lo')
+    second = MetricsFile(str(path))
+    second.write(iteration=2, lm_loss=0.25)
+    second.close()
+    assert read_metrics(str(path)) == [
+        {"iteration": 1, "lm_loss": 1 / 3, "grad_norm": None}, {"iteration": 2, "lm_loss": 0.25},
+    ]  # fmt: skip
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"--metrics-file .* cannot be written"):
+        MetricsFile(str(tmp_path / "folder"))
+
+
+def reporter(tmp_path, flags: str = "") -> Reporter:
+    args = arguments(f"--metrics-file {tmp_path}/metrics.jsonl --log-interval 2 {flags}")
+    args.padded_vocab_size = 128
+    return Reporter(args)
+
+
+def test_reporter_writes_everywhere(tmp_path, capsys):
+    """One batch goes to the metrics file and TensorBoard at once, and to the terminal at its interval."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tmp_path / "board"
+    reports = reporter(tmp_path, f"--tensorboard-dir {board} --log-validation-ppl-to-tensorboard")
+    for iteration in (1, 2):
+        reports.iteration(report(iteration, 4.0), Progress(iteration, 8 * iteration, 8, 0.5))
+    reports.evaluation("validation", 2, 3.0, seconds=1.0)
+    reports.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("iteration        2/" in line for line in lines) == 1 and not any(
+        "iteration        1/" in x for x in lines
+    )
+    assert any("validation loss at iteration 2 | lm loss value: 3.000000E+00 | lm loss PPL: 2.00" in x for x in lines)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["lm_loss"] == 4.0 and records[0]["tokens_per_second"] == 8 * 32 / 0.5
+    assert records[2]["validation_loss"] == 3.0 and records[2]["validation_ppl"] == pytest.approx(math.exp(3))
+    events = EventAccumulator(str(board)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"lm loss", "lm loss vs samples", "learning-rate", "grad-norm", "lm loss validation ppl"} <= tags
+
+
+def test_only_the_last_rank_writes(tmp_path, capsys):
+    """On other ranks a reporter is silent and opens no file."""
+    args = arguments(f"--metrics-file {tmp_path}/metrics.jsonl", world_size=1)
+    args.padded_vocab_size, args.world_size, args.rank = 128, 2, 0
+    silent = Reporter(args)
+    silent.iteration(report(100, 4.0), Progress(100, 800, 8, 0.5))
+    silent.close()
+    assert capsys.readouterr().out == "" and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_flops_of_gpt3():
+    """The 175B model's count agrees with the closed form 72 b s l h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022)."""
+    layers, hidden, sequence, vocab = 96, 12288, 2048, 51200
+    args = argparse.Namespace(
+        num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=96, kv_channels=128,
+        group_query_attention=False, num_query_groups=1, seq_length=sequence, swiglu=False, quick_geglu=False,
+        padded_vocab_size=vocab,
+    )  # fmt: skip
+    closed = 72 * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
+    assert flops_per_sample(args) == pytest.approx(closed, rel=1e-9)

@@ -1,0 +1,51 @@
+"""--pipeline-timeline: which batches are shown, and that the plan shows the same ones."""
+
+from megatron import backend
+
+backend.install()
+
+import json
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.training.timeline import last_stretch, measured_costs, planned_timeline
+from tests.training.run_case import train
+
+SCHEDULE = Schedule.preset("2bw", num_stages=2)
+COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 2.5], step=0.25)
+
+
+def measured(batches=(3, 3, 3, 3)):
+    """A timeline as a run would measure it, of batches 4 to 7."""
+    return simulate(SCHEDULE.build(batches, first_batch=4, first_microbatch=12), COSTS)
+
+
+def test_a_drain_is_not_shown():
+    """The longest stretch between drains is shown, its last batches, and of equal ones the later."""
+    assert last_stretch(measured(), [], most=8) == range(4, 8)
+    assert last_stretch(measured(), [8], most=2) == range(6, 8)
+    assert last_stretch(measured(), [2, 7], most=8) == range(4, 7)
+    assert last_stretch(measured(), [6], most=8) == range(6, 8)
+
+
+def test_plan_shows_the_same_batches_with_the_measured_times():
+    """Costs are the measured means, and a noiseless measurement equals its plan."""
+    timeline = measured()
+    costs = measured_costs(timeline)
+    assert (list(costs.forward), list(costs.backward), list(costs.step)) == ([1.0, 1.5], [2.0, 2.5], [0.25, 0.25])
+    plan = planned_timeline(SCHEDULE, timeline, range(5, 7), [4, 8])
+    assert plan.batches == (3, 3) and plan.first_batch == 5 and plan.first_microbatch == 15
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
+def test_files_of_a_run(tmp_path):
+    """A run with an evaluation leaves picture, trace and timeline."""
+    folder = tmp_path / "timeline"
+    train(2, f"--pipeline-schedule 2bw --pipeline-timeline {folder} --eval-iters 1 --eval-interval 4")
+    assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
