@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 output="${OUTPUT:-outputs/quickstart}"
 data="$output/data"
-iterations="${ITERATIONS:-300}"
+iterations="${ITERATIONS:-800}"
 checkpoints="$output/checkpoints"
 
 prepare_environment
@@ -31,8 +31,8 @@ else
     python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
         --pipeline-model-parallel-size 2 --pipeline-schedule 2bw \
         "${model_args[@]}" "${training_args[@]}" "${data_args[@]}" \
-        --train-iters "$iterations" --eval-interval 50 --eval-iters 5 --log-interval 10 \
-        --save "$checkpoints" --load "$checkpoints" --save-interval 100 \
+        --train-iters "$iterations" --eval-interval 50 --eval-iters 5 --log-interval 25 \
+        --save "$checkpoints" --load "$checkpoints" --save-interval 200 \
         --metrics-file "$output/metrics.jsonl" --pipeline-timeline "$output/timeline" </dev/null
 fi
 

@@ -17,7 +17,7 @@ if [ ! -f "$data/corpus.jsonl" ]; then
     mv "$data/corpus.partial" "$data/corpus.jsonl"
 fi
 if [ ! -f "$data/tokenizer.model" ]; then
-    python "$here/train_tokenizer.py" "$data/corpus.jsonl" "$data/tokenizer.partial" --vocab-size 2048
+    python "$here/train_tokenizer.py" "$data/corpus.jsonl" "$data/tokenizer.partial" --vocab-size 1024
     mv "$data/tokenizer.partial" "$data/tokenizer.model"
 fi
 if [ ! -f "$data/corpus_text_document.bin" ] || [ ! -f "$data/corpus_text_document.idx" ]; then

@@ -1,6 +1,6 @@
 """Train a SentencePiece BPE tokenizer on a JSON-lines corpus, offline.
 
-    python examples/quickstart/train_tokenizer.py corpus.jsonl tokenizer.model --vocab-size 2048
+    python examples/quickstart/train_tokenizer.py corpus.jsonl tokenizer.model --vocab-size 1024
 
 Text comes back as it was: spaces are kept, newlines are tokens, and unseen characters fall back to bytes. `</s>` ends a
 document. For `--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model`.
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, help="JSON lines with a 'text' each")
     parser.add_argument("output", type=Path, help="the model file to write")
-    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--vocab-size", type=int, default=1024)
     args = parser.parse_args()
     with args.corpus.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
