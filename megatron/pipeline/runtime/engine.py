@@ -68,7 +68,9 @@ class PipelineEngine:
         self._rank = ranks.index(global_rank)
         rank_of_stage = tuple(range(schedule.num_stages)) if rank_of_stage is None else tuple(rank_of_stage)
         if max(rank_of_stage) + 1 != len(ranks):
-            raise ValueError(f"the schedule has {schedule.num_stages} stages, which do not fit {len(ranks)} pipeline ranks")
+            raise ValueError(
+                f"the schedule has {schedule.num_stages} stages, which do not fit {len(ranks)} pipeline ranks"
+            )
         self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
         self._channels = Channels(
             ranks=ranks,
@@ -82,15 +84,24 @@ class PipelineEngine:
             on_error=failure.report,
         )
         own = self._channels.name_of(self._stages[0].index)
-        self._chain = Chain(
-            device=self._device,
-            timeout=timeout.total_seconds(),
-            tracer=tracer,
-            on_error=failure.report,
-            annotate=lambda error, instruction: annotate(error, instruction, own),
+        self._chain, self._late_chain = (
+            Chain(
+                device=self._device,
+                timeout=timeout.total_seconds(),
+                tracer=tracer,
+                on_error=failure.report,
+                annotate=lambda error, instruction: annotate(error, instruction, own),
+            )
+            for _ in range(2)
         )
         self._executor = Executor(
-            self._stages, update, self._channels, self._chain, tracer=tracer, wishes=lambda: self.wishes
+            self._stages,
+            update,
+            self._channels,
+            self._chain,
+            self._late_chain,
+            tracer=tracer,
+            wishes=lambda: self.wishes,
         )
         self._stream = schedule.stream(first_batch=first_batch, first_microbatch=first_microbatch)
         self._drained = True
@@ -171,13 +182,14 @@ class PipelineEngine:
         if self._guard is not None:
             self._guard.unwatch()
         self._chain.close()
+        self._late_chain.close()
         self._channels.close()
 
     def _take_reports(self, last_batch: int) -> list[BatchReport]:
         reports = self._executor.reports
         taken = []
         for batch in sorted(batch for batch in reports if batch <= last_batch):
-            self._chain.wait(batch + 1)  # under stash the norm reduction follows the step and completes the report
+            self._late_chain.wait(batch + 1)  # a norm reduction after the step completes the report
             taken.append(reports.pop(batch))
         return taken
 

@@ -2,6 +2,8 @@
 
 A table gives the method of each instruction kind, and a loop calls them in the order of the row. Sends and receives are
 posted; the instruction that needs a tensor waits for it; the reductions go to the chain thread and STEP waits for them.
+A reduction that stands after its STEP, for which nobody waits but the report, has a thread of its own: in the chain it would
+hold up the next STEP until all ranks have come to it.
 A kind without a method is an error before anything of the row is executed. The executor knows no schedule: what it keeps
 between rows is what the instructions themselves leave behind (posted receives, outputs to send, saved microbatches).
 """
@@ -42,6 +44,7 @@ class Executor:
         update: WeightUpdate,
         channels: Channels,
         chain: Chain,
+        late_chain: Chain,
         *,
         tracer: Tracer | None = None,
         wishes: Callable[[], int] = lambda: 0,
@@ -50,6 +53,8 @@ class Executor:
         self._update = update
         self._channels = channels
         self._chain = chain
+        self._late_chain = late_chain
+        self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
         self._wishes = wishes
         self._batches: dict[int, BatchInfo] = {}
@@ -117,11 +122,11 @@ class Executor:
             return [(table[instruction.kind], instruction) for instruction in row]
         except KeyError:
             instruction = next(instruction for instruction in row if instruction.kind not in table)
-            raise NotImplementedError(f"the executor has no method for {instruction} ({instruction.kind.name})") from None
+            raise NotImplementedError(
+                f"the executor has no method for {instruction} ({instruction.kind.name})"
+            ) from None
 
-    def _run(
-        self, plan: Sequence[tuple[Callable[[Instruction], None], Instruction]], *, tracer: Tracer | None
-    ) -> None:
+    def _run(self, plan: Sequence[tuple[Callable[[Instruction], None], Instruction]], *, tracer: Tracer | None) -> None:
         try:
             if tracer is None:
                 for method, instruction in plan:
@@ -221,11 +226,15 @@ class Executor:
 
     # -- the chain and the step ---------------------------------------------------------------------------------------
 
+    def _post_reduction(self, instruction: Instruction, call: Callable[[], None]) -> None:
+        is_late = self._newest[instruction.stage] >= instruction.version
+        (self._late_chain if is_late else self._chain).post(instruction, call)
+
     def _reduce_grad(self, instruction: Instruction) -> None:
-        self._chain.post(instruction, lambda: self._update.reduce_grad(instruction.version))
+        self._post_reduction(instruction, lambda: self._update.reduce_grad(instruction.version))
 
     def _reduce_embed(self, instruction: Instruction) -> None:
-        self._chain.post(instruction, lambda: self._update.reduce_embed(instruction.version))
+        self._post_reduction(instruction, lambda: self._update.reduce_embed(instruction.version))
 
     def _reduce_norm(self, instruction: Instruction) -> None:
         version, wishes = instruction.version, self._wishes()
@@ -236,12 +245,13 @@ class Executor:
                 losses.update(stage.take_losses(version - 1))
             self._update.reduce_norm(version, wishes, losses)
 
-        self._chain.post(instruction, reduce)
+        self._post_reduction(instruction, reduce)
 
     def _step(self, instruction: Instruction) -> None:
         self._chain.wait(instruction.version)
         self._waited()
         self.reports[instruction.version - 1] = self._update.step(instruction.version)
+        self._newest[instruction.stage] = instruction.version
         self._forget_batch(instruction.version - 1)
 
     def _forget_batch(self, batch: int) -> None:

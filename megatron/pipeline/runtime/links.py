@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -52,13 +53,23 @@ class Link(Protocol):
         """Wait until all sends were read, then stop the link's thread."""
 
 
+@lru_cache(maxsize=1)
+def _gloo_device() -> Any:
+    """One for the process: each has a thread that wakes a hundred times a second, and a group makes its own otherwise."""
+    return ProcessGroupGloo.create_default_device()
+
+
 def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> ProcessGroupGloo:
     """A gloo group of two ranks under a name that both agree on.
 
     Built directly and not through ``new_group(use_local_synchronization=True)``: that derives the name from the number of
     groups the process belongs to, which differs between neighbours in a pipeline, so that they would never meet.
     """
-    return ProcessGroupGloo(PrefixStore(name, store), member, 2, timeout)
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [_gloo_device()]
+    options._threads = 1
+    return ProcessGroupGloo(PrefixStore(name, store), member, 2, options)
 
 
 class _Waiter:

@@ -98,6 +98,17 @@ def test_pipedream_uses_the_newest_weights_at_each_stage(num_ranks):
         assert all(report.grad_norm > 0 for report in outcome.reports)
 
 
+def test_pipedream_with_replicas_steps_without_waiting_for_the_norm():
+    """Replicas with the same data change nothing; reports are complete though their norms follow the steps."""
+    outcomes = run(4, "pipedream", Training(batches=(1,) * 10, num_replicas=2))
+    for first, second in ((0, 2), (1, 3)):
+        for name, tensor in outcomes[first].parameters.items():
+            assert torch.equal(tensor, outcomes[second].parameters[name])
+    reports = [outcome.reports for outcome in outcomes]
+    assert all(report == reports[0] for report in reports[1:])
+    assert all(report.grad_norm > 0 and report.losses["loss"] > 0 for report in reports[0])
+
+
 def test_an_overflow_skips_the_step_on_every_stage():
     """A gradient that is not finite on one stage makes the next version an alias everywhere; training goes on."""
     training = Training(batches=(2,) * 8, poisoned_microbatch=7, warmup=4)
