@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program import Row, Rows
+from megatron.pipeline.program import Program, Row, Rows
 from megatron.pipeline.schedules.legs import ProgramInLegs, ShiftedRows
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ class ProgramStream:
         self._drained_at = self.next_batch
         return self._placed(window, window.drain)
 
+    def evaluation(self, num_microbatches: int) -> Sequence[Row]:
+        """Forwards of that many microbatches, counted from 0, with the newest version; for a drained stream."""
+        assert not self._sizes, "evaluation needs a drained stream"
+        program = _proved_evaluation(self._schedule, num_microbatches)
+        return ShiftedRows(program.rows, microbatches=0, versions=self.next_batch)
+
     def _window(self) -> ProgramInLegs:
         return _proved(self._schedule, self._sizes, min(self.next_batch - len(self._sizes), 1))
 
@@ -84,3 +90,10 @@ def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> P
     built = schedule.build_in_legs(batches, first_batch=first_batch)
     check(built.program, max_saved=schedule.max_saved_microbatches(batches))
     return built
+
+
+@lru_cache(maxsize=4)
+def _proved_evaluation(schedule: Schedule, num_microbatches: int) -> Program:
+    program = schedule.build_evaluation(num_microbatches, version=0)
+    check(program)
+    return program

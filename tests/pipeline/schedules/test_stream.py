@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import stream as stream_module
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
 
 Rows = list[list[Instruction]]
@@ -117,3 +118,18 @@ def test_windows_are_proved_once(monkeypatch: pytest.MonkeyPatch):
     stream.drain()
     assert proved == [(2,), (2, 2), (2, 2), (2, 3), (3, 3)]
     module._proved.cache_clear()
+
+
+@pytest.mark.parametrize("preset", ["gpipe", "flush", "2bw", "pipedream"])
+def test_an_evaluation_is_proved_once_and_uses_the_newest_version(preset: str, monkeypatch: pytest.MonkeyPatch):
+    """Wherever a drained run evaluates, it executes the built evaluation with its newest version, checked a single time."""
+    proved = []
+    monkeypatch.setattr(stream_module, "check", lambda program, **bound: proved.append(program.forward_only))
+    stream_module._proved_evaluation.cache_clear()
+    schedule = Schedule.preset(preset, num_stages=3)
+    for first_batch in (0, 7):
+        stream = schedule.stream(first_batch=first_batch, first_microbatch=5 * first_batch)
+        rows = stream.evaluation(4)
+        assert tuple(tuple(row) for row in rows) == schedule.build_evaluation(4, version=first_batch).rows
+    assert proved == [True]
+    stream_module._proved_evaluation.cache_clear()
