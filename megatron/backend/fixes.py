@@ -89,7 +89,8 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
     def set_states_without_step(self, model_param, tensors):
         group_index, group_order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group_index]["params"][group_order]
-        return set_states(self, model_param, {"step": self.optimizer.state[main_param]["step"], **tensors})
+        # Not the counter that a loaded state may carry: in the dp_reshardable format it is this run's own, from before.
+        return set_states(self, model_param, {**tensors, "step": self.optimizer.state[main_param]["step"]})
 
     optimizer_class.state_dict = state_dict_with_step
     optimizer_class.load_state_dict = load_state_dict_with_own_steps

@@ -105,7 +105,8 @@ def save_checkpoint(
     """Save the run, drained, as the checkpoint of `position.iteration`, and make it the latest.
 
     Args:
-        args: honours `no_save_optim`, `no_save_rng`, `async_save`, `use_distributed_optimizer`; stored as 'args'.
+        args: honours `no_save_optim`, `no_save_rng`, `async_save`, `ckpt_fully_parallel_save`,
+            `use_distributed_optimizer`; stored as 'args'.
         chunks: this rank's model chunks, wrapped or not; the newest weight version is stored as the model.
         update: under 2bw its versions hold the older weights, which are stored too.
         on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
@@ -143,7 +144,12 @@ def save_checkpoint(
     if (older := _older_version(update)) is not None:
         state["previous_version"] = previous_version_state(model, _by_parameter(chunks, update.versions, older))
     writer.write(
-        state, position.iteration, content_metadata=metadata, asynchronous=bool(args.async_save), on_saved=on_saved
+        state,
+        position.iteration,
+        content_metadata=metadata,
+        asynchronous=args.async_save,
+        fully_parallel=args.ckpt_fully_parallel_save,
+        on_saved=on_saved,
     )
 
 
@@ -204,7 +210,8 @@ def load_checkpoint(
         if converts:
             loaded = optimizer_formats.convert_loaded(loaded, optimizer)
         optimizer_formats.add_step_counters(loaded, optimizer)
-        optimizer.load_state_dict(loaded)
+        with torch.no_grad():  # some of megatron.core's formats copy into parameters
+            optimizer.load_state_dict(loaded)
         if scheduler is not None:
             scheduler.load_state_dict(state["opt_param_scheduler"])
         if update is not None:

@@ -26,11 +26,12 @@ def save_model(directory):
     from megatron.training.initialize import initialize
     from megatron.training.models import build_chunks, gpt_model
 
-    args = parse_args(
+    words = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 1 --lr 0.1 --train-iters 1 --mock-data --tokenizer-type ByteLevelTokenizer --swiglu "
-        "--tensor-model-parallel-size 2 --init-method-std 0.4".split()
+        "--tensor-model-parallel-size 2 --init-method-std 0.4"
     )
+    args = parse_args(words.split())
     validate_args(args, world_size=2)
     resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))
     initialize(args)
@@ -73,6 +74,7 @@ def run_tool(argv, stdin=None):
 def plain_greedy(directory, prompt, num_tokens):
     """Ids after the prompt by argmax of plain forwards of the whole sequence."""
     import torch
+
     from megatron.core import parallel_state
     from tools import text_generation
 

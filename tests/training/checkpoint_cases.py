@@ -128,10 +128,12 @@ def load_versions(directory, changes, window, **load_changes):
 
 
 def save_as_megatron_lm_does(directory, changes):
-    """Write a checkpoint with bare megatron.core calls, entry by entry as Megatron-LM 0.16 does."""
+    """Write a checkpoint with bare megatron.core calls, entry by entry as Megatron-LM 0.16 does by default."""
     run = _started(changes)
     run.train(0, SAVED_AT)
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if run.args.use_distributed_optimizer:
+        metadata["distrib_optim_sharding_type"] = "dp_reshardable"
     model = run.chunks[0].module.sharded_state_dict(metadata=dict(metadata))
     args = argparse.Namespace(
         **{**vars(run.args), "consumed_train_samples": 12, "consumed_valid_samples": 0, "rank": 0, "local_rank": 0},

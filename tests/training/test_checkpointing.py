@@ -125,16 +125,29 @@ def test_flush_checkpoint_serves_both_versions(saved):
     assert versions.keys() == {2, 3} and equal(versions[2], versions[3]) and slots == 1
 
 
-def test_megatron_lm_checkpoints_load_here_and_ours_there(tmp_path, saved):
-    """A checkpoint written the way Megatron-LM writes goes on here exactly; ours goes on with bare megatron.core."""
+@pytest.mark.parametrize("changes", [TWO_STAGES, pytest.param(DISTRIBUTED, marks=FULL)], ids=["p=2", "distributed d=2"])
+def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
+    """A checkpoint written the way Megatron-LM writes, entry by entry, goes on here exactly."""
     directory = str(tmp_path)
-    written = workers.run(2, CASES + "save_as_megatron_lm_does", directory=directory, changes=TWO_STAGES)
-    resumed = workers.run(2, CASES + "load_and_go_on", directory=directory, changes=TWO_STAGES)
+    written = workers.run(2, CASES + "save_as_megatron_lm_does", directory=directory, changes=changes)
+    resumed = workers.run(2, CASES + "load_and_go_on", directory=directory, changes=changes)
     for (losses, weights), (position, losses_again, weights_again) in zip(written, resumed, strict=True):
         assert losses_again == losses and equal(weights, weights_again)
         assert (position.iteration, position.consumed_train_samples) == (3, 12)
-    ours, ((uninterrupted, _),) = saved(1)
-    ((common, losses),) = workers.run(1, CASES + "load_as_megatron_lm_does", directory=ours, changes={})
+
+
+@FULL
+def test_foreign_distributed_optimizer_is_refused_with_the_way_out(tmp_path):
+    """Megatron-LM's default format of the distributed optimizer loads with the distributed optimizer only."""
+    workers.run(2, CASES + "save_as_megatron_lm_does", directory=str(tmp_path), changes=DISTRIBUTED)
+    ((message, untouched),) = workers.run(1, CASES + "load_error", directory=str(tmp_path), changes={})
+    assert "dp_reshardable" in message and "--no-load-optim" in message and untouched
+
+
+def test_bare_megatron_core_loads_our_checkpoints(saved):
+    """With megatron.core's own calls a checkpoint of ours goes on exactly, and its common entries are Megatron-LM's."""
+    directory, ((uninterrupted, _),) = saved(1)
+    ((common, losses),) = workers.run(1, CASES + "load_as_megatron_lm_does", directory=directory, changes={})
     assert losses == uninterrupted
     assert (common["checkpoint_version"], common["iteration"], common["args"].consumed_train_samples) == (3.0, 3, 12)
     assert {"opt_param_scheduler", "num_floating_point_operations_so_far"} <= common.keys()

@@ -83,13 +83,19 @@ class CheckpointWriter:
         *,
         content_metadata: dict,
         asynchronous: bool = False,
+        fully_parallel: bool = True,
         on_saved: Callable[[Path], None] | None = None,
     ) -> None:
         """Save a sharded state dict as the checkpoint of `iteration`.
 
         An asynchronous save returns once the tensors are copied; `finish` waits for it and reports its failure, and so
-        does the next `write`. `on_saved` is called on rank 0 (from the background thread, where there is one) when the
-        checkpoint is durable and is the latest.
+        does the next `write`.
+
+        Args:
+            content_metadata: how the state is sharded; stored for the load.
+            fully_parallel: data-parallel replicas share the writing of what they all hold.
+            on_saved: called on rank 0 (from the background thread, where there is one) with the checkpoint's directory
+                when it is durable and the latest.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write; what was written is removed and the checkpoints
@@ -101,7 +107,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             raise CheckpointError(self._describe(iteration, str(error))) from error
         try:
-            strategy = self._plan(state, staging, content_metadata)
+            strategy = self._plan(state, staging, content_metadata, fully_parallel)
             self._require_space(strategy.file_writer.write_buckets)
         except CheckpointError as error:
             if dist.get_rank() == 0:
@@ -137,10 +143,10 @@ class CheckpointWriter:
         """True while an asynchronous save is under way on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
-    def _plan(self, state: dict, staging: Path, content_metadata: dict) -> _PlanningStrategy:
+    def _plan(self, state: dict, staging: Path, content_metadata: dict, fully_parallel: bool) -> _PlanningStrategy:
         planning = _PlanningStrategy("torch_dist", 1)
         strategy = planning
-        if parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
+        if fully_parallel and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelSaveStrategyWrapper(planning, group)
         strategy = _AgreeingStrategy(strategy)
