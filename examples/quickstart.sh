@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 output="${OUTPUT:-outputs/quickstart}"
 data="$output/data"
-iterations="${ITERATIONS:-800}"
+iterations="${ITERATIONS:-600}"
 checkpoints="$output/checkpoints"
 
 prepare_environment
