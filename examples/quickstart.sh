@@ -41,7 +41,7 @@ python tools/text_generation.py --load "$checkpoints" --prompt "The " --num-toke
 
 echo "== Pictures"
 python tools/plot_metrics.py "$output/metrics.jsonl" --output "$output/loss.png" \
-    --title "GPT on CPython's reference topics, 2bw on 2 ranks"
+    --title "GPT on CPython's reference topics, 2bw on 2 ranks" --fall "${EXPECTED_FALL:-0.15}"
 
 cat <<END
 

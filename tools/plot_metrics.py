@@ -81,6 +81,13 @@ def largest_difference(runs: list[Curves]) -> float:
     return max(abs(loss / losses[0] - 1) for loss in losses)
 
 
+def validation_fall(run: Curves) -> float:
+    """How far the last validation loss lies below the first, as a share of it; 0 without two of them."""
+    if not run.validation:
+        return 0.0
+    return 1 - run.validation[max(run.validation)] / run.validation[min(run.validation)]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
@@ -89,6 +96,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--title", default="", help="above the picture")
     text = "exit with 1 if the last validation losses differ by more than this share of the first run's"
     parser.add_argument("--tolerance", type=float, metavar="X", help=text)
+    text = "exit with 1 unless each run's last validation loss lies this share below its first"
+    parser.add_argument("--fall", type=float, metavar="X", help=text)
     args = parser.parse_args(arguments)
     labels = args.labels or [path.stem for path in args.metrics]
     if len(labels) != len(args.metrics):
@@ -104,10 +113,16 @@ def main(arguments: list[str] | None = None) -> None:
             losses = f"{run.validation[first]:.4f} at iteration {first}, {run.validation[last]:.4f} at iteration {last}"
             print(f"{run.label}: validation loss {losses}")
     print(f"Loss curve: {args.output}")
+    failed = False
     if args.tolerance is not None:
         difference = largest_difference(runs)
         print(f"The last validation losses differ by {difference:.2%}, {args.tolerance:.2%} are allowed.")
-        sys.exit(difference > args.tolerance)
+        failed = difference > args.tolerance
+    if args.fall is not None:
+        fall = min(map(validation_fall, runs))
+        print(f"The validation loss has fallen by {fall:.1%}, {args.fall:.1%} are expected.")
+        failed = failed or fall < args.fall
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
 import sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,19 +43,21 @@ def test_tokenizer_gives_the_text_back():
     assert tokenizer.eos_id() >= 0
 
 
+def run_quickstart(output: Path, **environment: str) -> str:
+    """Its output; the project is importable already, so that nothing is installed."""
+    environment = {**os.environ, "OUTPUT": str(output), "PYTHONPATH": str(ROOT), **environment}
+    command = ["bash", str(ROOT / "examples" / "quickstart.sh")]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    result = subprocess.run(command, env=environment, text=True, timeout=500, **options)
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
 def test_quickstart_from_text_to_pictures(tmp_path):
     """The script trains under 2bw on two ranks and leaves checkpoint, metrics and pictures; a rerun trains nothing."""
-    environment = {**os.environ, "OUTPUT": str(tmp_path / "out"), "ITERATIONS": "8", "PYTHONPATH": str(ROOT)}
-    command = ["bash", str(ROOT / "examples" / "quickstart.sh")]
-
-    def run() -> str:
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        result = subprocess.run(command, env=environment, text=True, timeout=280, **options)
-        assert result.returncode == 0, result.stdout
-        return result.stdout
-
-    assert "Results in" in run()
     output = tmp_path / "out"
+    few = {"ITERATIONS": "8", "EXPECTED_FALL": "0"}
+    assert "Results in" in run_quickstart(output, **few)
     assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "8"
     for picture in ("loss.png", "timeline/timeline.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
@@ -61,5 +65,13 @@ def test_quickstart_from_text_to_pictures(tmp_path):
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in metrics if "lm_loss" in record] == list(range(1, 9))
     before = (output / "metrics.jsonl").read_bytes()
-    assert "Trained already" in run()
+    assert "Trained already" in run_quickstart(output, **few)
     assert (output / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.full
+def test_quickstart_learns_in_four_minutes(tmp_path):
+    """As it stands, the script takes under 4 minutes and fails unless the validation loss has clearly fallen."""
+    start = time.monotonic()
+    assert "The validation loss has fallen by" in run_quickstart(tmp_path / "out")
+    assert time.monotonic() - start < 240

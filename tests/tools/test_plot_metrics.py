@@ -33,7 +33,9 @@ def test_runs_share_one_picture(tmp_path, capsys):
         write(tmp_path / f"{name}.jsonl", {"iteration": 5, "lm_loss": loss}, {"iteration": 5, "validation_loss": loss})
     picture = tmp_path / "made" / "loss.png"
     files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    plot_metrics.main([*files, "--labels", "flush", "2bw", "--output", str(picture)])
+    with pytest.raises(SystemExit) as exit_info:
+        plot_metrics.main([*files, "--labels", "flush", "2bw", "--output", str(picture)])
+    assert exit_info.value.code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "flush: validation loss 2.0000" in printed and "2bw: validation loss 2.5000" in printed
@@ -58,4 +60,14 @@ def test_tolerance_decides_the_exit_status(tmp_path, other, status):
         files.append(str(write(tmp_path / f"{name}.jsonl", *records)))
     with pytest.raises(SystemExit) as exit_info:
         plot_metrics.main([*files, "--output", str(tmp_path / "loss.png"), "--tolerance", "0.01"])
+    assert exit_info.value.code == status
+
+
+@pytest.mark.parametrize(("last", "status"), [(3.0, 0), (3.9, 1)])
+def test_fall_decides_the_exit_status(tmp_path, last, status):
+    """A validation loss that falls from 4 to 3 is 10% lower, one that falls to 3.9 is not."""
+    records = [{"iteration": 5, "validation_loss": 4.0}, {"iteration": 9, "validation_loss": last}]
+    path = write(tmp_path / "run.jsonl", *records)
+    with pytest.raises(SystemExit) as exit_info:
+        plot_metrics.main([str(path), "--output", str(tmp_path / "loss.png"), "--fall", "0.1"])
     assert exit_info.value.code == status
