@@ -7,7 +7,9 @@ reads; it broadcasts to its tensor group.
 """
 
 import argparse
+import ctypes
 import signal
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +18,7 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.training.datasets import needs_data
 
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _FIRST_STAGE = ("tokens", "position_ids")
 _LAST_STAGE = ("labels", "loss_mask")
 
@@ -54,9 +57,12 @@ class SequentialSampler:
 
 
 def _start_worker(_: int) -> None:
-    """A loading process must die from SIGTERM, which its parent takes as a wish, and leave SIGINT to the parent."""
+    """A loading process must die from SIGTERM, which its parent takes as a wish, leave SIGINT to the parent, and go
+    when the parent is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere torch's own watch over the parent takes seconds
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class MicrobatchIterator:
@@ -114,6 +120,10 @@ class MicrobatchIterator:
         if batch is not None:
             self._check(batch, first)
         return {key: self._share(key, batch) for key in self.keys}
+
+    def close(self) -> None:
+        """End the loading processes, before the interpreter's exit would kill them under torch's eyes."""
+        self.loader = None
 
     def _read(self) -> dict[str, torch.Tensor]:
         try:

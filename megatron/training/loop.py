@@ -17,6 +17,7 @@ from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.assembly import Run
 from megatron.training.checkpointing import save_checkpoint
+from megatron.training.data import MicrobatchIterator
 from megatron.training.evaluation import evaluate
 from megatron.training.logging import Progress
 from megatron.training.profiling import Profiler
@@ -46,7 +47,8 @@ class Loop:
         self._waiting: deque[Progress] = deque()  # batches without a report yet
         self._wishes = 0  # of all ranks, from the reports
         self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
-        self._validation = None
+        self._iterators: list[MicrobatchIterator] = []
+        self._validation: MicrobatchIterator | None = None
         self.validated_iteration: int | None = None
         self._flops_per_sample = flops_per_sample(run.args)
 
@@ -56,7 +58,7 @@ class Loop:
         run, args = self.run, self.args
         if run.iteration >= args.train_iters:
             return True
-        run.stage.data_iterator = run.samples(0, "training", run.consumed_samples)
+        run.stage.data_iterator = self._samples(0, "training", run.consumed_samples)
         profiler = Profiler(args)
         self.stop.on_receipt = self._pass_on_wish
         if args.manual_gc:
@@ -78,6 +80,15 @@ class Loop:
         if args.save is not None and run.saved_iteration != run.iteration:
             self.save()
         return True
+
+    def _samples(self, index: int, name: str, consumed: int) -> MicrobatchIterator:
+        self._iterators.append(self.run.samples(index, name, consumed))
+        return self._iterators[-1]
+
+    def close_data(self) -> None:
+        """End the processes that load samples."""
+        for iterator in self._iterators:
+            iterator.close()
 
     def _pass_on_wish(self) -> None:
         self.run.engine.wishes |= STOP
@@ -174,12 +185,12 @@ class Loop:
         run = self.run
         self.validated_iteration = run.iteration
         if self._validation is None:
-            self._validation = run.samples(1, "validation", run.consumed_valid_samples)
+            self._validation = self._samples(1, "validation", run.consumed_valid_samples)
         return self._evaluate("validation", self._validation)
 
     def test(self) -> bool:
         """Evaluate on the test data and report it; False if a wish to stop came meanwhile."""
-        return self._evaluate("test", self.run.samples(2, "test", 0))
+        return self._evaluate("test", self._samples(2, "test", 0))
 
     def _evaluate(self, name: str, iterator) -> bool:
         run, args = self.run, self.args
@@ -221,6 +232,7 @@ class Loop:
     def finish(self) -> None:
         """Wait for checkpoints that are still being written, write the timeline, close what is open."""
         run = self.run
+        self.close_data()
         with contextlib.ExitStack() as stack:
             stack.callback(run.reporter.close)
             if run.writer is not None:
@@ -233,16 +245,25 @@ class Loop:
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
     """Train, then evaluate on validation and test data, as Megatron-LM does, unless the run ended early."""
-    loop, args = Loop(run, stop, started=started), run.args
+    loop = Loop(run, stop, started=started)
+    try:
+        _train_and_evaluate(loop)
+    except ValueError:  # the program ends in order; any other error ends the process, and with it those that load
+        loop.close_data()
+        raise
+    loop.finish()
+
+
+def _train_and_evaluate(loop: Loop) -> None:
+    run, args = loop.run, loop.args
     if not args.skip_train:
         run.reporter.say(f"at iteration {run.iteration} of {args.train_iters}")
-    is_over = not args.skip_train and run.iteration >= args.train_iters
-    if is_over:
-        run.reporter.say("nothing is left to train; --skip-train evaluates")
-    goes_on = args.skip_train or loop.train()
-    if goes_on and not is_over and args.eval_iters > 0:
+        if run.iteration >= args.train_iters:
+            run.reporter.say("nothing is left to train; --skip-train evaluates")
+            return
+    if (args.skip_train or loop.train()) and args.eval_iters > 0:
+        goes_on = True
         if args.has_split[1] and loop.validated_iteration != run.iteration:
             goes_on = loop.validate()
         if goes_on and args.has_split[2]:
             loop.test()
-    loop.finish()

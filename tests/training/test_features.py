@@ -36,7 +36,12 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FEATURES)
+QUICK = ("llama", "bf16", "fp16 dynamic", "recompute in the program", "masks", "loading workers")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
+)
 def test_feature_trains_on_two_stages(name):
     """p=2: every loss is finite, all iterations are reported, and the last loss is below the first."""
     losses = train(2, FEATURES[name])[-1]["losses"]

@@ -1,8 +1,7 @@
 """Flags that place the model on ranks, and the pipeline's own."""
 
+from megatron.pipeline.schedules import PRESETS
 from megatron.training.arguments.specification import Group, integer, negation, option, switch
-
-PIPELINE_SCHEDULES = ("gpipe", "flush", "2bw", "pipedream")
 
 PIPELINE = Group(
     "pipeline",
@@ -15,7 +14,7 @@ PIPELINE = Group(
             "gpipe: all forwards, then all backwards. flush: 1F1B with a flush after each batch, exact. 2bw: 1F1B "
             "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
             "stashing, one update a microbatch.",
-            choices=PIPELINE_SCHEDULES,
+            choices=tuple(PRESETS),
         ),
         switch(
             "--pipeline-extra-warmup",
