@@ -30,9 +30,9 @@ class RandomState:
 class SavedActivations:
     """A microbatch in flight at one stage.
 
-    `input`: the leaf that the input's gradient lands in (None on the first stage). `root`: where the backward starts: an
-    edge of the graph, which does not hold the output's storage; None until a recompute where that is due. `context`:
-    whatever else the stage needs to recompute. `random_state`: set where a recompute is due.
+    `input`: the leaf that the input's gradient lands in (None on the first stage). `root`: where the backward starts:
+    an edge of the graph, which does not hold the output's storage; None until a recompute where that is due.
+    `context`: whatever else the stage needs to recompute. `random_state`: set where a recompute is due.
     """
 
     input: Tensor | None = None

@@ -1,7 +1,7 @@
 """The chain: the reductions between a batch's last backward and its step, off the path of the computation.
 
-Problem: reductions over replicas, tied embeddings and the global norm depend on all ranks; waiting for them where they are
-posted would stall the pipeline at every batch border.
+Problem: reductions over replicas, tied embeddings and the global norm depend on all ranks; waiting for them where
+they are posted would stall the pipeline at every batch border.
 
 Solution: one background thread per rank runs them in program order, so every group of ranks sees its collectives in one
 order. Only STEP waits. On CUDA the thread works on a stream of its own, which first waits for an event that the compute
@@ -53,7 +53,7 @@ class Chain:
 
     def post(self, instruction: Instruction, call: Callable[[], None]) -> None:
         """Run `call` after what was posted before it."""
-        self._raise_error()
+        self.raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipeline chain", daemon=True)
             self._thread.start()
@@ -72,8 +72,10 @@ class Chain:
             with self._progress:
                 done = self._progress.wait_for(lambda: self._num_done >= ticket or self.error, self._timeout)
             if not done:
-                raise TimeoutError(f"{self.current} has not ended after {self._timeout:g} s: another rank has not joined it")
-        self._raise_error()
+                raise TimeoutError(
+                    f"{self.current} has not ended after {self._timeout:g} s: another rank has not joined it"
+                )
+        self.raise_error()
         if self._stream and ticket:
             torch.cuda.current_stream(self._device).wait_event(self._done_event)
 
@@ -84,7 +86,8 @@ class Chain:
             self._thread.join(self._timeout)
             self._thread = None
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
+        """Raise what a call raised, if one did."""
         if self.error is not None:
             raise self.error
 

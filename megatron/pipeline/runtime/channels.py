@@ -20,7 +20,9 @@ from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.runtime.links import LINKS, Link, LocalLink, Receive
 from megatron.pipeline.runtime.stage import Stage, TensorSpec
 
-_num_built: Counter[tuple[int, ...]] = Counter()  # pipelines built in this process per list of ranks: part of the link names
+_num_built: Counter[tuple[int, ...]] = (
+    Counter()
+)  # pipelines built in this process per list of ranks: part of the link names
 
 
 class TransferError(RuntimeError):
@@ -55,9 +57,9 @@ def edges_in_order(rank_of_stage: Sequence[int]) -> Iterator[tuple[str, int, int
 class Channels:
     """The links of one rank of a pipeline.
 
-    `ranks`: global ranks of the pipeline, by pipeline rank. `rank_of_stage`: stage -> pipeline rank. `stages`: the stages
-    of this rank. `timeout`: how long a transfer may take. `backend`: "gloo" or "nccl". `store`: where ranks meet;
-    needed when the pipeline has more than one rank.
+    `ranks`: global ranks of the pipeline, by pipeline rank. `rank_of_stage`: stage -> pipeline rank. `stages`: the
+    stages of this rank. `timeout`: how long a transfer may take. `backend`: "gloo" or "nccl". `store`: where ranks
+    meet; needed when the pipeline has more than one rank.
     """
 
     def __init__(
@@ -86,14 +88,17 @@ class Channels:
         own = {stage.index: stage for stage in stages}
         link_class = LINKS.get((backend, device.type))
         if link_class is None:
-            raise ValueError(f"transfers of {device.type} tensors over {backend} are not possible; use gloo, or nccl with CUDA")
+            raise ValueError(
+                f"transfers of {device.type} tensors over {backend} are not possible; use gloo, or nccl with CUDA"
+            )
         _num_built[self._ranks] += 1
         scope = f"pipeline/{'-'.join(map(str, self._ranks))}/{_num_built[self._ranks]}"
         for letter, source, destination in edges_in_order(self._rank_of_stage):
-            self._connect(letter, source, destination, own, f"{scope}/{letter}/{source}-{destination}", rank, link_class,
-                          store=store, timeout=timeout, device=device)  # fmt: skip
+            name = f"{scope}/{letter}/{source}-{destination}"
+            options = {"store": store, "timeout": timeout, "device": device}
+            self._connect(letter, source, destination, own, name, rank, link_class, options)
 
-    def _connect(self, letter, source, destination, own, name, rank, link_class, **kwargs) -> None:
+    def _connect(self, letter, source, destination, own, name, rank, link_class, options) -> None:
         sending, receiving = Kind(f"SEND_{letter}"), Kind(f"RECV_{letter}")
         sends, receives = (self._rank_of_stage[stage] == rank for stage in (source, destination))
         if not sends and not receives:
@@ -102,7 +107,7 @@ class Channels:
             link = LocalLink()
         else:
             key = (sending, source) if sends else (receiving, destination)
-            link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **kwargs)
+            link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **options)
         if sends:
             stage = own[source]
             self._links[sending, source] = link, stage.output_spec if letter == "F" else stage.input_spec
@@ -113,7 +118,7 @@ class Channels:
             self._peers[receiving, destination] = source
 
     def name_of(self, stage: int) -> str:
-        """"rank 6 (stage 2)": the global rank that runs a stage."""
+        """ "rank 6 (stage 2)": the global rank that runs a stage."""
         return f"rank {self.global_rank_of(stage)} (stage {stage})"
 
     def global_rank_of(self, stage: int) -> int:
@@ -150,7 +155,9 @@ class Channels:
         """The tensor of a posted receive. Raises TransferError when it does not come in time or the peer is gone."""
         receive = self._posted.pop((kind, stage, microbatch), None)
         if receive is None:
-            raise RuntimeError(f"{during} needs {stage}{kind.value}{microbatch}, which the program has not posted before it")
+            raise RuntimeError(
+                f"{during} needs {stage}{kind.value}{microbatch}, which the program has not posted before it"
+            )
         self.waiting = kind, stage, microbatch
         start = time.monotonic()
         try:
@@ -195,7 +202,9 @@ class Channels:
 
     def num_unread_sends(self) -> int:
         """Sent tensors whose storage is still held because the peer has not read them."""
-        return sum(link.num_unread() for (kind, _), (link, _) in self._links.items() if kind in (Kind.SEND_F, Kind.SEND_B))
+        return sum(
+            link.num_unread() for (kind, _), (link, _) in self._links.items() if kind in (Kind.SEND_F, Kind.SEND_B)
+        )
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends and stop the threads. Links cannot be used afterwards."""

@@ -1,9 +1,10 @@
 """A stage that sleeps instead of computing, and really sends what a stage would send.
 
-Problem: on two cores nobody can measure how well a schedule of sixteen stages overlaps; the processors would be the limit.
+Problem: on two cores nobody can measure how well a schedule of sixteen stages overlaps; the processors would be the
+limit.
 
-Solution: forward and backward sleep until a deadline, so many stages run on few cores, while transfers and reductions move
-real bytes between real processes. What is measured is the schedule and the runtime.
+Solution: forward and backward sleep until a deadline, so many stages run on few cores, while transfers and reductions
+move real bytes between real processes. What is measured is the schedule and the runtime.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from megatron.pipeline.schedules import Schedule
 class PipelineEngine:
     """Runs `schedule` on this rank's stage (or stages).
 
-    `ranks`: global ranks of this pipeline in pipeline order (default: all ranks). `rank_of_stage`: stage -> position in
-    `ranks` (default: one stage per rank). `backend`: "gloo" or "nccl", for the transfers between stages. `store`: where
-    the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which evaluation sums
-    losses (default: all ranks of the job); used from the main thread only. `first_batch` and `first_microbatch`: where the
-    run goes on after a checkpoint, else 0.
+    `ranks`: global ranks of this pipeline in pipeline order (default: all ranks). `rank_of_stage`: stage -> position
+    in `ranks` (default: one stage per rank). `backend`: "gloo" or "nccl", for the transfers between stages. `store`:
+    where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
+    evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
+    `first_microbatch`: where the run goes on after a checkpoint, else 0.
 
     Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `wishes` (bits) to have them travel with the
     next norm reduction; `BatchReport.wishes` is their union over all ranks.
@@ -158,8 +158,7 @@ class PipelineEngine:
         """
         if not self._drained:
             raise RuntimeError("evaluation needs a drained pipeline; call drain() before it")
-        program = self.schedule.build_evaluation(num_microbatches, version=self._stream.next_batch)
-        self._executor.run_evaluation(program.rows[self._rank])
+        self._executor.run_evaluation(self._stream.evaluation(num_microbatches)[self._rank])
         losses: dict[str, tuple[float, float]] = {}
         for stage in self._stages:
             losses.update(stage.take_losses(EVALUATION_BATCH))
@@ -204,10 +203,11 @@ class PipelineEngine:
         """(what this rank executes now, the global rank it waits for or None); read by the failure guard's thread."""
         instruction = self._executor.current
         waiting = self._channels.waiting
+        reduction = self._chain.current or self._late_chain.current
         if instruction is None:
-            return "between batches", None
+            return f"no instruction, waiting for {reduction}" if reduction else "between batches", None
         if waiting is None:
-            if instruction.kind is Kind.STEP and (reduction := self._chain.current) is not None:
+            if instruction.kind is Kind.STEP and reduction is not None:
                 return f"{instruction} waiting for {reduction}", None
             return str(instruction), None
         kind, stage, microbatch = waiting

@@ -1,11 +1,11 @@
 """The executor: runs one rank's row of a program, whatever the schedule.
 
-A table gives the method of each instruction kind, and a loop calls them in the order of the row. Sends and receives are
-posted; the instruction that needs a tensor waits for it; the reductions go to the chain thread and STEP waits for them.
-A reduction that stands after its STEP, for which nobody waits but the report, has a thread of its own: in the chain it would
-hold up the next STEP until all ranks have come to it.
-A kind without a method is an error before anything of the row is executed. The executor knows no schedule: what it keeps
-between rows is what the instructions themselves leave behind (posted receives, outputs to send, saved microbatches).
+A table gives the method of each instruction kind, and a loop calls them in the order of the row. Sends and receives
+are posted; the instruction that needs a tensor waits for it; the reductions go to the chain thread and STEP waits for
+them. A reduction that stands after its STEP, for which nobody waits but the report, has a thread of its own: in the
+chain it would hold up the next STEP until all ranks have come to it. A kind without a method is an error before
+anything of the row is executed. The executor knows no schedule: what it keeps between rows is what the instructions
+themselves leave behind (posted receives, outputs to send, saved microbatches).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from megatron.pipeline.runtime.trace import Tracer
 
 
 def annotate(error: BaseException, instruction: Instruction, where: str) -> None:
-    """Leave on `error` which instruction raised it, once: `error.pipeline_instruction`, `error.pipeline_where`, a note."""
+    """Leave on `error` which instruction raised it, once: `error.pipeline_instruction`, `error.pipeline_where`, a
+    note.
+    """
     if getattr(error, "pipeline_instruction", None) is None:
         error.pipeline_instruction = instruction
         error.pipeline_where = where
@@ -34,8 +36,8 @@ class Executor:
     """Executes rows on the stages of one rank.
 
     After a row: `reports` holds the reports of the batches stepped so far (the caller removes them), and
-    `peak_saved_microbatches` the largest number of microbatches that were between the start of their forward and the end
-    of their backward at once, per stage.
+    `peak_saved_microbatches` the largest number of microbatches that were between the start of their forward and the
+    end of their backward at once, per stage.
     """
 
     def __init__(
@@ -249,6 +251,7 @@ class Executor:
 
     def _step(self, instruction: Instruction) -> None:
         self._chain.wait(instruction.version)
+        self._late_chain.raise_error()
         self._waited()
         self.reports[instruction.version - 1] = self._update.step(instruction.version)
         self._newest[instruction.stage] = instruction.version

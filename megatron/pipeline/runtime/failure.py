@@ -1,18 +1,19 @@
 """When one rank fails, every rank ends within seconds and says why.
 
-Problem: a rank that raises, or is killed, leaves the others blocked in transfers and collectives until a timeout of many
-minutes, and what they then print is the consequence, not the cause.
+Problem: a rank that raises, or is killed, leaves the others blocked in transfers and collectives until a timeout of
+many minutes, and what they then print is the consequence, not the cause.
 
 Solution: a guard around the training of each rank.
 
-- A key in the job's store holds the story of the first failure; the first writer wins. A daemon thread on every rank polls
-  it and ends the process with one line that tells the root cause, even while the main thread hangs in a collective.
+- A key in the job's store holds the story of the first failure; the first writer wins. A daemon thread on every rank
+  polls it and ends the process with one line that tells the root cause, even while the main thread hangs in a
+  collective.
 - The ranks form a ring, each listening on a gloo connection to its two neighbours. When a process dies without a word
-  (``kill -9``, a crash), the kernel closes its connections and the neighbours know at once: no heartbeat, no false alarm.
-  A rank that leaves the guard in peace says so before.
+  (``kill -9``, a crash), the kernel closes its connections and the neighbours know at once: no heartbeat, no false
+  alarm. A rank that leaves the guard in peace says so before.
 - A rank whose transfer broke because its peer is gone waits a moment for the peer's own story before it tells its own.
-- A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that sees it
-  go would end them before they could speak, and because rank 0 may host the store.
+- A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that
+  sees it go would end them before they could speak, and because rank 0 may host the store.
 """
 
 from __future__ import annotations
@@ -46,7 +47,13 @@ LINGER = 2.0
 """How long a failed rank stays for the others to read its story."""
 _FOREVER = timedelta(days=3650)
 _GOODBYE = timedelta(seconds=5)
-_BROKEN = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "remote process exited")
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+)
 
 _active: Guard | None = None
 _num_guards = 0
@@ -58,25 +65,35 @@ def active() -> Guard | None:
 
 
 def report(error: BaseException) -> None:
-    """End the job because of an error on a background thread; without a guard, leave it to the main thread to raise it."""
+    """End the job because of an error on a background thread; without a guard, leave it to the main thread to raise
+    it.
+    """
     if _active is not None:
         _active.fail(error)
 
 
 @contextmanager
-def guard(*, store: Store | None = None, exit_code: int = 1) -> Iterator[Guard | None]:
+def guard(
+    *, store: Store | None = None, exit_code: int = 1, timeout: timedelta = timedelta(minutes=10)
+) -> Iterator[Guard | None]:
     """Guard the block: whatever it raises, on whichever rank, ends all ranks of the job with `exit_code`.
 
-    Collective: every rank of the default group enters it, after ``init_process_group``. `store`: the job's store (default:
-    the default group's). With one rank, or without a process group, exceptions simply pass. ``SystemExit`` with code 0 or
-    None counts as a peaceful end.
+    Collective: every rank of the default group enters it, after ``init_process_group``. `store`: the job's store
+    (default: the default group's). With one rank, or without a process group, exceptions simply pass. ``SystemExit``
+    with code 0 or None counts as a peaceful end. `timeout`: how long the ranks may take to come here; enter as soon as
+    the process group is up, for what is before the guard is not guarded.
     """
     global _active, _num_guards
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield None
         return
     _num_guards += 1
-    guarding = Guard(store or distributed_c10d._get_default_store(), scope=f"failure/{_num_guards}", exit_code=exit_code)
+    guarding = Guard(
+        store or distributed_c10d._get_default_store(),
+        scope=f"failure/{_num_guards}",
+        exit_code=exit_code,
+        timeout=timeout,
+    )
     _active = guarding
     try:
         yield guarding
@@ -109,7 +126,7 @@ def is_consequence(error: BaseException | None) -> bool:
 class Guard:
     """Watches over one rank of the job; made by `guard`."""
 
-    def __init__(self, store: Store, *, scope: str, exit_code: int) -> None:
+    def __init__(self, store: Store, *, scope: str, exit_code: int, timeout: timedelta) -> None:
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
         self._board = FailureBoard(store, scope=scope)
@@ -122,7 +139,7 @@ class Guard:
         self._leaving = threading.Event()
         self._ending = threading.Lock()
         self._told: tuple[str, str, int | None] | None = None
-        self._neighbours = self._join_ring(store, scope)
+        self._neighbours = self._join_ring(store, scope, timeout)
         self._listeners = [self._spawn(self._listen, *neighbour) for neighbour in self._neighbours]
         self._poller = self._spawn(self._poll)
         self._replaces_default_handler = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -143,7 +160,7 @@ class Guard:
         doing: Callable[[], tuple[str, int | None]],
         overdue: Callable[[], BaseException | None],
     ) -> None:
-        """Learn this rank's name ("rank 2 (stage 2)"), and how to ask what it does and whether a transfer is overdue."""
+        """Learn this rank's name ("rank 2 (stage 2)"), how to ask what it does, and whether a transfer is overdue."""
         self._name, self._doing, self._overdue = name, doing, overdue
         self._board.set_doing(self.rank, name, "", None)
 
@@ -182,7 +199,9 @@ class Guard:
         self._end(story)
 
     def _on_terminate(self, number: int, frame: Any) -> None:
-        """A launcher that saw another rank die ends this one; tell why before going. Training may set a handler of its own."""
+        """A launcher that saw another rank die ends this one; tell why before going. Training may set a handler of
+        its own.
+        """
         story = self._board.wait_for_story(CONSEQUENCE_PATIENCE)
         if story is not None:
             self._end(story)
@@ -269,7 +288,7 @@ class Guard:
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
-    def _join_ring(self, store: Store, scope: str) -> list[tuple[int, Any, int]]:
+    def _join_ring(self, store: Store, scope: str, timeout: timedelta) -> list[tuple[int, Any, int]]:
         """(neighbour, group, own side) of this rank's edges; edge i joins rank i (side 0) and i + 1 (side 1)."""
         size = self.world_size
         edges = [(edge, (edge + 1) % size) for edge in range(size if size > 2 else 1)]
@@ -283,5 +302,5 @@ class Guard:
             if self.rank in edge:
                 side = edge.index(self.rank)
                 name = f"{scope}/alive/{edge[0]}-{edge[1]}"
-                joined.append((edge[1 - side], gloo_pair(name, store, member=side, timeout=_FOREVER), side))
+                joined.append((edge[1 - side], gloo_pair(name, store, member=side, timeout=timeout), side))
         return joined

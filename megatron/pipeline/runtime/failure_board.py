@@ -1,8 +1,8 @@
 """The notice board of a job's failure: what the ranks of a job tell each other through the store.
 
-It holds the story of the first failure (the first writer wins), what every rank does now, and who has read and left. The
-board has a connection of its own, so that looking at it never waits behind another user of the store. A store that fails
-once has lost its host and stays lost: nothing is asked of it again.
+It holds the story of the first failure (the first writer wins), what every rank does now, and who has read and left.
+The board has a connection of its own, so that looking at it never waits behind another user of the store. A store
+that fails once has lost its host and stays lost: nothing is asked of it again.
 """
 
 from __future__ import annotations

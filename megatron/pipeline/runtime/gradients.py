@@ -3,8 +3,9 @@
 Problem: without flushes the first backwards of batch j+1 run while the gradients of batch j are still being reduced and
 clipped, so the two must not share memory.
 
-Solution: flat buffers, one tensor per dtype, with a view per parameter. ``param.grad`` is pointed at the views of a free
-buffer before a batch's first backward; autograd adds into them in place. The flat tensor is what the replicas all-reduce.
+Solution: flat buffers, one tensor per dtype, with a view per parameter. ``param.grad`` is pointed at the views of a
+free buffer before a batch's first backward; autograd adds into them in place. The flat tensor is what the replicas
+all-reduce.
 """
 
 from __future__ import annotations

@@ -4,18 +4,19 @@ Problem: the executor wants to post a send or a receive and go on computing; onl
 waits for it. How that is done depends on where tensors live and what carries them: gloo between CPUs, NCCL between
 GPUs, or gloo through pinned host memory where GPUs are not joined by NCCL (several ranks on one GPU, as in a test).
 
-Solution: a link class for each of them under one face, chosen by data (`LINKS`). Every link owns a process group of its
-two ranks, so that nothing queues behind what it does not depend on. A link keeps what it sends alive until it has been
-read: it holds an alias of the tensor, so the stage may drop its own hold as soon as the send is posted. With gloo, where
-a send counts as read only once ``wait()`` has returned and ``is_completed()`` says nothing, one thread per link waits for
-the sends in their order and drops the aliases; the compute thread never does.
+Solution: a link class for each of them under one face, chosen by data (`LINKS`; the CUDA classes run in `gpu` tests
+only). Every link owns a process group of its two ranks, so that nothing queues behind what it does not depend on. A
+link keeps what it sends alive until it has been read: it holds an alias of the tensor, so the stage may drop its own
+hold as soon as the send is posted. With gloo, where a send counts as read only once ``wait()`` has returned and
+``is_completed()`` says nothing, one thread per link waits for the sends in their order and drops the aliases; the
+compute thread never does.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
@@ -53,21 +54,27 @@ class Link(Protocol):
         """Wait until all sends were read, then stop the link's thread."""
 
 
-@lru_cache(maxsize=1)
-def _gloo_device() -> Any:
-    """One for the process: each has a thread that wakes a hundred times a second, and a group makes its own otherwise."""
-    return ProcessGroupGloo.create_default_device()
+@lru_cache(maxsize=4)
+def _gloo_devices(interfaces: str) -> list[Any]:
+    """Those of the process, on the interfaces that GLOO_SOCKET_IFNAME lists, or else the host's own.
+
+    Shared by all links, since each device has a thread that wakes a hundred times a second.
+    """
+    if not interfaces:
+        return [ProcessGroupGloo.create_default_device()]
+    return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
 
 
 def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> ProcessGroupGloo:
     """A gloo group of two ranks under a name that both agree on.
 
-    Built directly and not through ``new_group(use_local_synchronization=True)``: that derives the name from the number of
-    groups the process belongs to, which differs between neighbours in a pipeline, so that they would never meet.
+    Built directly and not through ``new_group(use_local_synchronization=True)``: that derives the name from the
+    number of groups the process belongs to, which differs between neighbours in a pipeline, so that they would never
+    meet.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [_gloo_device()]
+    options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     options._threads = 1
     return ProcessGroupGloo(PrefixStore(name, store), member, 2, options)
 
@@ -206,8 +213,8 @@ class NcclLink:
         member = _SENDER if sends else _RECEIVER
         self._group = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
         self._device = device
-        self._sent: deque[tuple[Any, Tensor]] = deque()
         self._meet(sends)
+        self._waiter = _Waiter(name, self._finish, on_error) if sends else None
 
     def _meet(self, sends: bool) -> None:
         """NCCL connects at the first use and blocks there; do it now, while both ends are known to come."""
@@ -217,23 +224,24 @@ class NcclLink:
         torch.cuda.current_stream(self._device).synchronize()
 
     def send(self, tensor: Tensor, tag: int) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()[0].wait()
         alias = tensor.detach()
-        self._sent.append((self._group.send([alias], _RECEIVER, 0), alias))
+        self._waiter.put((self._group.send([alias], _RECEIVER, 0), alias))
+
+    def _finish(self, item: tuple[Any, Tensor]) -> None:
+        while not item[0].is_completed():
+            time.sleep(0.0005)
+        item[0].wait()
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
 
     def num_unread(self) -> int:
-        return sum(not work.is_completed() for work, _ in self._sent)
+        return self._waiter.num_unfinished() if self._waiter else 0
 
     def close(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while self.num_unread() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._sent.clear()
+        if self._waiter:
+            self._waiter.close(timeout)
 
 
 class _NcclReceive:

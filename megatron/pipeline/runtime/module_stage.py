@@ -1,9 +1,9 @@
 """Any ``nn.Module`` as a pipeline stage.
 
-The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch is
-the mean over its microbatches. Backward starts from an edge of the autograd graph and not from the output tensor, so once
-an output has been sent nothing here holds its storage. Under recompute the forward runs without a graph and only the
-input and the random state are kept.
+The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch
+is the mean over its microbatches. Backward starts from an edge of the autograd graph and not from the output tensor,
+so once an output has been sent nothing here holds its storage. Under recompute the forward runs without a graph and
+only the input and the random state are kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megatron.pipeline.runtime.versions import WeightVersions
 class ModuleStage:
     """Stage `index` of `num_stages`, running `module`.
 
-    `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`. `source(microbatch)`: the
-    input tensor of a microbatch, on the first stage. `loss(output, microbatch)`: its scalar mean loss, on the last stage.
-    `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program contains R
-    instructions. `loss_scale()`: factor on the loss before the backward; the update must take it out again.
+    `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`. `source(microbatch)`:
+    the input tensor of a microbatch, on the first stage. `loss(output, microbatch)`: its scalar mean loss, on the
+    last stage. `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program
+    contains R instructions. `loss_scale()`: factor on the loss before the backward; the update must take it out
+    again.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class ModuleStage:
         return output if self._loss is None else self._loss(output, microbatch)
 
     def _root(self, output: Tensor, microbatch: Microbatch):
-        """Where backward starts: the edge that made `output`, or on the last stage the loss's share of the batch's mean."""
+        """Where backward starts: the edge that made `output`, or on the last stage the loss's share of the batch's
+        mean.
+        """
         if self._loss is None:
             return get_gradient_edge(output)
         return output / microbatch.num_microbatches

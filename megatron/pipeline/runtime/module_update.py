@@ -1,8 +1,9 @@
 """A torch optimizer as the weight update of a stage.
 
-The gradients of a batch are averaged over replicas, those of tied parameters added up, and the exact global norm is taken
-over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where a gradient
-is not finite anywhere, no rank steps: the new version is an alias of the one before and the learning rate stays.
+The gradients of a batch are averaged over replicas, those of tied parameters added up, and the exact global norm is
+taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where
+a gradient is not finite anywhere, no rank steps: the new version is an alias of the one before and the learning rate
+stays.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class _Pending:
 class ModuleUpdate:
     """The weight update of one rank.
 
-    `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for none.
-    `num_grad_buffers`: 1 with flushes, 2 without. `data_parallel_group`: the replicas of this stage, None for one replica.
-    `counts_in_norm`: False on all replicas but one. `job_group`: all ranks of the job, None for a single one. Groups are used
-    from the chain thread, so nobody else may use them. `scheduler`: a torch learning-rate scheduler over `optimizer`.
+    `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
+    none. `num_grad_buffers`: 1 with flushes, 2 without. `data_parallel_group`: the replicas of this stage, None for
+    one replica. `counts_in_norm`: False on all replicas but one. `job_group`: all ranks of the job, None for a single
+    one. Groups are used from the chain thread, so nobody else may use them. `scheduler`: a torch learning-rate
+    scheduler over `optimizer`.
     """
 
     def __init__(

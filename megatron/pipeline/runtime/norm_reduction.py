@@ -18,7 +18,9 @@ NUM_WISH_BITS = 8
 
 @dataclass(frozen=True)
 class NormReduction:
-    """Sums over the job: squared gradient norm, ranks that overflowed, wishes (bits), losses as numerator and denominator."""
+    """Sums over the job: squared gradient norm, ranks that overflowed, wishes (bits), losses as numerator and
+    denominator.
+    """
 
     norm_squared: float
     num_overflows: float
@@ -44,7 +46,7 @@ def all_reduce_norm(
     group: Any,
     device: torch.device,
 ) -> NormReduction:
-    """Sum what every rank contributes. `group`: all ranks of the job, used for nothing else; None with a single rank."""
+    """Sum what every rank contributes. `group`: all ranks of the job, used for nothing else; None for one rank."""
     if not 0 <= wishes < 1 << NUM_WISH_BITS:
         raise ValueError(f"wishes are {wishes}; they are {NUM_WISH_BITS} bits, 0 to {(1 << NUM_WISH_BITS) - 1}")
     values = [norm_squared, float(overflow), *(float(wishes >> bit & 1) for bit in range(NUM_WISH_BITS))]

@@ -91,16 +91,22 @@ class Stage(Protocol):
     """Names of the losses, the same on every stage, so that ranks without losses can take part in their sum."""
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        """Forward with what backward needs saved. Returns the output, contiguous and detached (None on the last stage)."""
+        """Forward with what backward needs saved. Returns the output, contiguous and detached (None on the last
+        stage).
+        """
 
     def recompute(self, microbatch: Microbatch) -> None:
         """Run the forward of `microbatch` again from its saved input, with its random state, for the backward."""
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        """Accumulate weight gradients; return the gradient of the input (None on the first stage); drop what was saved."""
+        """Accumulate weight gradients; return the gradient of the input (None on the first stage); drop what was
+        saved.
+        """
 
     def free_output(self, microbatch: Microbatch) -> None:
-        """The output is on its way (the channel keeps the storage alive until it is read): drop the stage's hold on it."""
+        """The output is on its way (the channel keeps the storage alive until it is read): drop the stage's hold on
+        it.
+        """
 
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters; called before every forward, recompute and backward."""

@@ -1,9 +1,9 @@
 """Tracing: when each instruction of a rank started and ended, in bounded memory.
 
-A rank records three tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer or
-for the chain before that) and `chain` (the reductions on the background thread). Only the last batches are kept. The
-tracks of all ranks are gathered on one rank and written in Chrome's trace-event format, which Perfetto reads, or turned
-into the Timeline that the simulator yields, so that the same drawing shows the plan and the measured run.
+A rank records three tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
+or for the chain before that) and `chain` (the reductions on the background thread). Only the last batches are kept.
+The tracks of all ranks are gathered on one rank and written in Chrome's trace-event format, which Perfetto reads, or
+turned into the Timeline that the simulator yields, so that the same drawing shows the plan and the measured run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank traced: its global rank, the global ranks of its pipeline, and of which batches every span is there."""
+    """What one rank traced: its global rank, the global ranks of its pipeline, and of which batches every span is
+    there.
+    """
 
     rank: int
     pipeline: tuple[int, ...]
@@ -64,7 +66,9 @@ class HostClock:
 
 
 class CudaClock:
-    """Marks are CUDA events on the current stream, so spans show when the device did the work, not when it was queued."""
+    """Marks are CUDA events on the current stream, so spans show when the device did the work, not when it was
+    queued.
+    """
 
     def __init__(self) -> None:
         self._origin = torch.cuda.Event(enable_timing=True)
@@ -120,7 +124,9 @@ class Tracer:
 
 
 def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | None:
-    """The traces of all ranks on the group's first rank, None on the others. Collective over `group` (default: all ranks)."""
+    """The traces of all ranks on the group's first rank, None on the others. Collective over `group` (default: all
+    ranks).
+    """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1:
         return [trace]
     is_first = torch.distributed.get_rank(group) == 0
@@ -142,7 +148,9 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
     of_rank = {trace.rank: trace for trace in traces}
     missing = [rank for rank in pipeline if rank not in of_rank]
     if missing:
-        raise ValueError(f"the traces of ranks {missing} of the pipeline {list(pipeline)} are missing; gather all of them")
+        raise ValueError(
+            f"the traces of ranks {missing} of the pipeline {list(pipeline)} are missing; gather all of them"
+        )
     extents = traces[0].batches
     first = extents[0]
     spans = []
@@ -165,7 +173,9 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
 
 
 def _is_from(first: BatchExtent, instruction: Instruction) -> bool:
-    """Whether an instruction belongs to the first kept batch or a later one; of earlier batches only the tail is kept."""
+    """Whether an instruction belongs to the first kept batch or a later one; of earlier batches only the tail is
+    kept.
+    """
     if instruction.microbatch is None:
         return instruction.version > first.batch
     return instruction.microbatch >= first.first_microbatch

@@ -72,7 +72,9 @@ class WeightVersions:
         """Index of the slot that holds `version`; ValueError if it is not alive."""
         slot = self._table.get(version)
         if slot is None:
-            raise ValueError(f"weight version {version} is not alive (alive: {self.live()}); it was retired or never made")
+            raise ValueError(
+                f"weight version {version} is not alive (alive: {self.live()}); it was retired or never made"
+            )
         return slot
 
     def tensors(self, version: int) -> dict[str, Tensor]:
@@ -141,7 +143,9 @@ class WeightVersions:
         an empty mapping, more versions than the window, missing names or other shapes.
         """
         if not mapping or len(mapping) > self._window:
-            raise ValueError(f"cannot restore weight versions {sorted(mapping)}: 1 to {self._window} versions fit this schedule")
+            raise ValueError(
+                f"cannot restore weight versions {sorted(mapping)}: 1 to {self._window} versions fit this schedule"
+            )
         slot_of_mapping: dict[int, int] = {}
         table: dict[int, int] = {}
         detached = {id(weights): self._outside_of_slots(weights) for weights in mapping.values()}
@@ -161,7 +165,9 @@ class WeightVersions:
     def reset(self, *versions: int) -> None:
         """Declare that the weights shown now are all of these versions (at least one), and no other is alive."""
         if not versions or len(versions) > self._window:
-            raise ValueError(f"cannot reset to weight versions {sorted(versions)}: 1 to {self._window} fit this schedule")
+            raise ValueError(
+                f"cannot reset to weight versions {sorted(versions)}: 1 to {self._window} fit this schedule"
+            )
         self._table = dict.fromkeys(versions, self._shown_slot)
         self.newest = max(versions)
         self.peak_live = max(self.peak_live, len(self._table))
@@ -181,7 +187,9 @@ class WeightVersions:
 
     def _check_successor(self, version: int) -> None:
         if version != self.newest + 1:
-            raise ValueError(f"weight version {version} cannot be made: the newest is {self.newest}, versions follow one by one")
+            raise ValueError(
+                f"weight version {version} cannot be made: the newest is {self.newest}, versions follow one by one"
+            )
 
     def _retire_before(self, oldest: int) -> None:
         for version in [version for version in self._table if version < oldest]:

@@ -1,8 +1,9 @@
 """A training job in which one rank goes wrong: `python failing_job.py MODE RANK`, under torchrun or a plain launch.
 
-Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `hang` (it sleeps there for longer than
-the transfer timeout of 4 s), `chain` (its third norm reduction raises), `none` (all goes well), `input` (all ranks raise
-the same ValueError before the first batch). A rank that goes wrong prints when, in seconds of the machine's steady clock.
+Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `hang` (it sleeps there for
+longer than the transfer timeout of 4 s), `chain` (its third norm reduction raises), `none` (all goes well), `input`
+(all ranks raise the same ValueError before the first batch). A rank that goes wrong prints when, in seconds of the
+machine's steady clock.
 """
 
 import os

@@ -1,5 +1,6 @@
 """What the ranks of the module pipeline tests run, in the processes of `tests.workers`."""
 
+import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
-from megatron.pipeline.runtime.trace import Tracer
+from megatron.pipeline.runtime.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime import reference
@@ -45,18 +46,21 @@ WINDOWS = {
 }
 
 
-def make_stage(schedule: Schedule, training: Training, *, stage: int, replica: int) -> ModuleStage:
+def make_stage(
+    schedule: Schedule, training: Training, *, stage: int, replica: int, device: torch.device
+) -> ModuleStage:
     """This stage's slice of the reference model."""
     p = schedule.num_stages
-    module = reference.split(reference.build_model(training.dropout), p)[stage]
+    module = reference.split(reference.build_model(training.dropout), p)[stage].to(device)
     versions = WeightVersions(dict(module.named_parameters()), window=WINDOWS[schedule.weights](p, stage))
     spec = TensorSpec((reference.MICROBATCH_SIZE, reference.WIDTH))
 
     def source(microbatch):
-        return reference.data(microbatch.index, replica, poisoned=microbatch.index == training.poisoned_microbatch)[0]
+        poisoned = microbatch.index == training.poisoned_microbatch
+        return reference.data(microbatch.index, replica, poisoned=poisoned)[0].to(device)
 
     def loss(output, microbatch):
-        return reference.loss_of(output, reference.data(microbatch.index, replica)[1])
+        return reference.loss_of(output, reference.data(microbatch.index, replica)[1].to(device))
 
     return ModuleStage(
         module,
@@ -68,6 +72,7 @@ def make_stage(schedule: Schedule, training: Training, *, stage: int, replica: i
         input_spec=None if stage == 0 else spec,
         output_spec=None if stage == p - 1 else spec,
         recompute=schedule.recompute,
+        device=device,
     )
 
 
@@ -81,6 +86,8 @@ class Pipeline:
         *,
         tracing: bool = False,
         timeout: timedelta = timedelta(seconds=20),
+        device: str = "cpu",
+        backend: str = "gloo",
         **schedule_options,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -91,7 +98,9 @@ class Pipeline:
         self.schedule = Schedule.preset(
             preset, num_stages=p, data_parallel=training.num_replicas > 1, **schedule_options
         )
-        self.stage = make_stage(self.schedule, training, stage=self.stage_index, replica=self.replica)
+        self.stage = make_stage(
+            self.schedule, training, stage=self.stage_index, replica=self.replica, device=torch.device(device)
+        )
         versions = self.stage._versions
         parameters = dict(self.stage.module.named_parameters())
         optimizer = reference.make_optimizer(parameters.values(), training)
@@ -107,6 +116,7 @@ class Pipeline:
             data_parallel_group=replicas[self.stage_index] if replicas else None,
             counts_in_norm=self.replica == 0,
             job_group=job,
+            device=device,
         )
         self.engine = PipelineEngine(
             self.schedule,
@@ -114,7 +124,9 @@ class Pipeline:
             self.update,
             ranks=range(self.replica * p, (self.replica + 1) * p),
             timeout=timeout,
-            tracer=Tracer(num_batches=64) if tracing else None,
+            backend=backend,
+            device=device,
+            tracer=Tracer(num_batches=64, clock=None if device == "cpu" else CudaClock()) if tracing else None,
         )
 
     def _group(self, ranks):
@@ -147,7 +159,7 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
     pipeline.close()
     return RankOutcome(
         reports=reports,
-        parameters={name: tensor.clone() for name, tensor in versions.tensors(versions.newest).items()},
+        parameters={name: tensor.cpu().clone() for name, tensor in versions.tensors(versions.newest).items()},
         peak_saved=engine.saved_microbatches_peak[pipeline.stage_index],
         peak_versions=versions.peak_live,
         num_slots=versions.num_slots,
@@ -216,3 +228,35 @@ def message_of_unknown_instruction() -> str:
         message = f"{error}; executed before it: {len(pipeline.stage.activations)}"
     pipeline.close()
     return message
+
+
+def reports_with_a_late_norm(num_batches: int) -> list[int]:
+    """PipeDream with two replicas, where the first norm waits for the second step; the batches that were reported."""
+    pipeline = Pipeline("pipedream", Training(batches=(1,) * num_batches, num_replicas=2))
+    update, stepped = pipeline.update, threading.Event()
+    step, reduce_norm = update.step, update.reduce_norm
+
+    def announced_step(version):
+        report = step(version)
+        if version == 2:
+            stepped.set()
+        return report
+
+    def late_reduce_norm(version, wishes, losses):
+        if version == 1 and not stepped.wait(20):
+            raise TimeoutError("the second step waits for the first norm")
+        reduce_norm(version, wishes, losses)
+
+    update.step, update.reduce_norm = announced_step, late_reduce_norm
+    reports = [report for _ in range(num_batches) for report in pipeline.engine.run_batch(1, 1)]
+    reports += pipeline.engine.drain()
+    dist.barrier()
+    pipeline.close()
+    return [report.batch for report in reports]
+
+
+def run_on_cuda(preset: str, training: Training, backend: str) -> RankOutcome:
+    """`run`, traced, each rank on a GPU of its own over NCCL, or all on the first one over gloo."""
+    device = f"cuda:{dist.get_rank() if backend == 'nccl' else 0}"
+    torch.cuda.set_device(device)
+    return run(preset, training, drains=(2,), evaluate=2, tracing=True, device=device, backend=backend)

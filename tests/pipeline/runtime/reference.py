@@ -1,7 +1,8 @@
 """A small model, its data, and single-process training loops that say what every pipeline must reproduce.
 
 `train` computes W(t+1) = W(t) - update(g(W(t - delay))) with a torch optimizer: delay 0 is ordinary training (gpipe,
-flush), delay 1 is 2BW. `train_stash` is PipeDream: one update per microbatch, stage s of p uses weights p-1-s updates old.
+flush), delay 1 is 2BW. `train_stash` is PipeDream: one update per microbatch, stage s of p uses weights p-1-s updates
+old.
 """
 
 from dataclasses import dataclass, field

@@ -32,7 +32,12 @@ def launch(mode: str, bad_rank: int, *, num_ranks: int, with_torchrun: bool) -> 
         commands = [(command, environment | places | {"RANK": str(rank)}) for rank in range(num_ranks)]
     processes = [
         subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         for command, environment in commands
     ]

@@ -109,6 +109,12 @@ def test_pipedream_with_replicas_steps_without_waiting_for_the_norm():
     assert all(report.grad_norm > 0 and report.losses["loss"] > 0 for report in reports[0])
 
 
+def test_a_norm_after_its_step_holds_up_no_later_step():
+    """Under stash the norm of a batch may last until after the next batch's gradients were reduced and stepped with."""
+    reports = workers.run(2, "tests.pipeline.runtime.module_cases:reports_with_a_late_norm", num_batches=5)
+    assert reports == [list(range(5))] * 2
+
+
 def test_an_overflow_skips_the_step_on_every_stage():
     """A gradient that is not finite on one stage makes the next version an alias everywhere; training goes on."""
     training = Training(batches=(2,) * 8, poisoned_microbatch=7, warmup=4)

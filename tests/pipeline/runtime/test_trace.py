@@ -1,6 +1,7 @@
 """Traces: bounded, gathered, and in both forms."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_a_measured_run_is_a_timeline_of_its_program(tmp_path):
     assert measured.batches == batches and 0 < measured.makespan < 60
     for rank in range(2):
         computing = list(measured.computations(rank))
-        assert all(one.end <= next.start for one, next in zip(computing, computing[1:], strict=False))
+        assert all(one.end <= other.start for one, other in pairwise(computing))
     forward = next(span for span in measured.spans if str(span.instruction) == "0F0@0")
     assert any(str(span.instruction) == "1F0@0" and span.start > forward.start for span in measured.spans)
 
@@ -34,7 +35,9 @@ def test_a_measured_run_is_a_timeline_of_its_program(tmp_path):
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {0, 1}
     assert {event["tid"] for event in spans} == {0, 1, 2}
-    assert any(event["name"] == "1B3@0" and event["args"] == {"stage": 1, "microbatch": 3, "version": 0} for event in spans)
+    assert any(
+        event["name"] == "1B3@0" and event["args"] == {"stage": 1, "microbatch": 3, "version": 0} for event in spans
+    )
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
 
 

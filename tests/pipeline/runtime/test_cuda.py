@@ -1,0 +1,40 @@
+"""The runtime on CUDA: transfers over NCCL and through host memory, the chain on its own stream."""
+
+import pytest
+import torch
+
+from megatron.pipeline.runtime import trace
+from tests import workers
+from tests.pipeline.runtime import reference
+from tests.pipeline.runtime.reference import Training
+
+CASE = "tests.pipeline.runtime.module_cases:run_on_cuda"
+TRAINING = Training(batches=(4, 4, 8, 4, 4, 4, 4, 4), clip_grad=0.05)
+
+
+def assert_like_the_reference(outcomes, *, delay):
+    expected = reference.train(TRAINING, delay=delay)
+    for outcome in outcomes:
+        assert [report.losses["loss"] for report in outcome.reports] == pytest.approx(expected.losses, rel=1e-4)
+        assert outcome.num_unread_sends == 0
+        for name, tensor in outcome.parameters.items():
+            torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("preset", "delay"), [("gpipe", 0), ("flush", 0), ("2bw", 1)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_that_share_a_gpu_go_through_host_memory(preset, delay, num_ranks):
+    """Several ranks on one GPU, staged through pinned memory with gloo, train as one process on the CPU does."""
+    outcomes = workers.run(num_ranks, CASE, device="cuda", preset=preset, training=TRAINING, backend="gloo")
+    assert_like_the_reference(outcomes, delay=delay)
+    assert trace.timeline(outcomes[0].traces).makespan > 0
+
+
+@pytest.mark.gpu
+def test_two_gpus_over_nccl():
+    """2bw over NCCL on two GPUs trains as one process on the CPU does."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices: NCCL does not join two ranks on one")
+    outcomes = workers.run(2, CASE, device="cuda", preset="2bw", training=TRAINING, backend="nccl")
+    assert_like_the_reference(outcomes, delay=1)
