@@ -1,0 +1,261 @@
+"""What `emulated.py` makes of its measurements: rows with the ideal and the simulator's prediction, and tables of them.
+
+A row is plain data, one line of a table and one object of the JSON file. Times are in seconds; `measured` has one entry
+a repeat.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+
+from emulated_ranks import Contender, Job
+from rich.console import Console
+from rich.table import Table
+
+from megatron.pipeline.check import check
+from megatron.pipeline.simulate import Costs, simulate
+
+Row = dict[str, object]
+
+
+def predicted(job: Job, contender: Contender, num_microbatches: int, latency: float) -> float:
+    """Seconds per batch that the simulator gives to the batches that were timed."""
+    settling, num_batches = contender.settling_batches, job.timed_batches(num_microbatches)
+    program = contender.schedule(job.num_stages).build((num_microbatches,) * (settling + num_batches + 1))
+    costs = Costs(
+        forward=job.forward,
+        backward=job.backward,
+        latency=latency,
+        reduce_grad=contender.grad_seconds,
+        reduce_embed=contender.embed_seconds,
+    )
+    starts = simulate(program, costs).batch_starts()
+    return (starts[-1] - starts[settling]) / num_batches
+
+
+def ideal_seconds(job: Job, contender: Contender, num_microbatches: int) -> float:
+    slots = num_microbatches + (job.num_stages - 1 if contender.preset == "flush" else 0)
+    return slots * (job.forward + job.backward)
+
+
+def unhidable_seconds(job: Job, contender: Contender, num_microbatches: int, latency: float) -> float:
+    """Seconds per batch by which a round trip, shared by the microbatches in flight, exceeds their computation."""
+    p, slot = job.num_stages, job.forward + job.backward
+    in_flight = contender.schedule(p).max_saved_microbatches((num_microbatches,) * 2)[0]
+    return num_microbatches * max(0.0, (p * slot + 2 * (p - 1) * latency) / in_flight - slot)
+
+
+class Found:
+    """The measurements of one job."""
+
+    def __init__(self, job: Job, result: dict) -> None:
+        self.job = job
+        self.latencies = result["latencies"]
+        self.latency = statistics.median(self.latencies) if self.latencies else 0.0
+        self.of = {(each["num_microbatches"], each["contender"]): each for each in result["measurements"]}
+
+    def row(self, section: str, num_microbatches: int, contender: Contender) -> Row:
+        measured = self.of[num_microbatches, contender.name]
+        return {
+            "section": section,
+            "stages": self.job.num_stages,
+            "replicas": self.job.num_replicas,
+            "microbatches": num_microbatches,
+            "contender": contender.name,
+            "measured": measured["seconds"],
+            "executed_is_program": measured["executed_is_program"],
+            "predicted": predicted(self.job, contender, num_microbatches, self.latency),
+            "ideal": ideal_seconds(self.job, contender, num_microbatches),
+        }
+
+    def latency_row(self) -> Row:
+        return {
+            "section": "latency",
+            "stages": self.job.num_stages,
+            "replicas": self.job.num_replicas,
+            "payload_bytes": self.job.payload_bytes,
+            "measured": self.latencies,
+        }
+
+
+def ideal_rows(found: Found) -> list[Row]:
+    rows = []
+    for m, contenders in found.job.entries.items():
+        for contender in contenders:
+            unhidable = unhidable_seconds(found.job, contender, m, found.latency)
+            rows.append({**found.row("ideal", m, contender), "unhidable": unhidable})
+    return [row for row in rows if "extra" not in row["contender"]]
+
+
+def warmup_rows(found: Found) -> list[Row]:
+    rows = []
+    for m, contenders in found.job.entries.items():
+        if len({contender.extra_warmup for contender in contenders}) < 2:
+            continue
+        for contender in (each for each in contenders if each.preset == "2bw"):
+            schedule = contender.schedule(found.job.num_stages)
+            proved = check(schedule.build((m,) * 4))
+            rows.append(
+                {
+                    **found.row("warmup", m, contender),
+                    "unhidable": unhidable_seconds(found.job, contender, m, found.latency),
+                    "saved": found.of[m, contender.name]["saved_peak"],
+                    "saved_by_checker": list(proved.peak_saved_microbatches),
+                }
+            )
+    return rows
+
+
+def chain_rows(found: Found) -> list[Row]:
+    rows = []
+    for m, (without, *others) in found.job.entries.items():
+        reference = found.row("chain", m, without)
+        rows.append(reference)
+        for contender in others:
+            row = found.row("chain", m, contender)
+            row |= {"chain": contender.chain_seconds, "reference": reference["measured"]}
+            rows.append({**row, "predicted_ratio": row["predicted"] / reference["predicted"]})
+    return rows
+
+
+def speedup_rows(found: Found) -> list[Row]:
+    p = found.job.num_stages
+    contenders = {each.name: each for each in found.job.entries.get(p, ())}
+    if not {"flush", "2bw"} <= set(contenders):
+        return []
+    flush, two_bw = (found.row("speedup", p, contenders[name]) for name in ("flush", "2bw"))
+    return [
+        {
+            **two_bw,
+            "reference": flush["measured"],
+            "expected_ratio": flush["ideal"] / two_bw["ideal"],
+            "predicted_ratio": flush["predicted"] / two_bw["predicted"],
+        }
+    ]
+
+
+def executor_rows(found: Found) -> list[Row]:
+    rows = []
+    for m, contenders in found.job.entries.items():
+        for contender in contenders:
+            measured = found.of[m, contender.name]
+            row = {**found.row("executor", m, contender), "instructions": measured["instructions"]}
+            rows.append({**row, "cpu": measured["cpu_seconds"]})
+    return rows
+
+
+ROWS = {
+    "ideal": ideal_rows,
+    "warmup": warmup_rows,
+    "chain": chain_rows,
+    "speedup": speedup_rows,
+    "executor": executor_rows,
+}
+
+
+# What is shown.
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median, least and greatest."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def milliseconds(row: Row) -> str:
+    return spread([1e3 * seconds for seconds in row["measured"]], 1)
+
+
+def over(row: Row, seconds: float) -> str:
+    return spread([measured / seconds for measured in row["measured"]], 4)
+
+
+def reference_over(row: Row) -> list[float]:
+    return [other / own for other, own in zip(row["reference"], row["measured"], strict=True)]
+
+
+def per_instruction(row: Row, name: str) -> str:
+    return spread([1e6 * seconds / row["instructions"] for seconds in row[name]], 1)
+
+
+def chain_ratio(row: Row) -> str:
+    return spread([1 / ratio for ratio in reference_over(row)], 4) if "reference" in row else ""
+
+
+COMMON = {
+    "p": lambda row: str(row["stages"]),
+    "m": lambda row: str(row["microbatches"]),
+    "": lambda row: row["contender"],
+    "ms a batch": milliseconds,
+    "predicted": lambda row: f"{1e3 * row['predicted']:.1f}",
+}
+OVER_IDEAL = {
+    "ideal": lambda row: f"{1e3 * row['ideal']:.0f}",
+    "over ideal": lambda row: over(row, row["ideal"]),
+    "unhidable": lambda row: f"{1e3 * row['unhidable']:.1f}",
+    "over ideal + unhidable": lambda row: over(row, row["ideal"] + row["unhidable"]),
+}
+TABLES = {
+    "ideal": ("time per batch over the ideal", COMMON | OVER_IDEAL),
+    "warmup": (
+        "extra warm-up: latency bought back with memory",
+        COMMON
+        | OVER_IDEAL
+        | {
+            "saved microbatches": lambda row: " ".join(map(str, row["saved"])),
+            "checker": lambda row: " ".join(map(str, row["saved_by_checker"])),
+        },
+    ),
+    "chain": (
+        "2bw, d=2, tied embeddings, clipping: reductions that take a share of the slack",
+        COMMON
+        | {
+            "chain ms": lambda row: f"{1e3 * row['chain']:.0f}" if "chain" in row else "",
+            "over without": chain_ratio,
+            "predicted ratio": lambda row: f"{row['predicted_ratio']:.4f}" if "chain" in row else "",
+        },
+    ),
+    "speedup": (
+        "2bw over flush at m=p",
+        {
+            "p": COMMON["p"],
+            "m": COMMON["m"],
+            "speed-up": lambda row: spread(reference_over(row), 3),
+            "expected": lambda row: f"{row['expected_ratio']:.3f}",
+            "predicted": lambda row: f"{row['predicted_ratio']:.3f}",
+        },
+    ),
+    "executor": (
+        "microseconds an instruction",
+        {
+            "p": COMMON["p"],
+            "": COMMON[""],
+            "instructions a batch": lambda row: f"{row['instructions']:.0f}",
+            "wall": lambda row: per_instruction(row, "measured"),
+            "own thread's CPU": lambda row: per_instruction(row, "cpu"),
+        },
+    ),
+    "latency": (
+        "one-way latency in ms",
+        {
+            "p": COMMON["p"],
+            "d": lambda row: str(row["replicas"]),
+            "bytes": lambda row: f"{row['payload_bytes']:,}",
+            "ms": lambda row: spread([1e3 * seconds for seconds in row["measured"]], 2),
+        },
+    ),
+}
+
+
+def show(rows: list[Row]) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=180, no_color=True)
+    for section, (title, columns) in TABLES.items():
+        chosen = [row for row in rows if row["section"] == section]
+        if not chosen:
+            continue
+        table = Table(title=title, title_justify="left")
+        for heading in columns:
+            table.add_column(heading, justify="left" if heading == "" else "right")
+        for row in chosen:
+            table.add_row(*(cell(row) for cell in columns.values()))
+        console.print(table)

@@ -1,0 +1,264 @@
+"""What each stage of a pipeline holds at its fullest, counted in a real run, beside what the checker proves.
+
+    python benchmarks/memory.py                      # 4 processes, about a minute; a table
+    python benchmarks/memory.py --json result.json
+
+A tiny GPT of megatron.core trains on 4 stages under each schedule. Counted on every rank while it runs:
+
+microbatches  from the start of a forward to the end of its backward (`PipelineEngine.saved_microbatches_peak`)
+bytes         that autograd saved for them, through torch's saved-tensor hooks: distinct storages, parameters excluded
+versions      of the weights, alive at once (`WeightVersions.peak_live`)
+
+The checker knows microbatches and versions; its bytes are its microbatches times the bytes of one of them. All must be
+equal; a difference makes the exit status 1. Counts do not depend on the machine or its load.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+NUM_STAGES = 4
+HIDDEN, SEQUENCE, MICROBATCH_SIZE, VOCABULARY = 32, 16, 2, 64
+RUNS: dict[str, tuple[str, bool, tuple[int, ...]]] = {
+    "gpipe": ("gpipe", False, (8, 8, 8)),
+    "flush": ("flush", False, (8, 8, 8)),
+    "2bw": ("2bw", False, (8, 8, 8, 8)),
+    "2bw extra warm-up": ("2bw", True, (8, 8, 8, 8)),
+    "pipedream": ("pipedream", False, (1,) * 16),
+}
+"""name -> preset, extra warm-up, microbatches of each batch."""
+
+
+class CountedStage:
+    """A stage whose forwards are watched: `peak_bytes` at once, `microbatch_bytes` of each microbatch."""
+
+    def __init__(self, stage) -> None:
+        self._stage = stage
+        self._saved: dict[int, dict[int, int]] = {}
+        self.microbatch_bytes: set[int] = set()
+        self.peak_bytes = 0
+
+    def __getattr__(self, name):
+        return getattr(self._stage, name)
+
+    def forward(self, microbatch, input):
+        storages = self._saved[microbatch.index] = {}
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in self._stage.model.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # the tensor itself would be a cycle with its graph
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self._stage.forward(microbatch, input)
+        self.microbatch_bytes.add(sum(storages.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(sum(each.values()) for each in self._saved.values()))
+        return output
+
+    def backward(self, microbatch, output_grad):
+        input_grad = self._stage.backward(microbatch, output_grad)
+        del self._saved[microbatch.index]
+        return input_grad
+
+
+def gpt_chunk():
+    """This rank's stage, one layer, untied, FP32, in megatron.core's DDP."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    config = TransformerConfig(
+        num_layers=NUM_STAGES,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=NUM_STAGES,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+
+
+def forward_step(data_iterator, model):
+    """Megatron's contract; the loss of the last stage is the mean over the tokens."""
+    tokens, labels = next(data_iterator)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
+    output = model(tokens, torch.arange(SEQUENCE).expand_as(tokens), mask, labels=labels)
+
+    def loss_function(losses):
+        loss = losses.mean()
+        return loss, {"lm loss": loss.detach()}
+
+    return output, loss_function
+
+
+def data():
+    """Random tokens and labels, [microbatch, sequence] of int64, without end."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (MICROBATCH_SIZE, SEQUENCE + 1)
+    for tokens in (torch.randint(VOCABULARY, shape, generator=generator) for _ in itertools.count()):
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def count(schedule, batches: Sequence[int]) -> dict:
+    """Train these batches; what this rank counted."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.pipeline.runtime.engine import PipelineEngine
+    from megatron.pipeline.runtime.megatron_stage import MegatronStage
+    from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunk = gpt_chunk()
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=0.0), [chunk])
+    update = MegatronWeightUpdate([chunk], optimizer, weights=schedule.weights, num_stages=NUM_STAGES, stage=rank)
+    stage = CountedStage(
+        MegatronStage(
+            chunk,
+            forward_step,
+            update,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICROBATCH_SIZE,
+            data_iterator=data(),
+        )
+    )
+    engine = PipelineEngine(schedule, stage, update)
+    for num_microbatches in batches:
+        engine.run_batch(num_microbatches, num_microbatches * MICROBATCH_SIZE)
+    engine.drain()
+    dist.barrier()
+    engine.close()
+    return {
+        "microbatches": engine.saved_microbatches_peak[rank],
+        "versions": update.versions.peak_live,
+        "bytes": stage.peak_bytes,
+        "microbatch_bytes": sorted(stage.microbatch_bytes),
+    }
+
+
+def run_rank(rank: int, port: int, directory: Path, names: Sequence[str]) -> None:
+    """One of the processes; rank 0 writes what all ranks counted."""
+    from megatron import backend
+
+    torch.set_num_threads(1)
+    backend.install()
+    warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
+    store = dist.TCPStore("127.0.0.1", port, NUM_STAGES, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_STAGES)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=NUM_STAGES)
+    results = {}
+    for name in names:
+        schedule, batches = schedule_of(name)
+        gathered: list = [None] * NUM_STAGES
+        dist.all_gather_object(gathered, count(schedule, batches))
+        results[name] = gathered
+    if rank == 0:
+        (directory / "counts.json").write_text(json.dumps(results))
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def schedule_of(name: str):
+    """(schedule, batches) of a run."""
+    from megatron.pipeline.schedules import Schedule
+
+    preset, extra_warmup, batches = RUNS[name]
+    return Schedule.preset(preset, num_stages=NUM_STAGES, extra_warmup=extra_warmup), batches
+
+
+def rows_of(counts: dict[str, list[dict]]) -> list[dict]:
+    """One row for each schedule; lists have one entry a stage."""
+    from megatron.pipeline.check import check
+
+    rows = []
+    for name, stages in counts.items():
+        schedule, batches = schedule_of(name)
+        proved = check(schedule.build(batches))
+        counted = {key: [stage[key] for stage in stages] for key in ("microbatches", "bytes", "versions")}
+        one = [stage["microbatch_bytes"][-1] for stage in stages]
+        expected = {
+            "microbatches": list(proved.peak_saved_microbatches),
+            "bytes": [peak * size for peak, size in zip(proved.peak_saved_microbatches, one, strict=True)],
+            "versions": list(proved.live_versions),
+        }
+        rows.append({"schedule": name, "counted": counted, "checker": expected, "equal": counted == expected})
+    return rows
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(title=f"saved microbatches, their bytes and weight versions: peak of each of {NUM_STAGES} stages")
+    for column in ("schedule", "", "microbatches", "KiB saved", "versions"):
+        table.add_column(column)
+    for row in rows:
+        for source in ("counted", "checker"):
+            values = row[source]
+            table.add_row(
+                row["schedule"] if source == "counted" else "",
+                source,
+                " ".join(map(str, values["microbatches"])),
+                " ".join(f"{size / 1024:.1f}" for size in values["bytes"]),
+                " ".join(map(str, values["versions"])),
+            )
+        table.add_section()
+    (Console() if sys.stdout.isatty() else Console(width=120, no_color=True)).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="schedules")
+    parser.add_argument("--json", type=Path, help="file for the counts")
+    args = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the counts are the same, and a computer need not have four GPUs
+    with tempfile.TemporaryDirectory(prefix="memory-") as directory:
+        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        torch.multiprocessing.spawn(run_rank, args=(store.port, Path(directory), args.only), nprocs=NUM_STAGES)
+        counts = json.loads((Path(directory) / "counts.json").read_text())
+    rows = rows_of(counts)
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    different = [row["schedule"] for row in rows if not row["equal"]]
+    if different:
+        print(f"counted and proved differ: {', '.join(different)}", file=sys.stderr)
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
