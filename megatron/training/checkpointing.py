@@ -213,7 +213,7 @@ def load_checkpoint(
         with torch.no_grad():  # some of megatron.core's formats copy into parameters
             optimizer.load_state_dict(loaded)
         if scheduler is not None:
-            scheduler.load_state_dict(state["opt_param_scheduler"])
+            _load_scheduler(scheduler, state["opt_param_scheduler"])
         if update is not None:
             update.load_state_dict((state.get("pipeline") or {}).get("update"))
     elif optimizer is not None:
@@ -247,6 +247,17 @@ def _position(common: dict) -> CheckpointPosition:
         next_microbatch=(common.get("pipeline") or {}).get("next_microbatch", 0),
         num_floating_point_operations_so_far=common.get("num_floating_point_operations_so_far", 0.0),
     )
+
+
+def _load_scheduler(scheduler: object, state: dict) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:  # how megatron.core reports other settings on the command line
+        raise CheckpointError(
+            f"the schedule of learning rate and weight decay is not the checkpoint's ({error}); pass "
+            "--override-opt_param-scheduler to follow the command line or --use-checkpoint-opt_param-scheduler to "
+            "follow the checkpoint"
+        ) from error
 
 
 def _load_module(module: torch.nn.Module, state: dict) -> None:

@@ -42,7 +42,7 @@ class Outcome:
     seconds: float
     leftovers: tuple[str, ...]
 
-    def assert_failed_clearly(self, *words: str, within: float = 60.0) -> None:
+    def assert_failed_clearly(self, *words: str, within: float = 120.0) -> None:
         """Non-zero status in time, an error with all these words in one line, no process left."""
         assert self.status != 0, self.output
         assert self.seconds < within, f"took {self.seconds:.0f} s\n{self.output}"
@@ -97,7 +97,7 @@ class Job:
                 found[int(environment["RANK"])] = pid
         return found
 
-    def wait_until(self, condition: Callable[[], bool], *, timeout: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], *, timeout: float = 150.0) -> None:
         """Poll until `condition()`; fails with the output where the job ends before, or the time is up."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -105,7 +105,7 @@ class Job:
             assert time.monotonic() < deadline, f"waited {timeout} s in vain:\n{self.output}"
             time.sleep(0.02)
 
-    def wait(self, *, timeout: float = 90.0) -> Outcome:
+    def wait(self, *, timeout: float = 180.0) -> Outcome:
         """The job's end; one that outlives `timeout` seconds fails the test with what it printed."""
         try:
             status = self.process.wait(timeout)
@@ -133,7 +133,7 @@ def training_command(world_size: int, *flags: object, model: Sequence[str] = (*T
     ]  # fmt: skip
 
 
-def train(world_size: int, *flags: object, directory: Path, timeout: float = 90.0, **options) -> Outcome:
+def train(world_size: int, *flags: object, directory: Path, timeout: float = 180.0, **options) -> Outcome:
     """Run a job to its end."""
     with Job(training_command(world_size, *flags, **options), directory=directory) as job:
         return job.wait(timeout=timeout)

@@ -25,6 +25,20 @@ def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, saving, tmp_pat
     assert losses == {iteration: uninterrupted[iteration] for iteration in range(9, LAST + 1)}
 
 
+def _continued(world_size, saving, directory, *flags):
+    """Losses from iteration 9 on, without dropout (which tensor-parallel ranks draw each for itself)."""
+    command = [*TWO_BW, "--load", saving / "checkpoints", "--ckpt-step", 8, "--metrics-file", "metrics.jsonl"]
+    command += ["--hidden-dropout", 0, "--attention-dropout", 0, *flags]
+    launch.train(world_size, *command, directory=directory).assert_succeeded()
+    return launch.losses(directory / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def continued(saving, tmp_path_factory):
+    """The 2bw run continued at its own degrees."""
+    return _continued(2, saving, tmp_path_factory.mktemp("continued"))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "degrees"),
@@ -32,18 +46,13 @@ def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, saving, tmp_pat
         (1, []),
         (2, ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 1]),
         (4, ["--pipeline-model-parallel-size", 4]),
-        (4, ["--pipeline-model-parallel-size", 2, "--use-distributed-optimizer", "--no-load-optim"]),
+        (4, ["--pipeline-model-parallel-size", 2, "--use-distributed-optimizer", "--global-batch-size", 4]),
     ],
-    ids=["p=1", "t=2", "p=4", "d=2"],
+    ids=["p=1", "t=2", "p=4", "p=2 d=2 distributed optimizer"],
 )
-def test_other_degrees_continue_a_2bw_run(uninterrupted, saving, tmp_path, world_size, degrees):
-    """At other degrees the losses agree to rounding: both weight versions arrive."""
-    flags = ["--load", saving / "checkpoints", "--ckpt-step", 8, "--metrics-file", "metrics.jsonl"]
-    launch.train(world_size, *TWO_BW, *flags, *degrees, directory=tmp_path).assert_succeeded()
-    losses = launch.losses(tmp_path / "metrics.jsonl")
-    last = 9 if "--no-load-optim" in degrees else LAST  # batch 9 uses the loaded versions only
-    expected = {iteration: uninterrupted[iteration] for iteration in range(9, last + 1)}
-    assert {iteration: losses[iteration] for iteration in expected} == pytest.approx(expected, rel=2e-5)
+def test_other_degrees_continue_a_2bw_run(continued, saving, tmp_path, world_size, degrees):
+    """At other degrees the losses agree to rounding: both weight versions and the optimizer's state arrive."""
+    assert _continued(world_size, saving, tmp_path, *degrees) == pytest.approx(continued, rel=2e-5)
 
 
 @pytest.mark.full
@@ -53,7 +62,8 @@ def test_2bw_checkpoint_serves_schedules_with_flushes(saving, tmp_path, schedule
     first = ["--pipeline-schedule", schedule, "--train-iters", LAST, "--load", saving / "checkpoints", "--ckpt-step", 8]
     launch.train(2, *first, "--save", "own", "--metrics-file", "a.jsonl", directory=tmp_path).assert_succeeded()
     again = ["--pipeline-schedule", "2bw", "--train-iters", LAST + 4, "--load", "own", "--metrics-file", "b.jsonl"]
-    launch.train(2, *again, directory=tmp_path).assert_succeeded()
+    launch.train(2, *again, directory=tmp_path).assert_failed_clearly("--override-opt_param-scheduler")
+    launch.train(2, *again, "--override-opt_param-scheduler", directory=tmp_path).assert_succeeded()
     assert sorted(launch.losses(tmp_path / "a.jsonl")) == [9, 10, 11, 12]
     assert sorted(launch.losses(tmp_path / "b.jsonl")) == [13, 14, 15, 16]
 

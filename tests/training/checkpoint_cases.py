@@ -69,9 +69,10 @@ def load_and_go_on(directory, changes, **load_changes):
     return position, losses, run.parameters()
 
 
-def load_error(directory, changes, **load_changes):
+def load_error(directory, changes, decay_steps=None, **load_changes):
     """The error of a load, which must come on every rank, and whether the weights were left alone."""
     run = _started(changes)
+    run.scheduler.lr_decay_steps = decay_steps or run.scheduler.lr_decay_steps
     before = run.parameters()
     try:
         _load(run, directory, **load_changes)

@@ -91,6 +91,15 @@ def test_what_is_not_loaded_starts_fresh(saved):
     assert position is None
 
 
+def test_other_learning_rate_schedule_says_so(saved):
+    """A run made longer has another schedule: the error names both flags that settle which one holds."""
+    directory, _ = saved(1)
+    arguments = {"directory": directory, "changes": {}, "decay_steps": 500}
+    ((message, _),) = workers.run(1, CASES + "load_error", **arguments)
+    assert "500" in message and "400" in message
+    assert "--override-opt_param-scheduler" in message and "--use-checkpoint-opt_param-scheduler" in message
+
+
 def test_checkpoint_without_optimizer_says_so(tmp_path):
     """--no-save-optim: a load that wants the optimizer names the flag that does without; with it the weights load."""
     directory = str(tmp_path)
