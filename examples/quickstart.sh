@@ -37,7 +37,7 @@ else
 fi
 
 echo "== What the model makes of a prompt"
-python tools/text_generation.py --load "$checkpoints" --prompt "The " --num-tokens 60 --temperature 0.7 --seed 1
+python tools/text_generation.py --load "$checkpoints" --prompt "The function" --num-tokens 60 --ignore-eod --temperature 0.7
 
 echo "== Pictures"
 python tools/plot_metrics.py "$output/metrics.jsonl" --output "$output/loss.png" \
