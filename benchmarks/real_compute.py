@@ -49,6 +49,11 @@ class Result:
     last_losses: dict[str, float]
 
 
+def progress(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def measure(contender, num_microbatches: int, num_batches: int) -> float:
     """Seconds per batch in a steady state, on the rank that took longer."""
     dist.barrier()
@@ -81,13 +86,14 @@ def balance(model, args):
     """`model` with the vocabulary that makes the stages equally long; one step of the secant method at a time."""
     from real_compute_contenders import StageAlone
 
-    def difference(vocab_size: int) -> tuple[float, list[float]]:
+    def difference(vocab_size: int) -> float:
         stage = StageAlone(replace(model, vocab_size=vocab_size))
         first, last = own_milliseconds(stage, 8, args.balance_batches)
-        return (last - first) / first, [first, last]
+        progress(f"balancing: vocabulary {vocab_size}, stages of {first:.1f} and {last:.1f} ms a microbatch")
+        return (last - first) / first
 
     candidates = [model.vocab_size, model.vocab_size // 2]
-    measured = [difference(size)[0] for size in candidates]
+    measured = [difference(size) for size in candidates]
     for _ in range(6):
         best = min(range(len(candidates)), key=lambda i: abs(measured[i]))
         if abs(measured[best]) < BALANCE / 3:
@@ -96,7 +102,7 @@ def balance(model, args):
         slope = (y1 - y0) / (x1 - x0) if x1 != x0 and y1 != y0 else 1.0 / model.vocab_size
         target = x1 - y1 / slope
         candidates.append(max(64, min(4 * model.vocab_size, round(target / 8) * 8)))
-        measured.append(difference(candidates[-1])[0])
+        measured.append(difference(candidates[-1]))
     best = min(range(len(candidates)), key=lambda i: abs(measured[i]))
     return replace(model, vocab_size=candidates[best])
 
@@ -124,7 +130,8 @@ def compare(args) -> tuple[object, Result]:
     for num_microbatches in args.microbatches:
         num_batches = max(2, args.microbatches_per_round // num_microbatches)
         table = seconds[num_microbatches] = {entrant.name: [] for entrant in entrants}
-        for _ in range(args.rounds):
+        for round_number in range(args.rounds):
+            progress(f"m = {num_microbatches}, round {round_number + 1} of {args.rounds}")
             own.append(own_milliseconds(entrants[0], num_microbatches, 2))
             for entrant in order.sample(entrants, len(entrants)):
                 table[entrant.name].append(measure(entrant, num_microbatches, num_batches))
