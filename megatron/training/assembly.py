@@ -68,10 +68,15 @@ class Run:
         )
 
     def samples(self, index: int, name: str, consumed: int) -> MicrobatchIterator:
-        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on."""
+        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on.
+
+        Validation data begin again at their end: a resumed run that evaluates at other intervals has them sized for
+        those, and its position from before.
+        """
         return MicrobatchIterator(
-            self.args, self.datasets[index], name=name, consumed_samples=consumed, vocab_size=self.vocab_size
-        )
+            self.args, self.datasets[index], name=name, consumed_samples=consumed, vocab_size=self.vocab_size,
+            repeats=name == "validation",
+        )  # fmt: skip
 
 
 def assemble(
@@ -114,7 +119,7 @@ def assemble(
         recompute=args.pipeline_recompute, seed=args.seed, loss_names=(LOSS,),
     )  # fmt: skip
     engine = build_engine(args, schedule, stage, update, position)
-    _describe(args, reporter, chunks)
+    _describe(args, reporter, chunks, position)
     return Run(
         args, chunks, optimizer, scheduler, update, stage, engine, reporter,
         CheckpointWriter(args.save) if args.save else None, datasets, vocab_size(args, tokenizer),
@@ -147,8 +152,9 @@ def _load(
         )
         if position is None:
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
-    if position is not None:
-        reporter.say(f"loaded {args.load or args.pretrained_checkpoint} at iteration {position.iteration}")
+        reporter.say(f"loaded the weights of {args.pretrained_checkpoint}; starting from iteration 0")
+    elif position is not None:
+        reporter.say(f"loaded {args.load}; starting from iteration {position.iteration}")
     elif args.load is not None:
         reporter.say(f"--load {args.load} holds no checkpoint yet: starting from iteration 0")
     return position
@@ -182,7 +188,7 @@ def build_engine(
     )  # fmt: skip
 
 
-def _describe(args: argparse.Namespace, reporter: Reporter, chunks: list) -> None:
+def _describe(args: argparse.Namespace, reporter: Reporter, chunks: list, position: CheckpointPosition) -> None:
     counts = [None] * args.world_size
     torch.distributed.all_gather_object(
         counts, (parallel_state.get_pipeline_model_parallel_rank(), num_parameters(chunks))
@@ -195,7 +201,7 @@ def _describe(args: argparse.Namespace, reporter: Reporter, chunks: list) -> Non
         f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
         f"{args.data_parallel_size}, schedule {args.pipeline_schedule}, "
-        f"{args.batch_sizes.num_microbatches(args.consumed_train_samples)} microbatches of {args.micro_batch_size} "
+        f"{args.batch_sizes.num_microbatches(position.consumed_train_samples)} microbatches of {args.micro_batch_size} "
         f"a batch\n"
         f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
     )

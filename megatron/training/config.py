@@ -129,7 +129,8 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
     """The gradient buffers' configuration.
 
     `overlap_grad_reduce` stays off: it would start reductions from backward hooks, while here the program's REDUCE_GRAD
-    starts them, beside compute. NaNs are found in the norm, by all ranks alike, not by one rank in its bucket.
+    starts them, beside compute; megatron.core then makes one bucket of each buffer. NaNs are found in the norm, by all
+    ranks alike, not by one rank in its bucket.
     """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
@@ -137,7 +138,6 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
         overlap_grad_reduce=False,
         overlap_param_gather=False,
         check_for_nan_in_grad=False,
-        bucket_size=args.ddp_bucket_size,
         pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
     )
 

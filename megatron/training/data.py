@@ -7,6 +7,7 @@ reads; it broadcasts to its tensor group.
 """
 
 import argparse
+import atexit
 import ctypes
 import signal
 import sys
@@ -31,6 +32,7 @@ class SequentialSampler:
         consumed_samples: samples that were taken before, over all replicas.
         micro_batch_size: samples in a microbatch.
         data_parallel_rank, data_parallel_size: this replica and how many there are.
+        repeats: begin again where the dataset ends, and go on for ever.
     """
 
     def __init__(
@@ -41,25 +43,28 @@ class SequentialSampler:
         micro_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
+        repeats: bool = False,
     ) -> None:
         self.num_samples, self.consumed_samples = num_samples, consumed_samples
         self.micro_batch_size = micro_batch_size
         self.stride = micro_batch_size * data_parallel_size
         self.offset = micro_batch_size * data_parallel_rank
-
-    def __len__(self) -> int:
-        return max(self.num_samples - self.consumed_samples, 0) // self.stride
+        self.repeats = repeats
 
     def __iter__(self) -> Iterator[list[int]]:
-        for index in range(len(self)):
-            start = self.consumed_samples + index * self.stride + self.offset
-            yield list(range(start, start + self.micro_batch_size))
+        start, end = self.consumed_samples, self.num_samples
+        if self.repeats:
+            start %= end // self.stride * self.stride
+        while start + self.stride <= end:
+            first = start + self.offset
+            yield list(range(first, first + self.micro_batch_size))
+            start += self.stride
+            if self.repeats and start + self.stride > end:
+                start = 0
 
 
 def _start_worker(_: int) -> None:
-    """A loading process must die from SIGTERM, which its parent takes as a wish, leave SIGINT to the parent, and go
-    when the parent is gone."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """A loading process leaves SIGINT to its parent, and goes when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere torch's own watch over the parent takes seconds
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -77,9 +82,19 @@ class MicrobatchIterator:
         name: how errors call the data.
         consumed_samples: where to start.
         vocab_size: ids at or beyond it raise ValueError.
+        repeats: begin again where the dataset ends; otherwise its end raises ValueError.
     """
 
-    def __init__(self, args: argparse.Namespace, dataset, *, name: str, consumed_samples: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        dataset,
+        *,
+        name: str,
+        consumed_samples: int,
+        vocab_size: int,
+        repeats: bool = False,
+    ) -> None:
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
         keys = _FIRST_STAGE if parallel_state.is_pipeline_first_stage() else ()
@@ -88,15 +103,27 @@ class MicrobatchIterator:
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
         self.reads = needs_data(args) and parallel_state.get_tensor_model_parallel_rank() == 0
-        self.loader = iter(self._loader(dataset)) if self.reads else None
+        self.loader = self._start(dataset, repeats) if self.reads else None
 
-    def _loader(self, dataset) -> torch.utils.data.DataLoader:
+    def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """Start loading. SIGTERM, which a launcher sends to whole process groups, is a wish to the parent only, so the
+        loading processes inherit it blocked; they end with `close`, at the latest when the interpreter exits."""
+        loader = self._loader(dataset, repeats)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            atexit.register(self.close)  # before multiprocessing's own exit, which would send them SIGTERM and wait
+
+    def _loader(self, dataset, repeats: bool) -> torch.utils.data.DataLoader:
         sampler = SequentialSampler(
             num_samples=len(dataset),
             consumed_samples=self.next_sample,
             micro_batch_size=self.args.micro_batch_size,
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=self.args.data_parallel_size,
+            repeats=repeats,
         )
         return torch.utils.data.DataLoader(
             dataset,
@@ -123,7 +150,13 @@ class MicrobatchIterator:
 
     def close(self) -> None:
         """End the loading processes, before the interpreter's exit would kill them under torch's eyes."""
-        self.loader = None
+        loader, self.loader = self.loader, None
+        atexit.unregister(self.close)
+        if isinstance(loader, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
+            loader._shutdown_workers()  # references to the loader, as in a traceback, would put off its end
+            for worker in loader._workers:
+                if worker.is_alive():  # stuck while reading
+                    worker.kill()
 
     def _read(self) -> dict[str, torch.Tensor]:
         try:

@@ -1,9 +1,10 @@
 """From a command line to a running job, and from any error to one clear end.
 
 Errors in the command line are found before torch is imported, printed by rank 0 only, and end every rank with status
-2. What all ranks find alike during start-up or training (a missing file, a damaged checkpoint) is printed once too.
-What goes wrong on one rank alone is the failure guard's business: it ends all ranks with status 1 and names rank,
-stage and cause.
+2. What ranks find when they start (a checkpoint that a node does not see) they tell each other before they form a
+group; rank 0 prints it once, with the ranks named, and all end with status 2. What all ranks find alike later (a
+missing file, a damaged checkpoint, a loss that is no number) is printed once too. Whatever else goes wrong on one rank
+is the failure guard's business: it ends all ranks with status 1 and names rank, stage and cause.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.signals import StopSignal
@@ -38,11 +40,17 @@ def run(
         main(args, stop, started)
     except SameEverywhere as error:
         return _end(prog, error)
+    except OnThisRank as error:
+        return _end_alone(prog, error, stop)
     return 0
 
 
 class SameEverywhere(Exception):
-    """An error that every rank has found; its text is for the user."""
+    """An error that every rank knows; its text is for the user."""
+
+
+class OnThisRank(Exception):
+    """An error of a rank that cannot reach the others to tell them; its text is for the user."""
 
 
 def _number(name: str, default: int) -> int:
@@ -58,6 +66,53 @@ def _end(prog: str, error: Exception) -> int:
     else:
         time.sleep(_PATIENCE)
     return USER_ERROR
+
+
+def _end_alone(prog: str, error: Exception, stop: StopSignal) -> int:
+    """Print the error on this rank, unless the launcher ends the job meanwhile because rank 0 has printed its own."""
+    rank = _number("RANK", 0)
+    deadline = time.monotonic() + (_PATIENCE if rank > 0 else 0.0)
+    while time.monotonic() < deadline and not stop.received:
+        time.sleep(0.05)
+    if rank == 0 or not stop.received:
+        sys.stderr.write(f"{prog}: error: rank {rank}: {error}\n")
+        sys.stderr.flush()
+    return USER_ERROR
+
+
+def agree_to_start(store, *, rank: int, world_size: int, problem: str | None, timeout: timedelta) -> None:
+    """Go on only if no rank has found a problem. Collective over the job's `store`; needs no process group.
+
+    Raises:
+        SameEverywhere: on every rank, if any has a problem; names the ranks unless all have the same.
+        OnThisRank: some rank did not come within `timeout`.
+    """
+    keys = [f"start/{each}" for each in range(world_size)]
+    store.set(keys[rank], problem or "")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+        raise OnThisRank(problem or f"rank {', '.join(missing)} did not start within {timeout}") from error
+    problems: dict[str, list[str]] = {}
+    for each, text in enumerate(store.multi_get(keys)):
+        problems.setdefault(text.decode(), []).append(str(each))
+    if list(problems) == [""]:
+        return
+    _wait_for_readers(store, rank, world_size)
+    if len(problems) == 1:
+        raise SameEverywhere(next(iter(problems)))
+    told = [f"rank {', '.join(ranks)}: {text}" for text, ranks in problems.items() if text]
+    raise SameEverywhere("; ".join(told))
+
+
+def _wait_for_readers(store, rank: int, world_size: int) -> None:
+    """Rank 0 may host the store, so it leaves last."""
+    count = store.add("start/read", 1)
+    deadline = time.monotonic() + _PATIENCE
+    while rank == 0 and count < world_size and time.monotonic() < deadline:
+        time.sleep(0.05)
+        count = store.add("start/read", 0)
 
 
 def agree_or_raise(error: ValueError) -> None:

@@ -17,7 +17,7 @@ def evaluate(engine: PipelineEngine, args: argparse.Namespace, agree_to_stop: Ca
     Returns None if the evaluation was broken off.
     """
     numerator = denominator = 0.0
-    num_microbatches = args.global_batch_size // args.batch_sizes.samples_per_microbatch
+    num_microbatches = _num_microbatches(args)
     for _ in range(args.eval_iters):
         batch_sum, batch_count = engine.evaluate(num_microbatches)[LOSS]
         numerator += batch_sum
@@ -25,3 +25,12 @@ def evaluate(engine: PipelineEngine, args: argparse.Namespace, agree_to_stop: Ca
         if agree_to_stop():
             return None
     return numerator / max(denominator, 1.0)
+
+
+def evaluation_samples(args: argparse.Namespace) -> int:
+    """Samples over all replicas that one evaluation takes."""
+    return args.eval_iters * _num_microbatches(args) * args.batch_sizes.samples_per_microbatch
+
+
+def _num_microbatches(args: argparse.Namespace) -> int:
+    return args.global_batch_size // args.batch_sizes.samples_per_microbatch

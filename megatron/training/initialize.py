@@ -46,18 +46,26 @@ def this_platform() -> Platform:
 
 
 def initialize(args: argparse.Namespace) -> None:
-    """Join the job and set up megatron.core's process groups and random states.
+    """Join the job, if this process has not, and set it up: all of the steps below.
 
-    Sets `args.distributed_backend`, `args.local_rank`, `args.params_dtype`. Raises ValueError with one sentence where
-    the rendezvous fails or the backend does not fit the machine.
+    Raises ValueError with one sentence where the rendezvous fails or the backend does not fit the machine.
     """
-    rank, world_size, local_rank = environment_ranks()
-    args.local_rank = local_rank
-    if backend.is_cuda():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    args.distributed_backend = backend.process_group_backend(args.distributed_backend)
+    choose_device(args)
     if not torch.distributed.is_initialized():
-        _join(args, rank, world_size)
+        join(args, meet())
+    set_up(args)
+
+
+def choose_device(args: argparse.Namespace) -> None:
+    """Set `args.local_rank` and `args.distributed_backend`, and the CUDA device. Raises ValueError."""
+    _, _, args.local_rank = environment_ranks()
+    if backend.is_cuda():
+        torch.cuda.set_device(args.local_rank % torch.cuda.device_count())
+    args.distributed_backend = backend.process_group_backend(args.distributed_backend)
+
+
+def set_up(args: argparse.Namespace) -> None:
+    """megatron.core's process groups, and random states. Collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -66,13 +74,13 @@ def initialize(args: argparse.Namespace) -> None:
     set_seeds(args.seed)
 
 
-def _join(args: argparse.Namespace, rank: int, world_size: int) -> None:
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+def meet() -> torch.distributed.Store:
+    """The store where the ranks of the job meet. Raises ValueError where there is none."""
+    _, world_size, _ = environment_ranks()
+    if world_size == 1:
+        return torch.distributed.HashStore()
     try:
-        if world_size == 1:
-            store = torch.distributed.HashStore()
-        else:
-            store, rank, world_size = next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
+        return next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -80,9 +88,15 @@ def _join(args: argparse.Namespace, rank: int, world_size: int) -> None:
                 f"port in use: {where} belongs to another program; choose another --master-port"
             ) from error
         raise ValueError(
-            f"rank {rank} found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
+            f"found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
             f"MASTER_ADDR, MASTER_PORT and that all {world_size} processes were started"
         ) from error
+
+
+def join(args: argparse.Namespace, store: torch.distributed.Store) -> None:
+    """Become a rank of the job's process group. Collective."""
+    rank, world_size, _ = environment_ranks()
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store.set_timeout(timeout)
     torch.distributed.init_process_group(
         args.distributed_backend, store=store, rank=rank, world_size=world_size, timeout=timeout

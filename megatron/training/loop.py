@@ -18,7 +18,7 @@ from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.assembly import Run
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.data import MicrobatchIterator
-from megatron.training.evaluation import evaluate
+from megatron.training.evaluation import evaluate, evaluation_samples
 from megatron.training.logging import Progress
 from megatron.training.profiling import Profiler
 from megatron.training.signals import StopSignal
@@ -29,8 +29,8 @@ STOP = 1
 """Wish: save and end the run."""
 
 
-class TrainingError(RuntimeError):
-    """Training cannot go on; raised on every rank alike."""
+class TrainingError(ValueError):
+    """Training cannot go on, and the user can mend it; raised on every rank alike."""
 
 
 class Loop:
@@ -199,8 +199,8 @@ class Loop:
         start = time.perf_counter()
         run.stage.evaluation_iterator = iterator
         loss = evaluate(run.engine, args, self._agree_to_stop)
-        if name == "validation":
-            run.consumed_valid_samples = iterator.next_sample
+        if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
+            run.consumed_valid_samples += evaluation_samples(args)
         if loss is None:
             return False
         run.reporter.evaluation(name, run.iteration, loss, seconds=time.perf_counter() - start)

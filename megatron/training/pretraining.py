@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from datetime import timedelta
 
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.megatron_stage import ForwardStep
@@ -9,7 +10,7 @@ from megatron.training import initialize
 from megatron.training.arguments import resolve_platform, validate_args
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
 from megatron.training.checkpointing import apply_checkpoint_arguments
-from megatron.training.entry import SameEverywhere, agree_or_raise
+from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
 from megatron.training.loop import run_to_the_end
 from megatron.training.signals import StopSignal
@@ -32,22 +33,15 @@ def pretrain(
         model_provider, forward_step, datasets_provider: see `assembly.assemble`.
 
     Raises:
-        SameEverywhere: an error that all ranks found alike; print it once.
+        SameEverywhere: an error that all ranks know; print it once.
+        OnThisRank: this rank did not find the others.
     """
     configure_logging(args.logging_level)
-    rank, world_size, _ = initialize.environment_ranks()
-    try:
-        if args.use_checkpoint_args:
-            apply_checkpoint_arguments(args)
-            args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
-        notes = args.notes_for_log + resolve_platform(args, initialize.this_platform())
-        del args.notes_for_log
-        initialize.initialize(args)
-    except ValueError as error:
-        raise SameEverywhere(str(error)) from error
+    notes = _join_job(args)
     outcome = None
     with failure.guard():
         try:
+            initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,
                            datasets_provider=datasets_provider)  # fmt: skip
             for note in notes:
@@ -61,3 +55,39 @@ def pretrain(
     if outcome is not None:
         raise outcome
     initialize.shut_down()
+
+
+def _join_job(args: argparse.Namespace) -> list[str]:
+    """Complete `args` and become a rank of the job; returns notes for the log.
+
+    A rank that finds a problem meets the others nevertheless, so that they end with it and know why.
+    """
+    notes, problem = [], None
+    try:
+        notes = _complete(args)
+    except ValueError as error:
+        problem = str(error)
+    try:
+        rank, world_size, _ = initialize.environment_ranks()
+        store = initialize.meet()
+    except ValueError as error:
+        raise OnThisRank(problem or str(error)) from error
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
+    initialize.join(args, store)
+    return notes
+
+
+def _complete(args: argparse.Namespace) -> list[str]:
+    """What follows from the checkpoint and from this machine. Returns notes for the log. Raises ValueError."""
+    if args.use_checkpoint_args:
+        rank, world_size, _ = initialize.environment_ranks()
+        saved = apply_checkpoint_arguments(args)
+        if args.use_mp_args_from_checkpoint_args:
+            for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+                setattr(args, name, getattr(saved, name))
+        args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
+    notes = args.notes_for_log + resolve_platform(args, initialize.this_platform())
+    del args.notes_for_log
+    initialize.choose_device(args)
+    return notes

@@ -144,7 +144,7 @@ def _gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
 
 def padded_vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
     """Rows of the embedding: the vocabulary, at least `--vocab-size`, up to a multiple of
-    `--make-vocab-size-divisible-by` x tensor parallel size. A size that a checkpoint has set is kept."""
+    `--make-vocab-size-divisible-by` x tensor parallel size."""
     size = vocab_size(args, tokenizer)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-size // multiple) * multiple

@@ -1,5 +1,9 @@
 """Which samples a rank computes on, and that all see the same ones."""
 
+import itertools
+import os
+import signal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,6 +39,48 @@ def test_replicas_share_the_samples_in_order(consumed, size, replicas):
     ]
     taken = [sample for step in zip(*samplers, strict=True) for part in step for sample in part]
     assert taken == list(range(consumed, total))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 100), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
+def test_validation_begins_again(consumed, size, replicas, extra):
+    """A sampler that repeats never ends, stays inside the dataset, and a later start goes on where an earlier one is."""
+    stride = size * replicas
+    options = {
+        "num_samples": 4 * stride + min(extra, stride - 1), "micro_batch_size": size, "data_parallel_rank": replicas - 1,
+        "data_parallel_size": replicas, "repeats": True,
+    }  # fmt: skip
+    taken = list(itertools.islice(SequentialSampler(consumed_samples=consumed * stride, **options), 12))
+    assert len(taken) == 12 and all(0 <= sample < options["num_samples"] for part in taken for sample in part)
+    assert taken[:4] == taken[4:8] and len({sample for part in taken[:4] for sample in part}) == 4 * size
+    later = SequentialSampler(consumed_samples=(consumed + 3) * stride, **options)
+    assert list(itertools.islice(later, 9)) == taken[3:]
+
+
+def loading_processes_case(flags: str) -> tuple[bool, int]:
+    """(the next microbatch comes although all loading processes got SIGTERM, those that outlive `close`)."""
+    from megatron.core import parallel_state
+    from megatron.training.data import MicrobatchIterator
+    from megatron.training.datasets import build_datasets
+    from megatron.training.tokenizer import build_tokenizer
+
+    args = arguments(flags, without="--mock-data")
+    parallel_state.initialize_model_parallel()
+    iterator = MicrobatchIterator(
+        args, build_datasets(args, build_tokenizer(args))[0], name="training", consumed_samples=0, vocab_size=101
+    )
+    processes = iterator.loader._workers
+    for process in processes:
+        os.kill(process.pid, signal.SIGTERM)
+    came = [set(next(iterator)) for _ in range(12)]
+    iterator.close()
+    return len(processes) == 2 and all(came), sum(process.is_alive() for process in processes)
+
+
+def test_sigterm_is_no_business_of_loading_processes(tmp_path):
+    """A launcher signals whole process groups: data keep coming, and the processes end with their iterator."""
+    flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 2"
+    assert workers.run(1, "tests.training.test_data:loading_processes_case", flags=flags) == [(True, 0)]
 
 
 def test_blend_words():

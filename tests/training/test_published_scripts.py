@@ -54,6 +54,8 @@ def test_gpt3_script_with_a_batch_that_its_ramp_up_divides():
     resolve_platform(args, GPU)
     assert args.tokenizer_type == "GPT2BPETokenizer" and args.data_parallel_size == 2
     assert args.batch_sizes.num_microbatches(0) == 8
+    with pytest.raises(ValueError, match=r"--pipeline-schedule pipedream .*--clip-grad 0"):
+        validate_args(parse_args([*GPT3_175B.split(), "--pipeline-schedule", "pipedream"]), world_size=256)
 
 
 def test_gpt3_script_under_2bw_names_the_batch_that_is_too_small():

@@ -29,7 +29,10 @@ CHECKPOINT = Group(
         switch("--no-load-rng", "Load no random state."),
         switch("--finetune", "Load only weights and start at iteration 0."),
         switch("--use-checkpoint-args", "Take the model's shape from the checkpoint."),
-        switch("--use-mp-args-from-checkpoint-args", "With --use-checkpoint-args: also take the parallel degrees."),
+        switch(
+            "--use-mp-args-from-checkpoint-args",
+            "With --use-checkpoint-args: also take the tensor and the pipeline parallel size.",
+        ),
         switch("--exit-on-missing-checkpoint", "End if --load holds no checkpoint."),
         option("--ckpt-format", str, "torch_dist", "Format of checkpoints.", choices=("torch_dist", "torch", "zarr")),
         switch("--async-save", "Write checkpoints beside training."),
@@ -42,23 +45,7 @@ CHECKPOINT = Group(
             "The first data parallel rank writes everything.",
         ),
         switch("--ckpt-fully-parallel-load", "Each data parallel rank reads a share and passes it on."),
-        switch("--ckpt-assume-constant-structure", "Reuse the plan of the first save."),
-        option(
-            "--dist-ckpt-strictness",
-            str,
-            "assume_ok_unexpected",
-            "What to do where checkpoint and model name different tensors.",
-            choices=(
-                "assume_ok_unexpected",
-                "log_unexpected",
-                "log_all",
-                "raise_unexpected",
-                "raise_all",
-                "return_unexpected",
-                "return_all",
-                "ignore_all",
-            ),
-        ),
+        switch("--ckpt-assume-constant-structure", "Accepted without effect: each save makes a plan of its own."),
     ),
 )
 
@@ -74,7 +61,8 @@ LOGGING = Group(
             "--metrics-file",
             str,
             None,
-            "JSON lines with full-precision values per iteration and evaluation; a resumed run appends.",
+            "JSON lines with full-precision values per iteration and evaluation; a resumed run appends. The last rank "
+            "writes it, and peak_memory_bytes is its own.",
             metavar="FILE",
         ),
         option("--tensorboard-dir", str, None, "Directory of TensorBoard's event files.", metavar="DIR"),
@@ -91,7 +79,7 @@ LOGGING = Group(
             aliases=("--no-log-learning-rate-to-tensorboard",),
         ),
         switch("--log-validation-ppl-to-tensorboard", "Also record validation perplexity."),
-        switch("--log-memory-to-tensorboard", "Also record peak memory."),
+        switch("--log-memory-to-tensorboard", "Also record the last rank's peak memory."),
         switch("--log-world-size-to-tensorboard", "Also record the world size."),
         option(
             "--timing-log-level",

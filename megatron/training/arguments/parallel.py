@@ -89,8 +89,13 @@ DISTRIBUTED = Group(
             "Accepted without effect: transfers are posted by the program and always run beside compute.",
         ),
         switch("--overlap-p2p-communication-warmup-flush", "Accepted without effect, as the flag before."),
-        option("--ddp-bucket-size", integer, None, "Parameters in a bucket of the gradient reduction."),
-        option("--ddp-num-buckets", integer, None, "Number of buckets of the gradient reduction."),
+        option(
+            "--ddp-bucket-size",
+            integer,
+            None,
+            "Accepted without effect: a batch's gradients are reduced in one piece, beside compute.",
+        ),
+        option("--ddp-num-buckets", integer, None, "Accepted without effect, as the flag before."),
         switch("--ddp-pad-buckets-for-high-nccl-busbw", "Pad buckets to a multiple of 2^16."),
         negation(
             "--no-align-grad-reduce", "align_grad_reduce", "Accepted without effect: the program places reductions."

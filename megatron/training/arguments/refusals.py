@@ -28,6 +28,14 @@ GROUP = Group(
         refused("--expert-model-parallel-size", _EXPERTS, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, default=None, neutral=(1,)),
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
+        refused(
+            "--dist-ckpt-strictness",
+            "tensors that a checkpoint lacks are always an error, and those that it has beyond the model are left out; "
+            "leave the flag out.",
+            takes=None,
+            default="assume_ok_unexpected",
+            neutral=("assume_ok_unexpected",),
+        ),
         refused("--rerun-mode", _RERUN, takes=None, default="disabled", neutral=("disabled",)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
         *_list(

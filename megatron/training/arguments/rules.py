@@ -15,15 +15,11 @@ RULES: tuple[Callable[[argparse.Namespace], None], ...] = (*rules_model.RULES, *
 def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> list[str]:
     """Check `args` and fill in what follows from it.
 
-    Sets `world_size`, `rank`, `data_parallel_size`, `batch_sizes` (a `BatchSizes`), `train_iters`, ... and the counters
-    that a checkpoint overwrites (`iteration`, `consumed_train_samples`, ...). Returns notes for the log about values
-    that were given and have no effect. Raises ValueError.
+    Sets `world_size`, `rank`, `data_parallel_size`, `batch_sizes` (a `BatchSizes`), `train_iters`, ... Returns notes
+    for the log about values that were given and have no effect. Raises ValueError.
     """
     args.world_size, args.rank = world_size, rank
     args.notes = []
-    for name in ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
-        if not hasattr(args, name):
-            setattr(args, name, 0)
     for rule in RULES:
         rule(args)
     notes = args.notes

@@ -178,6 +178,8 @@ def checkpoint(args: argparse.Namespace) -> None:
         raise ValueError("--save-interval needs --save")
     if args.async_save and args.save is None:
         raise ValueError("--async-save needs --save")
+    if args.use_mp_args_from_checkpoint_args and not args.use_checkpoint_args:
+        raise ValueError("--use-mp-args-from-checkpoint-args needs --use-checkpoint-args")
     for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
         if getattr(args, name) not in (None, False) and args.load is None and args.pretrained_checkpoint is None:
             raise ValueError(f"--{name.replace('_', '-')} needs --load")
