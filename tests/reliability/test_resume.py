@@ -1,5 +1,6 @@
 """Stopped runs go on as if they had never been stopped: jobs as users start them, compared loss by loss."""
 
+import os
 import signal
 import time
 
@@ -101,7 +102,8 @@ def test_killed_run_goes_on_again_and_again(uninterrupted, tmp_path, flags):
 
 
 def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0.0):
-    """A long run, of which one rank gets SIGTERM; returns the iteration that was saved."""
+    """A long run, of which one rank gets SIGTERM, or with rank None every rank's process group, as launchers do;
+    returns the iteration that was saved."""
     flags = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000, *flags]
     command = launch.training_command(world_size, *flags, "--metrics-file", "metrics.jsonl")
     with launch.Job(command, directory=directory) as job:
@@ -110,7 +112,11 @@ def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0
         else:
             job.wait_until(lambda: rank in job.workers())
             time.sleep(delay)
-        launch.kill(job.workers()[rank], signal.SIGTERM)
+        if rank is None:
+            for pid in job.workers().values():
+                os.killpg(pid, signal.SIGTERM)
+        else:
+            launch.kill(job.workers()[rank], signal.SIGTERM)
         outcome = job.wait()
     outcome.assert_succeeded()
     names = sorted(path.name for path in (directory / "checkpoints").iterdir())
@@ -125,6 +131,12 @@ def test_signal_to_one_rank_saves_once_and_ends_all(tmp_path, rank):
     """SIGTERM to any one rank in the middle of training: one checkpoint of the last iteration, status 0."""
     saved = _stopped_by_signal(tmp_path, rank, 5, "--pipeline-schedule", "2bw")
     assert saved < 100_000
+
+
+def test_signal_to_process_groups_with_loading_processes(tmp_path):
+    """torchrun and Slurm signal whole process groups: the processes that load samples go on until the checkpoint of the
+    last iteration is saved."""
+    assert _stopped_by_signal(tmp_path, None, 5, "--pipeline-schedule", "2bw", "--num-workers", 2) < 100_000
 
 
 @pytest.mark.full

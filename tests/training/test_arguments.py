@@ -1,5 +1,6 @@
 """The command line: what parses, what follows from what, and what is refused with which sentence."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,8 @@ def test_values_that_follow():
         ("--save-interval 5", "", "--save-interval needs --save"),
         ("--finetune", "", "--finetune needs --load"),
         ("--ckpt-format zarr", "", "use torch_dist"),
+        ("--use-mp-args-from-checkpoint-args", "", "needs --use-checkpoint-args"),
+        ("--dist-ckpt-strictness raise_all", "", "leave the flag out"),
         ("--dataloader-type cyclic", "", "use single"),
         ("--wandb-project x", "", "--wandb-project needs"),
         ("--transformer-impl transformer_engine", "", "use --transformer-impl local"),
@@ -110,6 +113,26 @@ def test_every_refused_flag_says_what_to_do():
     for flag in refused:
         for value in flag.neutral:
             parse_args(words(f"{flag.name} {value}"))
+
+
+TRANSLATED = {  # a rule turns the flag into another value, or refuses what cannot be
+    "use_rotary_position_embeddings", "add_position_embedding", "use_flash_attn", "pipeline_extra_warmup",
+    "rampup_batch_size", "decrease_batch_size_if_needed", "grad_reduce_in_bf16", "recompute_activations",
+    "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
+}  # fmt: skip
+
+
+def test_every_flag_is_read():
+    """A flag that is neither refused nor said to be accepted without effect is read where the run is built."""
+    folder = ROOT / "megatron"
+    arguments_folder = folder / "training" / "arguments"
+    sources = [path for path in folder.rglob("*.py") if arguments_folder not in path.parents]
+    text = "\n".join(path.read_text() for path in sources)
+    flags = [flag for group in GROUPS for flag in group.flags if not flag.refused and "Accepted" not in flag.help]
+    unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}
+    assert unread == TRANSLATED
+    rules = "\n".join((arguments_folder / f"{name}.py").read_text() for name in ("rules_model", "rules_run"))
+    assert all(f"args.{name}" in rules for name in TRANSLATED)
 
 
 def test_stages_and_layers():

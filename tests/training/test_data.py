@@ -44,11 +44,11 @@ def test_replicas_share_the_samples_in_order(consumed, size, replicas):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 100), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
 def test_validation_begins_again(consumed, size, replicas, extra):
-    """A sampler that repeats never ends, stays inside the dataset, and a later start goes on where an earlier one is."""
+    """A sampler that repeats never ends, stays inside the dataset, and goes on wherever it starts."""
     stride = size * replicas
     options = {
-        "num_samples": 4 * stride + min(extra, stride - 1), "micro_batch_size": size, "data_parallel_rank": replicas - 1,
-        "data_parallel_size": replicas, "repeats": True,
+        "num_samples": 4 * stride + min(extra, stride - 1), "micro_batch_size": size, "data_parallel_size": replicas,
+        "data_parallel_rank": replicas - 1, "repeats": True,
     }  # fmt: skip
     taken = list(itertools.islice(SequentialSampler(consumed_samples=consumed * stride, **options), 12))
     assert len(taken) == 12 and all(0 <= sample < options["num_samples"] for part in taken for sample in part)
