@@ -36,16 +36,16 @@ class ChainGroup:
         if self.uses_nccl:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self.process_group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            self.process_group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
     def all_reduce(self, tensor: Tensor, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> None:
         """Reduce `tensor` in place over the group."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         with _Staged(tensor, self.uses_nccl) as staged:
-            self._group.allreduce([staged], options).wait()
+            self.process_group.allreduce([staged], options).wait()
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         """Sum a flat `tensor` over the group; afterwards only this rank's equal share of it is valid."""
@@ -53,7 +53,7 @@ class ChainGroup:
         options.reduceOp = dist.ReduceOp.SUM
         with _Staged(tensor, self.uses_nccl) as staged:
             share = staged.chunk(self.size)[self.rank]
-            self._group._reduce_scatter_base(share, staged, options).wait()
+            self.process_group._reduce_scatter_base(share, staged, options).wait()
 
 
 class _Staged:

@@ -14,9 +14,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
 from megatron.pipeline.runtime.megatron_groups import ChainGroups
-from megatron.pipeline.runtime.megatron_weights import MegatronCoreOptimizer, named_parameters, unwrap
+from megatron.pipeline.runtime.megatron_weights import MegatronCoreOptimizer, named_parameters
 
 
 class GradientReduction:
@@ -108,7 +109,7 @@ class GradientReduction:
 
 def _tied_embedding(chunks: list[DistributedDataParallel]) -> Parameter | None:
     for chunk in chunks:
-        model = unwrap(chunk)
+        model = unwrap_model(chunk)
         at_an_end = getattr(model, "pre_process", False) or getattr(model, "post_process", False)
         if at_an_end and getattr(model, "share_embeddings_and_output_weights", False):
             return model.shared_embedding_or_output_weight()
@@ -119,7 +120,7 @@ def _tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[
     """Parameters whose gradients are summed, and averaged, over the tensor-parallel group; megatron.core's rules."""
     summed, averaged = [], []
     for chunk in chunks:
-        for name, param in unwrap(chunk).named_parameters():
+        for name, param in unwrap_model(chunk).named_parameters():
             if not param.requires_grad:
                 continue
             if getattr(param, "average_gradients_across_tp_domain", False):

@@ -34,10 +34,8 @@ from megatron.pipeline.runtime.megatron_weights import (
     steps_parameters_in_place,
     weight_versions,
 )
+from megatron.pipeline.runtime.norm_reduction import NormReduction, all_reduce_norm
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
-
-NUM_WISHES = 8
-"""Wishes are a bit field of this many bits."""
 
 
 @dataclass
@@ -58,6 +56,9 @@ class _Batch:
 class MegatronWeightUpdate:
     """`WeightUpdate` of one rank's DDP-wrapped chunks and their megatron.core optimizer.
 
+    With the distributed optimizer `step` ends with the all-gather of the new weights over the replicas, on the thread
+    that computes: it is part of STEP and not hidden, for the forward that needs these weights is the next instruction.
+
     Args:
         chunks: the rank's model chunks, each wrapped in megatron.core's DDP without overlapped reductions.
         optimizer: what `get_megatron_optimizer` returned for them.
@@ -67,7 +68,8 @@ class MegatronWeightUpdate:
         loss_names: the losses that the last stage reports, the same on all ranks.
         single_gradient_buffer: do without the second gradient buffer of 2bw: a batch's gradients are applied when the
             next batch's first backward needs the buffer, clipped with the norm of the batch before (the very first
-            batch waits for its own norm).
+            batch waits for its own norm). So that first backward waits until the gradients of the batch before are
+            reduced: the time of these reductions is not hidden, and the program does not show this wait.
         timeout: of the chain's collectives; default: ten minutes.
 
     Raises:
@@ -166,11 +168,17 @@ class MegatronWeightUpdate:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
         batch = self._batches[version - 1]
         self._prepare(batch)
-        vector = [batch.norm_squared, float(not math.isfinite(batch.norm_squared))]
-        vector += [float(wishes >> bit & 1) for bit in range(NUM_WISHES)]
-        for name in self.loss_names:
-            vector += losses.get(name, (0.0, 0.0))
-        self._complete(batch, self._all_reduce(vector))
+        group = self._groups.world
+        sums = all_reduce_norm(
+            norm_squared=batch.norm_squared,
+            overflow=not math.isfinite(batch.norm_squared),
+            wishes=wishes,
+            losses=losses,
+            loss_names=self.loss_names,
+            group=group and group.process_group,
+            device=backend.device() if group and group.uses_nccl else torch.device("cpu"),
+        )
+        self._complete(batch, sums)
         batch.norm_reduced.set()
         if batch.stepped:
             del self._batches[version - 1]
@@ -183,27 +191,15 @@ class MegatronWeightUpdate:
             batch.norm_squared = self._reduction.local_norm_squared(slot)
             batch.gradients_ready.set()
 
-    def _all_reduce(self, vector: list[float]) -> list[float]:
-        group = self._groups.world
-        if group is None:
-            return vector
-        device = backend.device() if group.uses_nccl else "cpu"
-        tensor = torch.tensor(vector, dtype=torch.float64, device=device)
-        group.all_reduce(tensor)
-        return tensor.tolist()
-
-    def _complete(self, batch: _Batch, vector: list[float]) -> None:
-        norm_squared, overflows, *rest = vector
+    def _complete(self, batch: _Batch, sums: NormReduction) -> None:
         report = batch.report
-        report.grad_norm = math.sqrt(norm_squared) / batch.scale if norm_squared >= 0 else math.nan
-        report.overflow = self._scaler is not None and overflows > 0
-        report.wishes = sum(1 << bit for bit in range(NUM_WISHES) if rest[bit] > 0)
-        sums = rest[NUM_WISHES:]
-        for position, name in enumerate(self.loss_names):
-            numerator, denominator = sums[2 * position : 2 * position + 2]
-            report.losses[name] = numerator / denominator if denominator else 0.0
+        overflow = sums.num_overflows > 0
+        report.grad_norm = sums.norm / batch.scale
+        report.overflow = self._scaler is not None and overflow
+        report.wishes = sums.wishes
+        report.losses = dict.fromkeys(self.loss_names, 0.0) | sums.mean_losses
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
-            self._scaler is None and overflows > 0
+            self._scaler is None and overflow
         )
 
     # Called on the main thread, after the chain.
@@ -275,21 +271,7 @@ class MegatronWeightUpdate:
         followers = [group for group in groups if group.get("default_config", True)] or groups
         return float(followers[0]["lr"]) if followers else 0.0
 
-    # Called between batches, drained.
-
-    def restart(self, next_batch: int) -> None:
-        """Declare the weights that the parameters hold to be those that `next_batch` starts from."""
-        self.versions.reset(*self.entry_versions(next_batch))
-
-    def entry_versions(self, next_batch: int) -> tuple[int, ...]:
-        """The versions alive when a drained run goes on with `next_batch`; oldest first."""
-        if self.weights is WeightPolicy.TWO_BW and next_batch > 0:
-            return (next_batch - 1, next_batch)
-        return (next_batch,)
-
-    def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take weight versions from a checkpoint: version -> parameter name -> tensor. See `WeightVersions.restore`."""
-        self.versions.restore(mapping)
+    # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
         """What is beyond megatron.core's optimizer, scheduler and the weights; plain numbers, the same on all ranks."""

@@ -13,17 +13,11 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.megatron_gradients import bucket_of
 from megatron.pipeline.runtime.versions import WeightVersions
 
 MegatronCoreOptimizer = FP32Optimizer | Float16OptimizerWithFloat16Params | DistributedOptimizer
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """The model inside of DDP and the 16-bit wrapper."""
-    while hasattr(module, "module"):
-        module = module.module
-    return module
 
 
 def named_parameters(chunks: list[nn.Module]) -> dict[str, Parameter]:
@@ -31,7 +25,7 @@ def named_parameters(chunks: list[nn.Module]) -> dict[str, Parameter]:
     return {
         name if len(chunks) == 1 else f"model{number}.{name}": param
         for number, chunk in enumerate(chunks)
-        for name, param in unwrap(chunk).named_parameters()
+        for name, param in unwrap_model(chunk).named_parameters()
         if param.requires_grad
     }
 

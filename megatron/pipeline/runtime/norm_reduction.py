@@ -7,6 +7,7 @@ an element over the ranks is positive where any rank wishes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class NormReduction:
 
     @property
     def norm(self) -> float:
-        return self.norm_squared**0.5
+        return math.sqrt(self.norm_squared)
 
     @property
     def mean_losses(self) -> dict[str, float]:
@@ -46,7 +47,11 @@ def all_reduce_norm(
     group: Any,
     device: torch.device,
 ) -> NormReduction:
-    """Sum what every rank contributes. `group`: all ranks of the job, used for nothing else; None for one rank."""
+    """Sum what every rank contributes.
+
+    `group`: all ranks of the job, used for nothing else, one of torch.distributed or a bare backend; None with a single
+    rank. `device`: where the group can reach the vector. Raises ValueError for more than `NUM_WISH_BITS` wishes.
+    """
     if not 0 <= wishes < 1 << NUM_WISH_BITS:
         raise ValueError(f"wishes are {wishes}; they are {NUM_WISH_BITS} bits, 0 to {(1 << NUM_WISH_BITS) - 1}")
     values = [norm_squared, float(overflow), *(float(wishes >> bit & 1) for bit in range(NUM_WISH_BITS))]
@@ -54,7 +59,7 @@ def all_reduce_norm(
         values.extend(losses.get(name, (0.0, 0.0)))
     if group is not None:
         vector = torch.tensor(values, dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(vector, group=group)
+        group.allreduce([vector]).wait()
         values = vector.tolist()
     bits = values[2 : 2 + NUM_WISH_BITS]
     sums = iter(values[2 + NUM_WISH_BITS :])

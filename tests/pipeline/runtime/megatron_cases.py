@@ -12,12 +12,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
-from megatron.pipeline.runtime.megatron_weights import unwrap
 from megatron.pipeline.runtime.stage import BatchInfo
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime.megatron_model import (
@@ -34,7 +35,7 @@ from tests.pipeline.runtime.megatron_model import (
     training_data,
 )
 
-__all__ = ["SEQUENCE", "VOCABULARY", "causal_mask", "microbatch_data", "unwrap"]  # for the tests, beside what is here
+__all__ = ["SEQUENCE", "VOCABULARY", "causal_mask", "microbatch_data"]  # for the tests, beside what is here
 
 
 # Building.
@@ -136,7 +137,7 @@ def full_tensors(case: Case, model: GPTModel, values: dict[str, torch.Tensor] | 
 
 
 def _result(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, reports: list) -> dict:
-    model = unwrap(stage.model)
+    model = unwrap_model(stage.model)
     live = update.versions.live()
     newest = full_tensors(case, model, update.versions.tensors(live[-1]))
     older = full_tensors(case, model, update.versions.tensors(live[0]))
@@ -156,6 +157,7 @@ def _result(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, repo
         "reports": reports,
         "num_gradient_slots": update._gradients.num_slots,
         "num_weight_slots": update.versions.num_slots,
+        "peak_versions": update.versions.peak_live,
     }
 
 
@@ -237,6 +239,12 @@ def _relative(ours: float, theirs: float) -> float:
 # Stopping and going on.
 
 
+def _shards(update: MegatronWeightUpdate) -> DistributedOptimizer:
+    """The optimizer that holds this replica's share of masters and moments; its state is gathered on replica 0."""
+    [optimizer] = update.optimizer.chained_optimizers
+    return optimizer
+
+
 def resume(border: int, **options) -> dict:
     """A case stopped after `border` batches, its state carried into everything built anew, and gone on with."""
     case = Case(**options)
@@ -254,6 +262,7 @@ def resume(border: int, **options) -> dict:
             {
                 "versions": {version: dict(tensors) for version, tensors in names.items()},
                 "optimizer": update.optimizer.state_dict(),
+                "shards": _shards(update).get_parameter_state_dp_zero() if case.distributed_optimizer else None,
                 "scheduler": update.scheduler.state_dict(),
                 "update": update.state_dict(),
             }
@@ -261,8 +270,10 @@ def resume(border: int, **options) -> dict:
         next_microbatch = engine.next_microbatch
     with parallel(case):
         stage, update = build(case)
-        update.restore(saved["versions"])
+        update.versions.restore(saved["versions"])
         update.optimizer.load_state_dict(saved["optimizer"])
+        if case.distributed_optimizer:
+            _shards(update).load_parameter_state_from_dp_zero(saved["shards"])
         update.scheduler.load_state_dict(saved["scheduler"])
         update.load_state_dict(saved["update"])
         for _ in range(next_microbatch):

@@ -60,6 +60,10 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def num_ranks(self) -> int:
+        return self.p * self.t * self.d
+
 
 # The model and its data, the same everywhere.
 

@@ -11,6 +11,7 @@ from megatron import backend
 
 backend.install()
 
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, Microbatch
 from tests import workers
 from tests.pipeline.runtime import megatron_cases as cases
@@ -130,7 +131,7 @@ def freed_storage() -> dict:
 
 def middle_stage(case: cases.Case, update):
     model = update.chunks[0]
-    inner = cases.unwrap(model)
+    inner = unwrap_model(model)
     inner.pre_process = inner.post_process = inner.decoder.pre_process = inner.decoder.post_process = False
 
     def step(data_iterator, chunk):
@@ -143,7 +144,7 @@ def middle_stage(case: cases.Case, update):
 
 def received_gradient(case: cases.Case, update) -> float:
     """Freeing the output before the backward changes nothing: difference to a plain backward of the same chunk."""
-    inner = cases.unwrap(update.chunks[0])
+    inner = unwrap_model(update.chunks[0])
     torch.manual_seed(3)
     given = torch.randn(cases.SEQUENCE, 1, case.hidden)
     gradient = torch.randn_like(given)
