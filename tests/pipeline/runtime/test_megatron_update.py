@@ -43,26 +43,30 @@ FP16 = {"schedule": "2bw", "dtype": "float16", "layers": 2, "hidden": 16, "clip"
 SELECTION = {
     "flush": Row({"schedule": "flush"}),
     "gpipe": Row({"schedule": "gpipe"}, layouts=((2, 1, 1), (4, 1, 1)), allowed=CLOSE),
-    "flush tied, clipped": Row(
-        {"schedule": "flush", "tied": True, "clip": 0.5}, layouts=((2, 1, 1), (4, 1, 1)), allowed=CLOSE
+    "flush tied, clipped": Row({"schedule": "flush", "tied": True, "clip": 0.5}, layouts=((4, 1, 1),), allowed=CLOSE),
+    "flush data parallel": Row(
+        {"schedule": "flush", "clip": 0.5, "distributed_optimizer": True}, layouts=((2, 1, 2),), allowed=CLOSE
+    ),
+    "flush tensor parallel, tied": Row(
+        {"schedule": "flush", "clip": 0.5, "tied": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
     "2bw": Row(TWO_BW),
     "2bw m=2p": Row({"schedule": "2bw", "batches": (8,) * 8}, layouts=((4, 1, 1),)),
     "2bw clipped, warm-up, ramp-up": Row(
         {"schedule": "2bw", "batches": (4, 4, 5, 5, 6, 6, 8, 8), "clip": 0.5, "warmup": 24, "weight_decay": 0.1},
     ),
-    "2bw tied": Row(TWO_BW | {"tied": True, "clip": 0.5}, layouts=((2, 1, 1), (4, 1, 1)), allowed=CLOSE),
+    "2bw tied": Row(TWO_BW | {"tied": True, "clip": 0.5}, layouts=((4, 1, 1),), allowed=CLOSE),
     "2bw drained": Row(TWO_BW | {"drains": (0, 3, 4)}, layouts=((1, 1, 1), (2, 1, 1))),
-    "2bw dropout": Row(TWO_BW | {"dropout": 0.1}, layouts=((2, 1, 1), (4, 1, 1))),
+    "2bw dropout": Row(TWO_BW | {"dropout": 0.1}, layouts=((4, 1, 1),)),
     "2bw recompute instructions": Row(TWO_BW | {"recompute": True, "dropout": 0.1}, layouts=((2, 1, 1),)),
     "2bw full recompute": Row(TWO_BW | {"recompute_granularity": "full", "dropout": 0.1}, layouts=((2, 1, 1),)),
-    "2bw data parallel": Row(TWO_BW | {"clip": 0.5}, layouts=((1, 1, 2), (2, 1, 2)), allowed=CLOSE),
+    "2bw data parallel": Row(TWO_BW | {"clip": 0.5}, layouts=((2, 1, 2),), allowed=CLOSE),
     "2bw distributed optimizer": Row(
         TWO_BW | {"clip": 0.5, "tied": True, "distributed_optimizer": True},
-        layouts=((1, 1, 2), (2, 1, 2)),
+        layouts=((2, 1, 2),),
         allowed=CLOSE,
     ),
-    "2bw tensor parallel": Row(TWO_BW | {"clip": 0.5}, layouts=((1, 2, 1), (2, 2, 1)), allowed=SPREAD),
+    "2bw tensor parallel": Row(TWO_BW | {"clip": 0.5}, layouts=((2, 2, 1),), allowed=SPREAD),
     "2bw sequence parallel": Row(
         TWO_BW | {"clip": 0.5, "tied": True, "sequence_parallel": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
@@ -71,7 +75,6 @@ SELECTION = {
         TWO_BW | {"clip": 0.5, "single_gradient_buffer": True, "drains": (4,)}, layouts=((2, 1, 1),)
     ),
     "pipedream": Row({"schedule": "pipedream", "batches": (1,) * 16}, layouts=((2, 1, 1), (4, 1, 1))),
-    "2bw fp16, one overflow": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (2,)}, layouts=((2, 1, 1),)),
     "2bw fp16, two in a row": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (2, 3)}, layouts=((2, 1, 1),)),
     "2bw fp16, before a drain": Row(
         FP16 | {"batches": (2,) * 8, "overflow_batches": (3,), "drains": (3, 5)}, layouts=((2, 1, 1),)
@@ -141,8 +144,31 @@ def test_two_weight_slots_and_two_gradient_slots_at_most(selection):
         for result in results:
             most = 2 if case.schedule == "2bw" else 1
             if case.schedule != "pipedream":
-                assert result["num_weight_slots"] == most
+                assert result["num_weight_slots"] == result["peak_versions"] == most
             assert result["num_gradient_slots"] <= (1 if case.single_gradient_buffer else most)
+
+
+def test_pipedream_keeps_a_version_per_microbatch_in_flight(selection):
+    """Stage s of p keeps p - s weight versions at most, and reaches that many."""
+    results = selection["pipedream", (4, 1, 1)][2]
+    assert [result["peak_versions"] for result in results] == [4, 3, 2, 1]
+
+
+DROPOUT_OVER_TENSORS = {
+    "plain": TWO_BW | {"dropout": 0.1, "t": 2, "batches": EIGHT[:4]},
+    "sequence parallel": TWO_BW | {"dropout": 0.1, "t": 2, "batches": EIGHT[:4], "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT_OVER_TENSORS)
+def test_dropout_over_tensor_ranks_does_not_depend_on_the_pipeline(name):
+    """With t=2 tensor ranks draw masks of their own, so no single process is the reference: p=2 equals p=1 instead."""
+    case = cases.Case(**DROPOUT_OVER_TENSORS[name], p=2)
+    one = workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(replace(case, p=1)))
+    two = workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))
+    check((case, one[0], two), EXACT)
+    without = workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(replace(case, p=1, dropout=0.0)))
+    assert without[0]["batches"][0]["loss"] != one[0]["batches"][0]["loss"]
 
 
 def test_evaluations_between_drained_batches_do_not_depend_on_the_pipeline(selection):

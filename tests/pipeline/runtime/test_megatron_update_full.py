@@ -78,6 +78,12 @@ def grid() -> dict[str, Row]:
         "2bw constant scale": Row(
             FP16 | {"batches": (2,) * 8, "loss_scale": 256.0, "overflow_batches": (4,)}, ((2, 1, 1),)
         ),
+        "2bw fp16, four stages": Row(
+            FP16 | {"layers": 4, "batches": (4,) * 8, "overflow_batches": (2, 3)}, ((4, 1, 1),)
+        ),
+        "flush fp16, four stages": Row(
+            FP16 | {"schedule": "flush", "layers": 4, "batches": (4,) * 8, "overflow_batches": (2, 3)}, ((4, 1, 1),)
+        ),
         "2bw hysteresis": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (1, 2, 4)}, ((1, 1, 1), (2, 1, 1))),
         "pipedream replicas": Row({"schedule": "pipedream", "batches": (2,) * 12}, ((2, 1, 2),), CLOSE),
         "pipedream dropout": Row({"schedule": "pipedream", "batches": (1,) * 12, "dropout": 0.1}, P124),
