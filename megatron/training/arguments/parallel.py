@@ -28,7 +28,8 @@ PIPELINE = Group(
         ),
         switch(
             "--2bw-single-gradient-buffer",
-            "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before.",
+            "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before, and a "
+            "batch's first backward waits until the gradients of the batch before are reduced.",
         ),
         option(
             "--pipeline-timeline",
