@@ -146,6 +146,7 @@ def start(args: argparse.Namespace) -> SmallRun:
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=8, lr_decay_steps=400, lr_decay_style="cosine",
         start_wd=0.01, end_wd=0.01, wd_incr_steps=400, wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
     )  # fmt: skip
     return SmallRun(args, [chunk], optimizer, scheduler)
 
