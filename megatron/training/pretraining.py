@@ -64,7 +64,7 @@ def _join_job(args: argparse.Namespace) -> list[str]:
     """
     notes, problem = [], None
     try:
-        notes = _complete(args)
+        notes = complete(args)
     except ValueError as error:
         problem = str(error)
     try:
@@ -78,7 +78,7 @@ def _join_job(args: argparse.Namespace) -> list[str]:
     return notes
 
 
-def _complete(args: argparse.Namespace) -> list[str]:
+def complete(args: argparse.Namespace) -> list[str]:
     """What follows from the checkpoint and from this machine. Returns notes for the log. Raises ValueError."""
     if args.use_checkpoint_args:
         rank, world_size, _ = initialize.environment_ranks()

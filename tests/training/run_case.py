@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -38,11 +39,13 @@ def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago
     was started.
     """
     from megatron.training import initialize
-    from megatron.training.arguments import parse_args, resolve_platform, validate_args
+    from megatron.training.arguments import parse_args, validate_args
     from megatron.training.assembly import assemble
     from megatron.training.datasets import build_datasets
+    from megatron.training.logging import Reporter
     from megatron.training.loop import run_to_the_end
     from megatron.training.metrics import read_metrics
+    from megatron.training.pretraining import complete
     from megatron.training.signals import StopSignal
 
     sys.path.insert(0, str(ROOT))
@@ -53,14 +56,16 @@ def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago
     metrics = folder / "metrics.jsonl"
     base = BASE.replace("--train-iters 6", "").replace("--train-iters 10", "") if "--train-samples" in flags else BASE
     args = parse_args(f"{base} --metrics-file {metrics} {flags}".split())
-    validate_args(args, world_size=world_size, rank=rank)
-    resolve_platform(args, initialize.this_platform())
-    initialize.initialize(args)
-    run = assemble(
-        args, model_provider=pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step,
-        datasets_provider=build_datasets,
-    )  # fmt: skip
+    if not args.use_checkpoint_args:
+        args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
+    complete(args)
+    initialize.set_up(args)
     stop, lines = StopSignal(), []
+    with mock.patch.object(Reporter, "say", lambda _, text: lines.append(text)):
+        run = assemble(
+            args, model_provider=pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step,
+            datasets_provider=build_datasets,
+        )  # fmt: skip
     run.reporter.say = lines.append
     if stop_after and rank in stop_after:
         _stop_after(run.reporter, stop, stop_after[rank])
@@ -94,6 +99,6 @@ def train(num_ranks: int, flags: str = "", **options) -> list[dict]:
     """`train_case` on `num_ranks` ranks, all of them pipeline stages unless the flags say otherwise."""
     if "--pipeline-model-parallel-size" not in flags:
         flags += f" --pipeline-model-parallel-size {num_ranks}"
-    if "--mock-data" not in flags:
+    if not any(name in flags for name in ("--mock-data", "--data-path", "data-args-path")):
         flags += f" {data_flags()}"
     return workers.run(num_ranks, "tests.training.run_case:train_case", flags=flags, **options)

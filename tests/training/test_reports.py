@@ -1,9 +1,12 @@
 """What a run prints and records."""
 
 import argparse
+import importlib.machinery
 import json
 import math
 import re
+import sys
+import types
 
 import pytest
 
@@ -105,6 +108,26 @@ def test_only_the_last_rank_writes(tmp_path, capsys):
     silent.iteration(report(100, 4.0), Progress(100, 800, 8, 0.5))
     silent.close()
     assert capsys.readouterr().out == "" and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_weights_and_biases(tmp_path, monkeypatch):
+    """With --wandb-project the run is announced, each batch and evaluation is logged at its iteration, and it ends."""
+    calls = []
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    fake.init = lambda **options: calls.append(("init", options))
+    fake.log = lambda values, step: calls.append(("log", step, values))
+    fake.finish = lambda: calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    reports = reporter(tmp_path, f"--wandb-project p --wandb-exp-name n --wandb-save-dir {tmp_path}/w")
+    reports.iteration(report(1, 4.0), Progress(1, 8, 8, 0.5))
+    reports.evaluation("validation", 1, 3.0, seconds=1.0)
+    reports.close()
+    (_, options), (_, step, values), evaluation, end = calls
+    assert (options["project"], options["name"], options["entity"]) == ("p", "n", None)
+    assert options["config"]["num_layers"] == 4 and (tmp_path / "w").is_dir()
+    assert step == 1 and values["lm loss"] == 4.0 and values["learning-rate"] == 1e-3
+    assert evaluation == ("log", 1, {"lm loss validation": 3.0}) and end == ("finish",)
 
 
 def test_flops_of_gpt3():

@@ -1,0 +1,36 @@
+"""Errors that a run meets at its start or in its middle, as jobs: told once, with the rank where it is one rank's."""
+
+import socket
+import sys
+
+from tests.reliability import launch
+from tests.reliability.conftest import TWO_BW
+
+
+def test_loss_that_is_no_number_ends_the_job(tmp_path):
+    """One sentence from the job, as for any error of a user's, and no checkpoint of the spoilt weights."""
+    flags = [*TWO_BW, "--lr", "1e30", "--clip-grad", 0, "--save", "checkpoints", "--save-interval", 100]
+    outcome = launch.train(2, *flags, directory=tmp_path)
+    outcome.assert_failed_clearly("error:", "is not finite", "lower --lr")
+    assert outcome.output.count("is not finite") == 1 and "TrainingError" not in outcome.output
+    assert not list(tmp_path.glob("checkpoints/iter_*"))
+
+
+def test_problem_of_one_rank_at_the_start_is_told_with_its_rank(tmp_path, saving):
+    """Rank 1 does not see the checkpoint, as on a node without the shared disk: both ranks end at once, and rank 0
+    says whose problem it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    flags = ["--load", "checkpoints", "--use-checkpoint-args", "--pipeline-model-parallel-size", 2, "--train-iters", 20]
+    command = [sys.executable, str(launch.REPOSITORY / "pretrain_gpt.py"), *launch.TINY, *launch.SYNTHETIC]
+    command += map(str, flags)
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with (
+        launch.Job(command, directory=saving, RANK="0", LOCAL_RANK="0", **where) as first,
+        launch.Job(command, directory=tmp_path, RANK="1", LOCAL_RANK="1", **where) as second,
+    ):
+        outcomes = [first.wait(), second.wait()]
+    assert [outcome.status for outcome in outcomes] == [2, 2], [outcome.output for outcome in outcomes]
+    outcomes[0].assert_failed_clearly("error: rank 1: --use-checkpoint-args needs a checkpoint")
+    assert "Traceback" not in outcomes[0].output + outcomes[1].output
