@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
 from megatron.training.checkpoint import arguments, directory, optimizer_formats
 from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError
@@ -31,7 +32,6 @@ from megatron.training.checkpoint.state import (
     optimizer_state,
     previous_version_state,
     sharding_metadata,
-    unwrap,
 )
 from megatron.training.checkpoint.writer import CheckpointWriter
 
@@ -202,7 +202,7 @@ def load_checkpoint(
         request["previous_version"] = previous_version_state(model, empty)
     state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
     for entry, chunk in zip(model, chunks, strict=True):
-        _load_module(unwrap(chunk), state[entry])
+        _load_module(unwrap_model(chunk), state[entry])
     if update is not None:
         _restore_versions(update.versions, position.iteration, state.get("previous_version"), version_names)
     if with_optimizer:

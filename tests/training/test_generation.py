@@ -10,12 +10,12 @@ CASES = "tests.training.test_generation:"
 
 def generate_both_ways(changes, prompt, num_tokens):
     """Greedy ids from the generator, and from a plain forward of the whole sequence for every token."""
-    from megatron.training.checkpoint.state import unwrap
+    from megatron.core.utils import unwrap_model
     from megatron.training.generation import Sampling, TextGenerator
     from tests.training import small_run
 
     run = small_run.start(small_run.arguments(**changes))
-    model = unwrap(run.chunks[0]).eval()
+    model = unwrap_model(run.chunks[0]).eval()
     generator = TextGenerator(model, num_positions=16, vocab_size=60, device=torch.device("cpu"))
     greedy = list(generator.stream(prompt, num_tokens, Sampling(temperature=0)))
     again = list(generator.stream(prompt, num_tokens, Sampling(temperature=0)))

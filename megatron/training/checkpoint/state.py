@@ -19,6 +19,7 @@ import torch
 from megatron.backend.fixes import complete_optimizer_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
 
 FORMAT_VERSION = 3.0
 PREVIOUS_VERSION_PREFIX = "previous_version."
@@ -33,13 +34,6 @@ def sharding_metadata(args: argparse.Namespace) -> dict:
     return metadata
 
 
-def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model chunk inside megatron.core's wrappers (data parallel, half precision)."""
-    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
-        chunk = chunk.module
-    return chunk
-
-
 def model_key(index: int, num_chunks: int) -> str:
     """Name of a chunk's entry: 'model', or 'model0', 'model1', ... where a rank holds several."""
     return "model" if num_chunks == 1 else f"model{index}"
@@ -48,7 +42,7 @@ def model_key(index: int, num_chunks: int) -> str:
 def model_state(chunks: Sequence[torch.nn.Module], metadata: dict) -> dict[str, ShardedStateDict]:
     """Sharded weights of each chunk, under its entry's name. The data are the parameters themselves."""
     return {
-        model_key(index, len(chunks)): unwrap(chunk).sharded_state_dict(metadata=dict(metadata))
+        model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
     }
 
