@@ -66,6 +66,26 @@ def test_resumed_run_goes_on_with_the_same_numbers(tmp_path):
     assert min(second) == 5
 
 
+def test_evaluation_that_a_signal_breaks_off_shifts_no_other(tmp_path):
+    """The resumed run's validation losses are those of a run that was never stopped."""
+    flags = "--eval-interval 2 --eval-iters 2"
+
+    def validations(results: list[dict]) -> dict[int, float]:
+        records = [record for record in last(results)["records"] if "validation_loss" in record]
+        return {record["iteration"]: record["validation_loss"] for record in records}
+
+    whole = validations(train(2, flags))
+    assert validations(train(2, f"{flags} --save {tmp_path}", stop_after={1: 2})) == {}
+    assert validations(train(2, f"{flags} --load {tmp_path}")) == {at: whole[at] for at in (4, 6)}
+
+
+def test_more_frequent_evaluations_after_a_resume(tmp_path):
+    """Validation data that are sized for the new intervals begin again instead of ending the run."""
+    train(1, f"--save {tmp_path} --train-iters 8 --exit-interval 4 --eval-interval 1 --eval-iters 4")
+    (result,) = train(1, f"--load {tmp_path} --train-iters 8 --eval-interval 8 --eval-iters 4")
+    assert [record["iteration"] for record in result["records"] if "validation_loss" in record] == [8]
+
+
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wish_of_one_rank_ends_all_after_one_save(tmp_path, schedule, rank):
