@@ -179,8 +179,7 @@ class Guard:
                 self._told = told
                 self._board.set_doing(self.rank, *told)
             if self._board.is_lost:
-                host = "the launcher" if self._agent_hosts_store else "rank 0"
-                self._end(f"{host} ended without a word (killed, or crashed): it hosts the job's store, which is gone")
+                self._end(self._story_of_lost_store())
             error = self._overdue()
             if error is not None:
                 self.fail(error)
@@ -219,6 +218,10 @@ class Guard:
         text = " ".join(str(error).split())
         return f"{where} failed{during}: {type(error).__name__}: {text}"
 
+    def _story_of_lost_store(self) -> str:
+        host = "the launcher" if self._agent_hosts_store else "rank 0"
+        return f"{host} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+
     def _who_waits(self, rank: int | None) -> str:
         """Follow who waits for whom from `rank` on, as far as the ranks have told."""
         text, seen = "", {self.rank}
@@ -236,7 +239,10 @@ class Guard:
 
     def fail(self, error: BaseException) -> None:
         """End the job because of `error` on this rank. Does not return."""
-        story = self._board.wait_for_story(CONSEQUENCE_PATIENCE if is_consequence(error) else 0.0)
+        consequence = is_consequence(error)
+        story = self._board.wait_for_story(CONSEQUENCE_PATIENCE if consequence else 0.0)
+        if story is None and consequence and self._board.is_lost:
+            story = self._story_of_lost_store()
         if story is None:
             own = self._own_story(error)
             story = self._board.tell(own)

@@ -84,7 +84,7 @@ class ProgramStream:
         )
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> ProgramInLegs:
     """The program of `batches`. `first_batch` is 0 or 1: only batch 0 has no version before its own."""
     built = schedule.build_in_legs(batches, first_batch=first_batch)
@@ -92,7 +92,7 @@ def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> P
     return built
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _proved_evaluation(schedule: Schedule, num_microbatches: int) -> Program:
     program = schedule.build_evaluation(num_microbatches, version=0)
     check(program)
