@@ -122,7 +122,7 @@ def test_windows_are_proved_once(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("preset", ["gpipe", "flush", "2bw", "pipedream"])
 def test_an_evaluation_is_proved_once_and_uses_the_newest_version(preset: str, monkeypatch: pytest.MonkeyPatch):
-    """Wherever a drained run evaluates, it executes the built evaluation with its newest version, checked a single time."""
+    """Wherever a drained run evaluates, it executes the built evaluation with its newest version, checked once."""
     proved = []
     monkeypatch.setattr(stream_module, "check", lambda program, **bound: proved.append(program.forward_only))
     stream_module._proved_evaluation.cache_clear()
