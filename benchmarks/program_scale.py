@@ -17,9 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.check import check
 from megatron.pipeline.schedules import Schedule

@@ -11,7 +11,7 @@ limit is the median of its ratios *within* the rounds.
 The limit is each stage's own compute (forwards, backwards, optimizer step) in the same two processes at the same time,
 without communication: no schedule can be faster. Flushing costs (p-1) of m+p-1 slots, so the ideal of `flush` and its
 peers is m/(m+1) of the limit; `2bw` has no such cost. Every batch includes its optimizer step. Before a contender's
-batches are timed, one (two under 2bw, whose pipeline fills) runs outside of the clock.
+batches are timed, one (three under 2bw, until its legs repeat) runs outside of the clock.
 
 Stages have to be balanced for the limit to mean anything: the vocabulary, and with it the output layer of the last
 stage, is adjusted until the stages' times differ by less than 3%; the table shows them.
@@ -57,7 +57,7 @@ def progress(text: str) -> None:
 def measure(contender, num_microbatches: int, num_batches: int) -> float:
     """Seconds per batch in a steady state, on the rank that took longer."""
     dist.barrier()
-    for _ in range(2 if contender.name == "2bw" else 1):
+    for _ in range(3 if contender.name == "2bw" else 1):
         contender.run(num_microbatches)
     start = time.perf_counter()
     for _ in range(num_batches):
