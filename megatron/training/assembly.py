@@ -63,7 +63,6 @@ class Run:
             iteration=self.iteration,
             consumed_train_samples=self.consumed_samples,
             consumed_valid_samples=self.consumed_valid_samples,
-            next_microbatch=self.engine.next_microbatch,
             num_floating_point_operations_so_far=self.flops,
         )
 

@@ -20,6 +20,7 @@ import torch
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.weights import WeightPolicy
 from megatron.training.checkpoint import arguments, directory, optimizer_formats
 from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError
@@ -49,16 +50,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointPosition:
-    """Where in the run a checkpoint stands. Everything counts over the whole run, from 0.
-
-    `next_microbatch` is the number that the next microbatch gets in the pipeline program.
-    """
+    """Where in the run a checkpoint stands. Everything counts over the whole run, from 0."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    skipped_train_samples: int = 0
-    next_microbatch: int = 0
     num_floating_point_operations_so_far: float = 0.0
 
 
@@ -66,7 +62,6 @@ class WeightVersions(Protocol):
     """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.versions)."""
 
     newest: int
-    window: int
 
     def load(self, version: int) -> None: ...
 
@@ -85,6 +80,7 @@ class WeightUpdate(Protocol):
     """What is asked of the pipeline's weight update beyond its optimizer."""
 
     versions: WeightVersions
+    weights: WeightPolicy
 
     def state_dict(self) -> dict: ...
 
@@ -126,12 +122,11 @@ def save_checkpoint(
             iteration=position.iteration,
             consumed_train_samples=position.consumed_train_samples,
             consumed_valid_samples=position.consumed_valid_samples,
-            skipped_train_samples=position.skipped_train_samples,
         ),
         "checkpoint_version": FORMAT_VERSION,
         "iteration": position.iteration,
         "num_floating_point_operations_so_far": position.num_floating_point_operations_so_far,
-        "pipeline": {"next_microbatch": position.next_microbatch, "update": update.state_dict() if update else None},
+        "pipeline": {"update": update.state_dict() if update else None},
         CHECKSUMS_ENTRY: True,
         **model,
     }
@@ -141,7 +136,7 @@ def save_checkpoint(
             state["opt_param_scheduler"] = scheduler.state_dict()
     if not args.no_save_rng:
         state["rng_state"] = sharded_random_state()
-    if (older := _older_version(update)) is not None:
+    if (older := _older_version(update, position.iteration)) is not None:
         state["previous_version"] = previous_version_state(model, _by_parameter(chunks, update.versions, older))
     writer.write(
         state,
@@ -196,7 +191,7 @@ def load_checkpoint(
     elif with_random:
         _log_once("random number generators start from the seed: the checkpoint has none for these parallel degrees")
     version_names: dict[tuple[str, str], str] = {}
-    if _takes_two_versions(update) and not starts_anew and reader.holds_prefix(PREVIOUS_VERSION_PREFIX):
+    if len(_entry_versions(update, position.iteration)) > 1 and reader.holds_prefix(PREVIOUS_VERSION_PREFIX):
         version_names = _version_names(chunks, update.versions, model)
         empty = {id(parameter): torch.empty_like(parameter.data) for parameter in _parameters(chunks)}
         request["previous_version"] = previous_version_state(model, empty)
@@ -204,7 +199,7 @@ def load_checkpoint(
     for entry, chunk in zip(model, chunks, strict=True):
         _load_module(unwrap_model(chunk), state[entry])
     if update is not None:
-        _restore_versions(update.versions, position.iteration, state.get("previous_version"), version_names)
+        _restore_versions(update, position.iteration, state.get("previous_version"), version_names)
     if with_optimizer:
         loaded = state["optimizer"]
         if converts:
@@ -243,8 +238,6 @@ def _position(common: dict) -> CheckpointPosition:
         iteration=common["iteration"],
         consumed_train_samples=getattr(saved, "consumed_train_samples", 0),
         consumed_valid_samples=getattr(saved, "consumed_valid_samples", 0),
-        skipped_train_samples=getattr(saved, "skipped_train_samples", 0),
-        next_microbatch=(common.get("pipeline") or {}).get("next_microbatch", 0),
         num_floating_point_operations_so_far=common.get("num_floating_point_operations_so_far", 0.0),
     )
 
@@ -271,19 +264,17 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return [parameter for chunk in chunks for parameter in chunk.parameters()]
 
 
-def _takes_two_versions(update: WeightUpdate | None) -> bool:
-    return update is not None and update.versions.window > 1
+def _entry_versions(update: WeightUpdate | None, iteration: int) -> tuple[int, ...]:
+    """The weight versions that a drained run needs to go on after `iteration`, ascending; the policy says it."""
+    return () if update is None else update.weights.rule.entry_versions(iteration)
 
 
-def _older_version(update: WeightUpdate | None) -> int | None:
-    """The version before the newest, where it is alive and not the same weights."""
-    if update is None:
+def _older_version(update: WeightUpdate | None, iteration: int) -> int | None:
+    """The version before the newest, where it is needed and not the same weights."""
+    entry = _entry_versions(update, iteration)
+    if len(entry) < 2 or update.versions.slot_of(entry[0]) == update.versions.slot_of(entry[1]):
         return None
-    versions = update.versions
-    older = versions.newest - 1
-    if older not in versions.live() or versions.slot_of(older) == versions.slot_of(versions.newest):
-        return None
-    return older
+    return entry[0]
 
 
 def _names_of_parameters(chunks: Sequence[torch.nn.Module], versions: WeightVersions) -> dict[int, str]:
@@ -313,21 +304,21 @@ def _version_names(chunks: Sequence[torch.nn.Module], versions: WeightVersions, 
 
 
 def _restore_versions(
-    versions: WeightVersions, iteration: int, older: dict | None, names: dict[tuple[str, str], str]
+    update: WeightUpdate, iteration: int, older: dict | None, names: dict[tuple[str, str], str]
 ) -> None:
     """The weights just loaded become the version that `iteration` batches have made, and `older` that before it.
 
-    Without `older` (saved under another policy, or after a skipped update) both versions are the same weights.
+    Without `older` (saved under another policy, or after a skipped update) all versions needed are the same weights.
     """
+    versions, entry = update.versions, _entry_versions(update, iteration)
     if older is None:
-        both = [iteration - 1, iteration] if iteration > 0 and versions.window > 1 else [iteration]
-        versions.reset(*both)
+        versions.reset(*entry)
         return
     newest_tensors = versions.tensors(versions.newest)
     older_tensors = dict(newest_tensors)
-    for entry, chunk_state in older.items():
-        older_tensors.update({names[entry, name]: tensor for name, tensor in chunk_state.items()})
-    versions.restore({iteration - 1: older_tensors, iteration: newest_tensors})
+    for part, chunk_state in older.items():
+        older_tensors.update({names[part, name]: tensor for name, tensor in chunk_state.items()})
+    versions.restore({entry[0]: older_tensors, entry[1]: newest_tensors})
 
 
 def _log_once(message: str) -> None:

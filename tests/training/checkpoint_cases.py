@@ -1,6 +1,7 @@
 """What the worker processes do in test_checkpointing.py. Each case leaves no parallel state behind."""
 
 import argparse
+import dataclasses
 import os
 import queue
 import resource
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.weights import WeightPolicy
 from megatron.training.checkpoint import random_state
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, save_checkpoint
 from tests.training import small_run
@@ -28,7 +30,6 @@ def _save(run, directory, *, iteration=SAVED_AT, update=None, **changes):
         iteration=iteration,
         consumed_train_samples=iteration * small_run.GLOBAL_BATCH,
         consumed_valid_samples=8,
-        next_microbatch=5,
         num_floating_point_operations_so_far=1e12,
     )
     save_checkpoint(
@@ -66,7 +67,7 @@ def load_and_go_on(directory, changes, **load_changes):
     position = _load(run, directory, **load_changes)
     losses = run.train(SAVED_AT, 3)
     small_run.finish()
-    return position, losses, run.parameters()
+    return position and dataclasses.asdict(position), losses, run.parameters()
 
 
 def load_error(directory, changes, decay_steps=None, **load_changes):
@@ -90,6 +91,7 @@ class _Update:
     def __init__(self, run, window):
         parameters = dict(run.chunks[0].named_parameters())
         self.versions = WeightVersions(parameters, window=window)
+        self.weights = WeightPolicy.TWO_BW if window == 2 else WeightPolicy.FLUSH
         self.scales = None
 
     def state_dict(self):

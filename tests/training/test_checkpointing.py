@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import workers
+from tests.training import run_case
 
 CASES = "tests.training.checkpoint_cases:"
 TWO_STAGES = {"pipeline_model_parallel_size": 2}
@@ -41,8 +42,12 @@ def test_resumed_run_equals_the_uninterrupted_one(saved):
     for (losses, weights), (position, losses_again, weights_again) in zip(uninterrupted, resumed, strict=True):
         assert losses_again == losses
         assert equal(weights, weights_again)
-        assert (position.iteration, position.consumed_train_samples, position.consumed_valid_samples) == (3, 12, 8)
-        assert (position.next_microbatch, position.num_floating_point_operations_so_far) == (5, 1e12)
+        assert position == {
+            "iteration": 3,
+            "consumed_train_samples": 12,
+            "consumed_valid_samples": 8,
+            "num_floating_point_operations_so_far": 1e12,
+        }
 
 
 FULL = pytest.mark.full
@@ -81,12 +86,12 @@ def test_what_is_not_loaded_starts_fresh(saved):
         1, CASES + "load_and_go_on", directory=directory, changes={}, no_load_optim=True
     )
     assert (
-        position.iteration == 3
+        position["iteration"] == 3
         and losses[0] == uninterrupted[0]
         and losses[2] != pytest.approx(uninterrupted[2], rel=1e-4)
     )
     ((position, losses, _),) = workers.run(1, CASES + "load_and_go_on", directory=directory, changes={}, finetune=True)
-    assert position.iteration == 0 and losses[0] == uninterrupted[0]
+    assert position["iteration"] == 0 and losses[0] == uninterrupted[0]
     ((position, _, _),) = workers.run(1, CASES + "load_and_go_on", directory=directory + "/none", changes={})
     assert position is None
 
@@ -127,6 +132,46 @@ def test_both_weight_versions_are_restored(tmp_path, degrees):
         assert fresh.keys() == {0} and equal(fresh[0], before[3])
 
 
+PIPEDREAM = "--pipeline-schedule pipedream --global-batch-size 1 --clip-grad 0 --untie-embeddings-and-output-weights"
+TWO_BW_D2 = "--pipeline-schedule 2bw --use-distributed-optimizer --hidden-dropout 0.1"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        pytest.param(2, f"{TWO_BW_D2} --pipeline-model-parallel-size 1", id="2bw d=2 distributed optimizer"),
+        pytest.param(2, PIPEDREAM, id="pipedream"),
+        pytest.param(2, "--pipeline-schedule 2bw --async-save", id="2bw in the background"),
+        pytest.param(4, f"{TWO_BW_D2} --pipeline-model-parallel-size 2", id="2bw p=2 d=2", marks=FULL),
+        pytest.param(4, f"{TWO_BW_D2} --pipeline-model-parallel-size 2 --bf16", id="2bw p=2 d=2 bf16", marks=FULL),
+        pytest.param(
+            2, "--pipeline-schedule 2bw --fp16 --initial-loss-scale 1e12", id="2bw with overflows", marks=FULL
+        ),
+        pytest.param(4, f"{PIPEDREAM} --pipeline-model-parallel-size 4 --num-layers 4", id="pipedream p=4", marks=FULL),
+    ],
+)
+def test_training_goes_on_through_files(tmp_path, num_ranks, flags):
+    """A run that is drained for a checkpoint and goes on, and one that loads it: the same losses, norms, scales and
+    weights, bit for bit."""
+    whole = run_case.train(num_ranks, f"{flags} --save {tmp_path} --save-interval 3 --train-iters 6")
+    flags = flags.replace("--async-save", "")
+    rest = run_case.train(num_ranks, f"{flags} --load {tmp_path} --ckpt-step 3 --train-iters 6")
+    names = ("iteration", "lm_loss", "grad_norm", "loss_scale", "learning_rate", "consumed_samples")
+    records = [[[record[name] for name in names] for record in run[-1]["records"]] for run in (whole, rest)]
+    assert records[1] == records[0][3:] and len(records[1]) == 3
+    assert all(equal(one["weights"], other["weights"]) for one, other in zip(whole, rest, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=FULL)])
+def test_pipedream_checkpoint_serves_other_schedules(tmp_path, schedule):
+    """It holds one version, the newest, which every schedule can start from."""
+    model = "--clip-grad 0 --untie-embeddings-and-output-weights --train-iters 6"
+    run_case.train(2, f"{model} {PIPEDREAM} --save {tmp_path} --exit-interval 3")
+    settings = "--override-opt_param-scheduler --global-batch-size 4"
+    results = run_case.train(2, f"{model} --pipeline-schedule {schedule} {settings} --load {tmp_path}")
+    assert sorted(results[-1]["losses"]) == [4, 5, 6]
+
+
 def test_flush_checkpoint_serves_both_versions(saved):
     """From a flush checkpoint both versions of 2bw are the same weights, in one buffer."""
     directory, _ = saved(1)
@@ -142,7 +187,7 @@ def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
     resumed = workers.run(2, CASES + "load_and_go_on", directory=directory, changes=changes)
     for (losses, weights), (position, losses_again, weights_again) in zip(written, resumed, strict=True):
         assert losses_again == losses and equal(weights, weights_again)
-        assert (position.iteration, position.consumed_train_samples) == (3, 12)
+        assert (position["iteration"], position["consumed_train_samples"]) == (3, 12)
 
 
 @FULL

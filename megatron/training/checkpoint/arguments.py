@@ -63,7 +63,6 @@ _TOKENIZER_ARGUMENTS = (
     "tiktoken_special_tokens",
 )
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
-_OF_ONE_RANK = ("rank", "local_rank")
 
 
 def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Namespace:
@@ -71,12 +70,6 @@ def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Names
     values = {name: value for name, value in vars(args).items() if _is_plain(value)}
     values.update({name: str(value) for name, value in vars(args).items() if hasattr(value, "__fspath__")})
     return argparse.Namespace(**{**values, **position})
-
-
-def without_rank(common_state: dict) -> dict:
-    """The part of a checkpoint's common state that must be equal on all ranks."""
-    args = argparse.Namespace(**{k: v for k, v in vars(common_state["args"]).items() if k not in _OF_ONE_RANK})
-    return {**common_state, "args": args}
 
 
 def check_same_model(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:

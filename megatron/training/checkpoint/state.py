@@ -6,8 +6,7 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
 
 - 'previous_version': under the 2bw policy two weight versions are alive between two batches, and the next batch still
   uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
-- 'pipeline': the weight policy, the number of the next microbatch, and what the weight update keeps beyond the
-  optimizer (the table of loss scales).
+- 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
 """
 
 import argparse

@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.training.checkpoint import directory, integrity
 from megatron.training.checkpoint.agreement import agree, agreed, control_group, on_rank_zero
-from megatron.training.checkpoint.arguments import without_rank
 from megatron.training.checkpoint.errors import CheckpointError
 
 # What torch.save and the index add to each tensor.
@@ -138,11 +137,6 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
 
-    @property
-    def is_saving(self) -> bool:
-        """True while an asynchronous save is under way on this rank."""
-        return self._thread is not None and self._thread.is_alive()
-
     def _plan(self, state: dict, staging: Path, content_metadata: dict, fully_parallel: bool) -> _PlanningStrategy:
         planning = _PlanningStrategy("torch_dist", 1)
         strategy = planning
@@ -156,7 +150,7 @@ class CheckpointWriter:
                 str(staging),
                 strategy,
                 async_sharded_save=True,
-                preprocess_common_before_consistancy_check=without_rank,
+                preprocess_common_before_consistancy_check=_without_arguments,
                 content_metadata=dict(content_metadata),
             )
         except (OSError, RuntimeError) as error:
@@ -219,6 +213,11 @@ class CheckpointWriter:
         except OSError as error:
             free = str(error)
         return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason} ({free}). {intact}."
+
+
+def _without_arguments(common_state: dict) -> dict:
+    """What must be equal on all ranks; arguments name ranks and paths, and those of rank 0 are stored."""
+    return {name: value for name, value in common_state.items() if name != "args"}
 
 
 def _write_files(writer: FileSystemWriterAsync, buckets: list) -> tuple[list, dict[str, dict]]:
