@@ -198,8 +198,9 @@ def test_disk_full_while_saving(tmp_path):
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_one_rank_killed_in_the_middle_of_training(tmp_path, rank):
-    """The others end within 10 s and name it; the checkpoints before are whole; no process is left."""
-    flags = [*TWO_BW, "--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 4]
+    """The others end within 10 s and name it; the checkpoints before are whole; no process is left, of those that load
+    samples neither."""
+    flags = [*TWO_BW, "--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 4, "--num-workers", 2]
     command = launch.training_command(2, *flags, "--metrics-file", "metrics.jsonl")
     with launch.Job(command, directory=tmp_path) as job:
         launch.wait_for_iteration(job, tmp_path / "metrics.jsonl", 6)

@@ -1,6 +1,5 @@
 """Stopped runs go on as if they had never been stopped: jobs as users start them, compared loss by loss."""
 
-import os
 import signal
 import time
 
@@ -101,24 +100,25 @@ def test_killed_run_goes_on_again_and_again(uninterrupted, tmp_path, flags):
     _killed_and_resumed(tmp_path, uninterrupted, *flags)
 
 
+LONG = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000]
+
+
 def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0.0):
-    """A long run, of which one rank gets SIGTERM, or with rank None every rank's process group, as launchers do;
-    returns the iteration that was saved."""
-    flags = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000, *flags]
-    command = launch.training_command(world_size, *flags, "--metrics-file", "metrics.jsonl")
+    """A long run, of which one rank gets SIGTERM; returns the iteration that was saved."""
+    command = launch.training_command(world_size, *LONG, *flags, "--metrics-file", "metrics.jsonl")
     with launch.Job(command, directory=directory) as job:
         if iteration:
             launch.wait_for_iteration(job, directory / "metrics.jsonl", iteration)
         else:
             job.wait_until(lambda: rank in job.workers())
             time.sleep(delay)
-        if rank is None:
-            for pid in job.workers().values():
-                os.killpg(pid, signal.SIGTERM)
-        else:
-            launch.kill(job.workers()[rank], signal.SIGTERM)
+        launch.kill(job.workers()[rank], signal.SIGTERM)
         outcome = job.wait()
     outcome.assert_succeeded()
+    return _saved_once(directory)
+
+
+def _saved_once(directory):
     names = sorted(path.name for path in (directory / "checkpoints").iterdir())
     saved = int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert names == [f"iter_{saved:07d}", "latest_checkpointed_iteration.txt"], "saved once"
@@ -126,10 +126,24 @@ def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0
     return saved
 
 
+@pytest.mark.full
+def test_signal_to_the_launcher_saves_too(tmp_path):
+    """A cluster signals torchrun, which passes it on to every process of every rank: the run is saved before it ends.
+    (torchrun's own exit status tells of the signal, not of the run.)"""
+    flags = ["--pipeline-schedule", "2bw", "--num-workers", 2, "--metrics-file", "metrics.jsonl"]
+    with launch.Job(launch.training_command(2, *LONG, *flags), directory=tmp_path) as job:
+        launch.wait_for_iteration(job, tmp_path / "metrics.jsonl", 5)
+        launch.kill(job.process.pid, signal.SIGTERM)
+        outcome = job.wait()
+    assert not outcome.leftovers
+    assert _saved_once(tmp_path) < 100_000
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_signal_to_one_rank_saves_once_and_ends_all(tmp_path, rank):
-    """SIGTERM to any one rank in the middle of training: one checkpoint of the last iteration, status 0."""
-    saved = _stopped_by_signal(tmp_path, rank, 5, "--pipeline-schedule", "2bw")
+    """SIGTERM to any one rank in the middle of training, with processes that load samples: one checkpoint of the last
+    iteration, status 0."""
+    saved = _stopped_by_signal(tmp_path, rank, 5, "--pipeline-schedule", "2bw", "--num-workers", 2)
     assert saved < 100_000
 
 
