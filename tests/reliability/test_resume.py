@@ -1,5 +1,6 @@
 """Stopped runs go on as if they had never been stopped: jobs as users start them, compared loss by loss."""
 
+import os
 import signal
 import time
 
@@ -104,7 +105,8 @@ LONG = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50
 
 
 def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0.0):
-    """A long run, of which one rank gets SIGTERM; returns the iteration that was saved."""
+    """A long run, of which one rank gets SIGTERM, or with rank None every rank's process group, as launchers do;
+    returns the iteration that was saved."""
     command = launch.training_command(world_size, *LONG, *flags, "--metrics-file", "metrics.jsonl")
     with launch.Job(command, directory=directory) as job:
         if iteration:
@@ -112,7 +114,11 @@ def _stopped_by_signal(directory, rank, iteration, *flags, world_size=2, delay=0
         else:
             job.wait_until(lambda: rank in job.workers())
             time.sleep(delay)
-        launch.kill(job.workers()[rank], signal.SIGTERM)
+        if rank is None:
+            for pid in job.workers().values():
+                os.killpg(pid, signal.SIGTERM)
+        else:
+            launch.kill(job.workers()[rank], signal.SIGTERM)
         outcome = job.wait()
     outcome.assert_succeeded()
     return _saved_once(directory)
