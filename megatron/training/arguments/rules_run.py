@@ -3,7 +3,8 @@
 import argparse
 import importlib.util
 
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.weights import WeightPolicy
 from megatron.training.batch_sizes import BatchSizes
 
 
@@ -35,9 +36,10 @@ def batches(args: argparse.Namespace) -> None:
 
 def schedule(args: argparse.Namespace) -> None:
     """The schedule accepts every batch size of the run."""
-    if args.pipeline_2bw_single_gradient_buffer and args.pipeline_schedule != "2bw":
+    _, weights = PRESETS[args.pipeline_schedule]
+    if args.pipeline_2bw_single_gradient_buffer and weights is not WeightPolicy.TWO_BW:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
-    if args.pipeline_schedule == "pipedream":
+    if weights is WeightPolicy.STASH:
         _pipedream(args)
     program = pipeline_schedule(args)
     for num_microbatches in sorted(set(args.batch_sizes.all_num_microbatches())):
