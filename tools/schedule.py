@@ -152,7 +152,7 @@ def _program(options: argparse.Namespace) -> Program:
     if options.schedule is not None:
         schedule = _schedule(options)
         batches = options.microbatches or (_fewest_microbatches(schedule),)
-        few = 2 * schedule.num_stages if schedule.weights is WeightPolicy.STASH else 3
+        few = 2 * schedule.num_stages if schedule.weights.rule.updates_alone else 3
         return schedule.build(batches if len(batches) > 1 else batches * (options.batches or few))
     facts = {"batches": options.microbatches, "weights": options.weights and WeightPolicy(options.weights)}
     try:
@@ -166,7 +166,7 @@ def _program(options: argparse.Namespace) -> Program:
 
 def _fewest_microbatches(schedule: Schedule) -> int:
     """As many as fill the pipeline, or the one that a weight-stashing schedule takes."""
-    if schedule.weights is WeightPolicy.STASH:
+    if schedule.weights.rule.updates_alone:
         return 1
     return 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
 

@@ -42,6 +42,15 @@ class WeightRule:
     delay: int | None
     drains: bool
 
+    @property
+    def updates_alone(self) -> bool:
+        """Whether each stage makes versions at its own time, so that nothing may depend on all stages together."""
+        return self.delay is None
+
+    def max_live_versions(self, stage: int, num_stages: int) -> int:
+        """The most versions that a stage holds at once."""
+        return num_stages - stage if self.delay is None else self.delay + 1
+
     def version_of(self, batch: int, *, newest: int) -> int:
         """The version that the forward of `batch` uses at a stage whose newest version is `newest`."""
         return newest if self.delay is None else max(batch - self.delay, 0)

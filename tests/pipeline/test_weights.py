@@ -23,3 +23,11 @@ def test_a_batch_finds_its_version_alive():
         for first_batch in range(4):
             alive = policy.rule.entry_versions(first_batch)
             assert policy.rule.version_of(first_batch, newest=max(alive)) in alive
+
+
+def test_how_many_versions_a_stage_holds():
+    """flush keeps one version, 2bw two, stash p-s at stage s, as in the papers."""
+    stages = range(4)
+    assert [WeightPolicy.FLUSH.rule.max_live_versions(stage, 4) for stage in stages] == [1, 1, 1, 1]
+    assert [WeightPolicy.TWO_BW.rule.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 2]
+    assert [WeightPolicy.STASH.rule.max_live_versions(stage, 4) for stage in stages] == [4, 3, 2, 1]

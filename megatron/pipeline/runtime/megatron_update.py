@@ -94,19 +94,19 @@ class MegatronWeightUpdate:
         self.scheduler = scheduler
         self.weights = WeightPolicy(weights)
         self.loss_names = loss_names
+        rule = self.weights.rule
         self._inner = _single_optimizer(optimizer)
         self._scaler = getattr(self._inner, "grad_scaler", None)
         self._clip_grad = self._inner.config.clip_grad
-        self._single_gradient_buffer = single_gradient_buffer and self.weights is WeightPolicy.TWO_BW
+        self._single_gradient_buffer = single_gradient_buffer and bool(rule.delay)
         self._check(chunks)
-        window = {WeightPolicy.FLUSH: 1, WeightPolicy.TWO_BW: 2, WeightPolicy.STASH: num_stages - stage}[self.weights]
-        self.versions = weight_versions(chunks, self._inner, window=window)
+        self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._gradients = GradientBuffers(chunks)
         self._timeout = timeout or DEFAULT_TIMEOUT
         self._groups = ChainGroups.create(timeout=self._timeout)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients, self._groups)
-        self._scales = LossScales(self._scaler, delay=2 if self.weights is WeightPolicy.TWO_BW else 1)
+        self._scales = LossScales(self._scaler, delay=(rule.delay or 0) + 1)
         self._batches: dict[int, _Batch] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
 
@@ -129,8 +129,8 @@ class MegatronWeightUpdate:
                 "A single gradient buffer cannot be combined with loss scaling, since gradients are applied before the "
                 "other stages have reported an overflow: use bf16 or keep the second buffer."
             )
-        if self.weights is WeightPolicy.STASH:
-            assert self._clip_grad == 0.0 and self._scaler is None, "stash: clipping and loss scaling are refused"
+        if self.weights.rule.updates_alone:
+            assert self._clip_grad == 0.0 and self._scaler is None, "pipedream: clipping and loss scaling are refused"
 
     # Called on the main thread while a batch runs.
 

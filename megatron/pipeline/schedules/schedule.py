@@ -61,12 +61,14 @@ class Schedule:
             )
         if self.extra_warmup and not ORDERS[self.order].extends_warmup:
             raise ValueError(f"{self.order} has no warm-up that could be extended; drop extra_warmup")
-        if self.weights is WeightPolicy.STASH and self.extra_warmup:
-            raise ValueError("stash keeps at most p-s weight versions at stage s; extra_warmup needs more, so drop it")
-        if self.weights is WeightPolicy.STASH and self.tied_embeddings:
+        if self.weights.rule.updates_alone and self.extra_warmup:
             raise ValueError(
-                "under stash every stage updates at its own time, so the first and the last one cannot share an "
-                "embedding; untie the embeddings, or use flush or 2bw"
+                f"{self.weights.value} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
+            )
+        if self.weights.rule.updates_alone and self.tied_embeddings:
+            raise ValueError(
+                f"under {self.weights.value} every stage updates at its own time, so the first and the last one "
+                "cannot share an embedding; untie the embeddings, or use flush or 2bw"
             )
 
     @classmethod
@@ -87,17 +89,18 @@ class Schedule:
         """Raises ValueError where a batch of this size cannot be run."""
         if num_microbatches < 1:
             raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
-        if self.weights is WeightPolicy.STASH and num_microbatches != 1:
+        rule = self.weights.rule
+        if rule.updates_alone and num_microbatches != 1:
             raise ValueError(
-                f"stash updates after every microbatch, so a batch is one microbatch, not {num_microbatches}; make the "
-                "global batch size the micro batch size times the data-parallel size"
+                f"{self.weights.value} updates after every microbatch, so a batch is one microbatch, not "
+                f"{num_microbatches}; make the global batch size the micro batch size times the data-parallel size"
             )
-        if self.weights is WeightPolicy.TWO_BW and num_microbatches < (fewest := self._order.max_in_flight(0)):
+        if rule.delay and num_microbatches < (fewest := self._order.max_in_flight(0)):
             warmup = " and extra warm-up" if self.extra_warmup else ""
             raise ValueError(
-                f"2bw with {self.num_stages} stages{warmup} needs batches of at least {fewest} microbatches, as many "
-                f"as are in flight, not {num_microbatches}: a batch would begin before its weights are made; "
-                "use larger batches, fewer stages, or flush"
+                f"{self.weights.value} with {self.num_stages} stages{warmup} needs batches of at least {fewest} "
+                f"microbatches, as many as are in flight, not {num_microbatches}: a batch would begin before its weights "
+                "are made; use larger batches, fewer stages, or flush"
             )
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:

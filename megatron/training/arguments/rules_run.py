@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 
 from megatron.pipeline.schedules import PRESETS, Schedule
-from megatron.pipeline.weights import WeightPolicy
 from megatron.training.batch_sizes import BatchSizes
 
 
@@ -37,9 +36,9 @@ def batches(args: argparse.Namespace) -> None:
 def schedule(args: argparse.Namespace) -> None:
     """The schedule accepts every batch size of the run."""
     _, weights = PRESETS[args.pipeline_schedule]
-    if args.pipeline_2bw_single_gradient_buffer and weights is not WeightPolicy.TWO_BW:
+    if args.pipeline_2bw_single_gradient_buffer and not weights.rule.delay:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
-    if weights is WeightPolicy.STASH:
+    if weights.rule.updates_alone:
         _pipedream(args)
     program = pipeline_schedule(args)
     for num_microbatches in sorted(set(args.batch_sizes.all_num_microbatches())):
