@@ -194,6 +194,7 @@ OVER_IDEAL = {
     "over ideal": lambda row: over(row, row["ideal"]),
     "unhidable": lambda row: f"{1e3 * row['unhidable']:.1f}",
     "over ideal + unhidable": lambda row: over(row, row["ideal"] + row["unhidable"]),
+    "over predicted": lambda row: over(row, row["predicted"]),
 }
 TABLES = {
     "ideal": ("time per batch over the ideal", COMMON | OVER_IDEAL),

@@ -7,9 +7,9 @@ GPUs, or gloo through pinned host memory where GPUs are not joined by NCCL (seve
 Solution: a link class for each of them under one face, chosen by data (`LINKS`; the CUDA classes run in `gpu` tests
 only). Every link owns a process group of its two ranks, so that nothing queues behind what it does not depend on. A
 link keeps what it sends alive until it has been read: it holds an alias of the tensor, so the stage may drop its own
-hold as soon as the send is posted. With gloo, where a send counts as read only once ``wait()`` has returned and
-``is_completed()`` says nothing, one thread per link waits for the sends in their order and drops the aliases; the
-compute thread never does.
+hold as soon as the send is posted. With gloo, posting itself takes time (a send copies into the socket, a receive makes
+its memory), and a send counts as read only once ``wait()`` has returned, while ``is_completed()`` says nothing. So one
+thread per link posts in order, waits for the sends and drops the aliases; the compute thread does neither.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> Pr
     return ProcessGroupGloo(PrefixStore(name, store), member, 2, options)
 
 
-class _Waiter:
-    """A thread that finishes sends in their order and then drops what it was given."""
+class _Worker:
+    """A thread that finishes what it is given, in order, and then drops it."""
 
     def __init__(self, name: str, finish: Callable[[Any], None], on_error: Callable[[Exception], None]) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()
@@ -114,13 +114,33 @@ class _Waiter:
 
 
 class _GlooReceive:
-    __slots__ = ("_tensor", "_work")
+    """A receive that the link's thread posts; `make` makes the memory that it fills."""
 
-    def __init__(self, work: Any, tensor: Tensor) -> None:
-        self._work = work
-        self._tensor = tensor
+    __slots__ = ("_error", "_group", "_make", "_posted", "_tag", "_tensor", "_work")
+
+    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int) -> None:
+        self._group = group
+        self._make = make
+        self._tag = tag % _NUM_TAGS
+        self._tensor: Tensor | None = None
+        self._work: Any = None
+        self._error: Exception | None = None
+        self._posted = threading.Lock()  # held until the receive is posted
+        self._posted.acquire()
+
+    def post(self) -> None:
+        try:
+            self._tensor = self._make()
+            self._work = self._group.recv([self._tensor], _SENDER, self._tag)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._posted.release()
 
     def wait(self, timeout: timedelta) -> Tensor:
+        with self._posted:
+            if self._error is not None:
+                raise self._error
         self._work.wait(timeout)
         return self._tensor
 
@@ -133,25 +153,26 @@ class GlooLink:
     ) -> None:
         self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
         self._timeout = timeout
-        self._waiter = _Waiter(name, self._finish, on_error) if sends else None
+        self._sends = sends
+        self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
 
     def send(self, tensor: Tensor, tag: int) -> None:
-        alias = tensor.detach()
-        self._waiter.put((self._group.send([alias], _RECEIVER, tag % _NUM_TAGS), alias))
+        self._worker.put((tensor.detach(), tag % _NUM_TAGS))
 
-    def _finish(self, item: tuple[Any, Tensor]) -> None:
-        item[0].wait(self._timeout)
+    def _finish_send(self, item: tuple[Tensor, int]) -> None:
+        alias, tag = item
+        self._group.send([alias], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        return _GlooReceive(self._group.recv([tensor], _SENDER, tag % _NUM_TAGS), tensor)
+        receive = _GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
+        self._worker.put(receive)
+        return receive
 
     def num_unread(self) -> int:
-        return self._waiter.num_unfinished() if self._waiter else 0
+        return self._worker.num_unfinished() if self._sends else 0
 
     def close(self, timeout: float) -> None:
-        if self._waiter:
-            self._waiter.close(timeout)
+        self._worker.close(timeout)
 
 
 class HostStagedLink:
@@ -164,7 +185,8 @@ class HostStagedLink:
         self._timeout = timeout
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._waiter = _Waiter(name, self._finish, on_error) if sends else None
+        self._sends = sends
+        self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
 
     def send(self, tensor: Tensor, tag: int) -> None:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -172,30 +194,33 @@ class HostStagedLink:
         with torch.cuda.stream(self._stream):
             host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)
-        self._waiter.put((self._stream.record_event(), host, tag % _NUM_TAGS))
+        self._worker.put((self._stream.record_event(), host, tag % _NUM_TAGS))
 
-    def _finish(self, item: tuple[Any, Tensor, int]) -> None:
+    def _finish_send(self, item: tuple[Any, Tensor, int]) -> None:
         copied, host, tag = item
         copied.synchronize()
         self._group.send([host], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        host = torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
-        return _HostStagedReceive(self._group.recv([host], _SENDER, tag % _NUM_TAGS), host, self._device)
+        def make() -> Tensor:
+            return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
+
+        receive = _HostStagedReceive(self._group, make, tag, self._device)
+        self._worker.put(receive)
+        return receive
 
     def num_unread(self) -> int:
-        return self._waiter.num_unfinished() if self._waiter else 0
+        return self._worker.num_unfinished() if self._sends else 0
 
     def close(self, timeout: float) -> None:
-        if self._waiter:
-            self._waiter.close(timeout)
+        self._worker.close(timeout)
 
 
 class _HostStagedReceive(_GlooReceive):
     __slots__ = ("_device",)
 
-    def __init__(self, work: Any, host: Tensor, device: torch.device) -> None:
-        super().__init__(work, host)
+    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int, device: torch.device) -> None:
+        super().__init__(group, make, tag)
         self._device = device
 
     def wait(self, timeout: timedelta) -> Tensor:
@@ -214,7 +239,7 @@ class NcclLink:
         self._group = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
         self._device = device
         self._meet(sends)
-        self._waiter = _Waiter(name, self._finish, on_error) if sends else None
+        self._worker = _Worker(name, self._finish, on_error) if sends else None
 
     def _meet(self, sends: bool) -> None:
         """NCCL connects at the first use and blocks there; do it now, while both ends are known to come."""
@@ -225,7 +250,7 @@ class NcclLink:
 
     def send(self, tensor: Tensor, tag: int) -> None:
         alias = tensor.detach()
-        self._waiter.put((self._group.send([alias], _RECEIVER, 0), alias))
+        self._worker.put((self._group.send([alias], _RECEIVER, 0), alias))
 
     def _finish(self, item: tuple[Any, Tensor]) -> None:
         while not item[0].is_completed():
@@ -237,11 +262,11 @@ class NcclLink:
         return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
 
     def num_unread(self) -> int:
-        return self._waiter.num_unfinished() if self._waiter else 0
+        return self._worker.num_unfinished() if self._worker else 0
 
     def close(self, timeout: float) -> None:
-        if self._waiter:
-            self._waiter.close(timeout)
+        if self._worker:
+            self._worker.close(timeout)
 
 
 class _NcclReceive:

@@ -99,8 +99,8 @@ class Schedule:
             warmup = " and extra warm-up" if self.extra_warmup else ""
             raise ValueError(
                 f"{self.weights.value} with {self.num_stages} stages{warmup} needs batches of at least {fewest} "
-                f"microbatches, as many as are in flight, not {num_microbatches}: a batch would begin before its weights "
-                "are made; use larger batches, fewer stages, or flush"
+                f"microbatches, as many as are in flight, not {num_microbatches}: a batch would begin before its "
+                "weights are made; use larger batches, fewer stages, or flush"
             )
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
