@@ -156,7 +156,7 @@ def _program(options: argparse.Namespace) -> Program:
         return schedule.build(batches if len(batches) > 1 else batches * (options.batches or few))
     facts = {"batches": options.microbatches, "weights": options.weights and WeightPolicy(options.weights)}
     try:
-        text = Path(options.file).read_text()
+        text = Path(options.file).read_text(encoding="utf-8-sig")
         return Program.from_csv(text, **{name: value for name, value in facts.items() if value is not None})
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.file} is no text ({error.reason}); give a CSV file") from error

@@ -200,7 +200,7 @@ def test_draw_writes_pictures(run, tmp_path):
     (tmp_path / "measured.json").write_text("{}")
     status, _, err = run("draw", *TWO_BW, "--output", tmp_path / "x.png", "--measured", tmp_path / "measured.json")
     assert status == 1
-    assert "measured.json: a timeline has format" in err
+    assert "measured.json is no timeline: a timeline has format" in err
 
 
 def test_weights_and_batches_of_a_compute_only_file(run, tmp_path):

@@ -55,7 +55,7 @@ def prove_updates(compact: CompactProgram) -> None:
         ValueError: a batch has several microbatches under a policy that updates after every one.
     """
     program = compact.program
-    if program.weights.rule.delay is None and set(program.batches) != {1}:
+    if program.weights.rule.updates_alone and set(program.batches) != {1}:
         raise ValueError(
             f"{program.weights.value} updates after each microbatch: give batches of 1, not {program.batches}"
         )
@@ -105,7 +105,7 @@ def prove_updates(compact: CompactProgram) -> None:
 
 
 def _order_of_links(compact: CompactProgram) -> tuple[int, ...]:
-    if compact.program.weights.rule.delay is None:
+    if compact.program.weights.rule.updates_alone:
         return (REDUCE_GRAD, REDUCE_EMBED, STEP, REDUCE_NORM)
     return (REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP)
 

@@ -73,8 +73,8 @@ class _StageVersions:
     def __init__(self, program: Program, stage: int) -> None:
         rule = program.weights.rule
         self.program, self.stage = program, stage
-        self.stashes = rule.delay is None
-        self.bound = program.num_stages - stage if self.stashes else rule.delay + 1
+        self.stashes = rule.updates_alone
+        self.bound = rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)

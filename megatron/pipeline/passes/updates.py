@@ -59,7 +59,7 @@ class _Chain:
         chain = [Instruction(kind, backward.stage, version=version) for kind in self._stage_reductions(backward.stage)]
         self._stages_left[batch] -= 1
         if not self._stages_left[batch]:
-            if self._outline.weights.rule.delay is None:
+            if self._outline.weights.rule.updates_alone:
                 chain += self.steps(version)
             if self._outline.global_norm:
                 chain.append(Instruction(Kind.REDUCE_NORM, self._stages[0], version=version))

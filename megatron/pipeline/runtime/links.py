@@ -131,30 +131,53 @@ class _GlooReceive:
     def post(self) -> None:
         try:
             self._tensor = self._make()
-            self._work = self._group.recv([self._tensor], _SENDER, self._tag)
-        except Exception as error:
-            self._error = error
+        except RuntimeError as error:  # torch's, out of memory: this rank's own, not a lost peer's
+            self._error = MemoryError(str(error))
+        else:
+            self._post()
         finally:
             self._posted.release()
 
+    def _post(self) -> None:
+        try:
+            self._work = self._group.recv([self._tensor], _SENDER, self._tag)
+        except RuntimeError as error:
+            self._error = error
+
     def wait(self, timeout: timedelta) -> Tensor:
-        with self._posted:
-            if self._error is not None:
-                raise self._error
+        if not self._posted.acquire(timeout=timeout.total_seconds()):
+            raise RuntimeError(f"the link's thread did not post the receive within {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise self._error
         self._work.wait(timeout)
         return self._tensor
 
 
-class GlooLink:
-    """CPU tensors over gloo."""
+class _GlooEnd:
+    """One end of a link over gloo, with the thread that posts its transfers."""
 
     def __init__(
         self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
     ) -> None:
         self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
         self._timeout = timeout
+        self._device = device
         self._sends = sends
         self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
+
+    def _finish_send(self, item: Any) -> None:
+        """On the link's thread: send what `send` has put there, and return when it has been read."""
+        raise NotImplementedError
+
+    def num_unread(self) -> int:
+        return self._worker.num_unfinished() if self._sends else 0
+
+    def close(self, timeout: float) -> None:
+        self._worker.close(timeout)
+
+
+class GlooLink(_GlooEnd):
+    """CPU tensors over gloo."""
 
     def send(self, tensor: Tensor, tag: int) -> None:
         self._worker.put((tensor.detach(), tag % _NUM_TAGS))
@@ -168,25 +191,13 @@ class GlooLink:
         self._worker.put(receive)
         return receive
 
-    def num_unread(self) -> int:
-        return self._worker.num_unfinished() if self._sends else 0
 
-    def close(self, timeout: float) -> None:
-        self._worker.close(timeout)
-
-
-class HostStagedLink:
+class HostStagedLink(_GlooEnd):
     """CUDA tensors over gloo, through pinned host memory: for ranks that NCCL cannot join."""
 
-    def __init__(
-        self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
-    ) -> None:
-        self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
-        self._timeout = timeout
-        self._device = device
+    def __init__(self, name: str, store: Store, *, device: torch.device, **options: Any) -> None:
+        super().__init__(name, store, device=device, **options)
         self._stream = torch.cuda.Stream(device)
-        self._sends = sends
-        self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
 
     def send(self, tensor: Tensor, tag: int) -> None:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -208,12 +219,6 @@ class HostStagedLink:
         receive = _HostStagedReceive(self._group, make, tag, self._device)
         self._worker.put(receive)
         return receive
-
-    def num_unread(self) -> int:
-        return self._worker.num_unfinished() if self._sends else 0
-
-    def close(self, timeout: float) -> None:
-        self._worker.close(timeout)
 
 
 class _HostStagedReceive(_GlooReceive):
