@@ -93,7 +93,11 @@ def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batc
         ("interleaved", {"num_virtual_stages": 0}, "4 stages cannot be dealt out 0 to a rank"),
         ("flush", {"num_virtual_stages": 2}, "1f1b has one stage on each rank, not 2; use order interleaved"),
         ("flush", {"microbatch_group_size": 4}, "1f1b takes no groups of microbatches"),
-        ("interleaved", {"num_virtual_stages": 2, "microbatch_group_size": 1}, "groups of 1 are smaller than the 2 ranks"),
+        (
+            "interleaved",
+            {"num_virtual_stages": 2, "microbatch_group_size": 1},
+            "groups of 1 are smaller than the 2 ranks",
+        ),
     ],
 )
 def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):

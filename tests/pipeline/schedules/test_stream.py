@@ -41,8 +41,8 @@ def test_drains_in_between(data: st.DataObject):
     schedule = data.draw(schedules(max_stages=4))
     stretches = data.draw(st.lists(st.lists(sizes(schedule), min_size=1, max_size=4), min_size=1, max_size=4))
     stream = schedule.stream()
-    rows: Rows = [[] for _ in range(schedule.num_stages)]
-    expected: Rows = [[] for _ in range(schedule.num_stages)]
+    rows: Rows = [[] for _ in range(schedule.num_ranks)]
+    expected: Rows = [[] for _ in range(schedule.num_ranks)]
     for stretch in stretches:
         program = schedule.build(stretch, first_batch=stream.next_batch, first_microbatch=stream.next_microbatch)
         assert stream.entry_versions == program.entry_versions
@@ -78,11 +78,11 @@ def test_borders(run: Run):
 def test_report_lag(run: Run):
     """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
-    done = [set() for _ in range(run.schedule.num_stages)]
+    done = [set() for _ in range(run.schedule.num_ranks)]
     for batch, size in enumerate(run.batches, start=run.first_batch):
         leg = stream.start_batch(size)
         reported = batch - run.schedule.report_lag
-        for rank in range(run.schedule.num_stages):
+        for rank in range(run.schedule.num_ranks):
             done[rank] |= {(each.kind, each.version - 1) for each in kinds_of(leg[rank], Kind.STEP, Kind.REDUCE_NORM)}
             if reported >= run.first_batch:
                 assert {(Kind.STEP, reported), (Kind.REDUCE_NORM, reported)} <= done[rank]
