@@ -117,6 +117,11 @@ class Schedule:
         """Ranks of the pipeline, Megatron's p."""
         return self.num_stages // self.num_virtual_stages
 
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage: they are dealt out in turn."""
+        return tuple(range(self.num_ranks)) * self.num_virtual_stages
+
     def validate(self, num_microbatches: int) -> None:
         """Raises ValueError where a batch of this size cannot be run."""
         if num_microbatches < 1:
@@ -220,7 +225,7 @@ class Schedule:
             raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
         outline = Program(
             rows=((),) * self.num_ranks,
-            rank_of_stage=self._rank_of_stage,
+            rank_of_stage=self.rank_of_stage,
             batches=(num_microbatches,),
             weights=self.weights,
             first_batch=version,
@@ -250,14 +255,10 @@ class Schedule:
             extra_warmup=self.extra_warmup,
         )
 
-    @property
-    def _rank_of_stage(self) -> tuple[int, ...]:
-        return tuple(range(self.num_ranks)) * self.num_virtual_stages
-
     def _outline(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
         return Program(
             rows=((),) * self.num_ranks,
-            rank_of_stage=self._rank_of_stage,
+            rank_of_stage=self.rank_of_stage,
             batches=tuple(batches),
             weights=self.weights,
             first_batch=first_batch,
