@@ -1,9 +1,12 @@
 """Pipelines of a small MLP against single-process references."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.pipeline.check import check
+from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime import reference
@@ -173,6 +176,15 @@ def test_several_stages_on_a_rank_are_ordinary_training(num_ranks, num_virtual_s
         saved = {stage: report.peak_saved_microbatches[stage] for stage in program.stages_of(rank)}
         assert outcome.peak_saved == saved
         assert (outcome.num_saved_at_end, outcome.num_unread_sends, outcome.peak_versions) == (0, 0, 1)
+
+
+def test_an_engine_takes_the_stages_that_the_schedule_puts_on_its_rank():
+    """Too few ranks or stages are said before anything is connected."""
+    schedule = Schedule.preset("interleaved", num_stages=2, num_virtual_stages=2)
+    with pytest.raises(ValueError, match=r"puts stages \[0, 1\] on this rank; give these in this order, not \[1, 0\]"):
+        PipelineEngine(schedule, [SimpleNamespace(index=1), SimpleNamespace(index=0)], None)
+    with pytest.raises(ValueError, match="is for 2 ranks, and the pipeline has 1; give it 1 stages"):
+        PipelineEngine(Schedule.preset("flush", num_stages=2), SimpleNamespace(index=0), None)
 
 
 def test_several_stages_on_a_rank_share_norm_reduction_and_overflow():
