@@ -65,6 +65,11 @@ def test_values_that_follow():
         ("--recompute-granularity selective --recompute-modules mlp", "", "never returns"),
         ("--pipeline-schedule pipedream --global-batch-size 1", "", "add --clip-grad 0"),
         ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
+        (
+            "--pipeline-schedule interleaved",
+            "",
+            "is not trained yet, since a rank holds one stage of the model here; use",
+        ),
         ("--2bw-single-gradient-buffer", "", "needs --pipeline-schedule 2bw"),
         ("--overlap-param-gather", "", "needs --use-distributed-optimizer"),
         ("--min-lr 1", "", "--min-lr 1.0 is greater than --lr 0.001"),

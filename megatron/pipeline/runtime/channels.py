@@ -1,8 +1,9 @@
 """Channels: where the transfers of a rank's stages go, and who is to blame when one does not come.
 
 A channel is one link per directed edge of the pipeline and kind of traffic: activations from stage s to s+1, gradients
-from s+1 to s. Links are made in one order that every rank computes alike, so that start-up cannot deadlock, and edges
-that share no rank are made at the same time (an edge colouring), so that start-up does not grow with the pipeline.
+from s+1 to s. Stages on the same rank need none: the executor hands tensors over. Links are made in one order that
+every rank computes alike, so that start-up cannot deadlock, and edges that share no rank are made at the same time (an
+edge colouring), so that start-up does not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.runtime.links import LINKS, Link, LocalLink, Receive
+from megatron.pipeline.runtime.links import LINKS, Link, Receive
 from megatron.pipeline.runtime.stage import Stage, TensorSpec
 
 _num_built: Counter[tuple[int, ...]] = (
@@ -101,13 +102,10 @@ class Channels:
     def _connect(self, letter, source, destination, own, name, rank, link_class, options) -> None:
         sending, receiving = Kind(f"SEND_{letter}"), Kind(f"RECV_{letter}")
         sends, receives = (self._rank_of_stage[stage] == rank for stage in (source, destination))
-        if not sends and not receives:
+        if sends == receives:
             return
-        if sends and receives:
-            link = LocalLink()
-        else:
-            key = (sending, source) if sends else (receiving, destination)
-            link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **options)
+        key = (sending, source) if sends else (receiving, destination)
+        link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **options)
         if sends:
             stage = own[source]
             self._links[sending, source] = link, stage.output_spec if letter == "F" else stage.input_spec

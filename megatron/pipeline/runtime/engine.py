@@ -27,9 +27,9 @@ from megatron.pipeline.schedules import Schedule
 class PipelineEngine:
     """Runs `schedule` on this rank's stage (or stages).
 
-    `ranks`: global ranks of this pipeline in pipeline order (default: all ranks). `rank_of_stage`: stage -> position
-    in `ranks` (default: one stage per rank). `backend`: "gloo" or "nccl", for the transfers between stages. `store`:
-    where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
+    `stage`: what the schedule puts on this rank, in ascending order where it is several. `ranks`: global ranks of this
+    pipeline in pipeline order (default: all ranks). `backend`: "gloo" or "nccl", for the transfers between stages.
+    `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
     evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
     `first_microbatch`: where the run goes on after a checkpoint, else 0.
 
@@ -44,7 +44,6 @@ class PipelineEngine:
         update: WeightUpdate,
         *,
         ranks: Sequence[int] | None = None,
-        rank_of_stage: Sequence[int] | None = None,
         timeout: timedelta = timedelta(minutes=10),
         backend: str = "gloo",
         device: torch.device | str = "cpu",
@@ -66,11 +65,15 @@ class PipelineEngine:
         if global_rank not in ranks:
             raise ValueError(f"rank {global_rank} is not one of the pipeline's ranks {ranks}")
         self._rank = ranks.index(global_rank)
-        rank_of_stage = tuple(range(schedule.num_stages)) if rank_of_stage is None else tuple(rank_of_stage)
-        if max(rank_of_stage) + 1 != len(ranks):
+        rank_of_stage = schedule.rank_of_stage
+        if schedule.num_ranks != len(ranks):
             raise ValueError(
-                f"the schedule has {schedule.num_stages} stages, which do not fit {len(ranks)} pipeline ranks"
+                f"the schedule is for {schedule.num_ranks} ranks, and the pipeline has {len(ranks)}; give it "
+                f"{len(ranks) * schedule.num_virtual_stages} stages"
             )
+        due = [stage for stage, owner in enumerate(rank_of_stage) if owner == self._rank]
+        if (given := [stage.index for stage in self._stages]) != due:
+            raise ValueError(f"the schedule puts stages {due} on this rank; give these in this order, not {given}")
         self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
         self._channels = Channels(
             ranks=ranks,

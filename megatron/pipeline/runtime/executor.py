@@ -5,7 +5,7 @@ are posted; the instruction that needs a tensor waits for it; the reductions go 
 them. A reduction that stands after its STEP, for which nobody waits but the report, has a thread of its own: in the
 chain it would hold up the next STEP until all ranks have come to it. A kind without a method is an error before
 anything of the row is executed. The executor knows no schedule: what it keeps between rows is what the instructions
-themselves leave behind (posted receives, outputs to send, saved microbatches).
+themselves leave behind (posted receives, outputs to send or to hand to the rank's next stage, saved microbatches).
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class Executor:
     def _input_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
         if stage.input_spec is None:
             return None
+        if instruction.stage - 1 in self._stages:
+            return self._outputs.pop((instruction.stage - 1, instruction.microbatch))
         tensor = self._channels.wait(Kind.RECV_F, instruction.stage, instruction.microbatch, instruction)
         self._waited()
         return tensor
@@ -204,7 +206,9 @@ class Executor:
             self._update.begin_backward(self._batches[microbatch.batch])
         stage.load_version(instruction.version)
         output_grad = None
-        if stage.output_spec is not None:
+        if index + 1 in self._stages:
+            output_grad = self._input_grads.pop((index + 1, instruction.microbatch))
+        elif stage.output_spec is not None:
             output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
             self._waited()
         input_grad = stage.backward(microbatch, output_grad)

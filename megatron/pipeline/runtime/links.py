@@ -294,39 +294,6 @@ class _NcclReceive:
         return self._waited_since is not None and time.monotonic() - self._waited_since > timeout.total_seconds()
 
 
-class LocalLink:
-    """Two stages on one rank: the tensor is handed over."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[int, Tensor] = {}
-
-    def send(self, tensor: Tensor, tag: int) -> None:
-        self._tensors[tag] = tensor.detach()
-
-    def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        return _LocalReceive(self._tensors, tag)
-
-    def num_unread(self) -> int:
-        return len(self._tensors)
-
-    def close(self, timeout: float) -> None:
-        self._tensors.clear()
-
-
-class _LocalReceive:
-    __slots__ = ("_tag", "_tensors")
-
-    def __init__(self, tensors: dict[int, Tensor], tag: int) -> None:
-        self._tensors = tensors
-        self._tag = tag
-
-    def wait(self, timeout: timedelta) -> Tensor:
-        tensor = self._tensors.pop(self._tag, None)
-        if tensor is None:
-            raise RuntimeError("the tensor was not sent yet, and on one rank nothing else can send it")
-        return tensor
-
-
 LINKS: dict[tuple[str, str], type] = {
     ("gloo", "cpu"): GlooLink,
     ("gloo", "cuda"): HostStagedLink,

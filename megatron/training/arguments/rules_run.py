@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 
-from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
 from megatron.training.batch_sizes import BatchSizes
 
 
@@ -35,7 +35,12 @@ def batches(args: argparse.Namespace) -> None:
 
 def schedule(args: argparse.Namespace) -> None:
     """The schedule accepts every batch size of the run."""
-    _, weights = PRESETS[args.pipeline_schedule]
+    order, weights = PRESETS[args.pipeline_schedule]
+    if ORDERS[order].interleaves:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} is not trained yet, since a rank holds one stage of the "
+            "model here; use 2bw, which has no bubble at all, or flush"
+        )
     if args.pipeline_2bw_single_gradient_buffer and not weights.rule.delay:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
     if weights.rule.updates_alone:

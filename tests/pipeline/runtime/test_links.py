@@ -3,12 +3,11 @@
 import time
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.pipeline.runtime.links import GlooLink, LocalLink
+from megatron.pipeline.runtime.links import GlooLink
 from megatron.pipeline.runtime.stage import TensorSpec
 from tests import workers
 
@@ -70,12 +69,3 @@ def faults_case() -> list[str]:
 def test_a_receive_without_memory_is_no_lost_peer():
     """What never comes is a RuntimeError in time; too little memory is this rank's own error."""
     assert workers.run(2, "tests.pipeline.runtime.test_links:faults_case") == [[], ["RuntimeError", "MemoryError"]]
-
-
-def test_a_local_link_has_only_what_was_sent():
-    """Two stages of one rank hand tensors over; one that was not sent cannot come."""
-    end = LocalLink()
-    end.send(torch.ones(2), 3)
-    assert end.receive(TensorSpec((2,)), 3).wait(SECOND).tolist() == [1.0, 1.0]
-    with pytest.raises(RuntimeError, match="not sent yet"):
-        end.receive(TensorSpec((2,)), 4).wait(SECOND)
