@@ -70,11 +70,11 @@ class Schedule:
             raise ValueError(f"{self.order} has no warm-up that could be extended; drop extra_warmup")
         if self.weights.rule.updates_alone and self.extra_warmup:
             raise ValueError(
-                f"{self.weights.value} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
+                f"{self._name} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
             )
         if self.weights.rule.updates_alone and self.tied_embeddings:
             raise ValueError(
-                f"under {self.weights.value} every stage updates at its own time, so the first and the last one "
+                f"under {self._name} every stage updates at its own time, so the first and the last one "
                 "cannot share an embedding; untie the embeddings, or use flush or 2bw"
             )
 
@@ -129,8 +129,8 @@ class Schedule:
         rule = self.weights.rule
         if rule.updates_alone and num_microbatches != 1:
             raise ValueError(
-                f"{self.weights.value} updates after every microbatch, so a batch is one microbatch, not "
-                f"{num_microbatches}; make the global batch size the micro batch size times the data-parallel size"
+                f"{self._name} updates after every microbatch, so a batch is one microbatch, not {num_microbatches}; "
+                "give each batch one (in training: global batch size = micro batch size x data parallel size)"
             )
         if rule.delay and num_microbatches < (fewest := self._order.max_in_flight(0)):
             warmup = " and extra warm-up" if self.extra_warmup else ""
@@ -245,6 +245,13 @@ class Schedule:
         return ProgramStream(self, first_batch=first_batch, first_microbatch=first_microbatch)
 
     # --- parts
+
+    @property
+    def _name(self) -> str:
+        """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
+        weights = self.weights.value
+        names = [name for name, choice in PRESETS.items() if choice == (self.order, self.weights) and name != weights]
+        return f"{names[0]} ({weights})" if names else weights
 
     @property
     def _order(self) -> Order:

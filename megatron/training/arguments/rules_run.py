@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import re
 
 from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
 from megatron.training.batch_sizes import BatchSizes
@@ -119,11 +120,8 @@ def learning_rate(args: argparse.Namespace) -> None:
         if getattr(args, f"{name}_{wrong}"):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag}-{wrong} does not fit --train-{right}; use --{flag}-{right}")
-    if args.lr_warmup_fraction is not None:
-        if args.lr_warmup_iters or args.lr_warmup_samples:
-            raise ValueError("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples exclude each other")
-        if not 0 <= args.lr_warmup_fraction < 1:
-            raise ValueError(f"--lr-warmup-fraction {args.lr_warmup_fraction} must be at least 0 and less than 1")
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        raise ValueError("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples exclude each other")
     if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
         raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{right}")
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
@@ -156,9 +154,25 @@ def data(args: argparse.Namespace) -> None:
         raise ValueError("--split belongs to --data-path; data given per split is not split again")
     if args.split is None and not splits_itself:
         args.split = "969, 30, 1"
+    if args.split is not None:
+        _split(args.split)
     if args.dataloader_type != "single":
         raise ValueError(
             f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
+        )
+
+
+def _split(text: str) -> None:
+    """megatron.core picks the digits and points out of the text, so a sign or an exponent would change the shares."""
+    shares = [share.strip() for share in text.strip("'\"").split(",")]  # scripts' arrays leave quotes in their words
+    if (
+        len(shares) > 3
+        or not all(re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", share) for share in shares)
+        or not any(map(float, shares))
+    ):
+        raise ValueError(
+            f"--split {text} must be 1 to 3 shares (training, validation, test), separated by commas, each a decimal "
+            "number and not all 0; for example 969,30,1"
         )
 
 

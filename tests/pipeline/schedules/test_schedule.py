@@ -86,8 +86,6 @@ def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batc
         ("1f1b", {}, "there is no schedule '1f1b'; choose from gpipe, flush, 2bw, pipedream, interleaved"),
         ("flush", {"num_stages": 0}, "cannot have 0 stages"),
         ("gpipe", {"extra_warmup": True}, "gpipe has no warm-up that could be extended"),
-        ("pipedream", {"extra_warmup": True}, "at most p-s weight versions"),
-        ("pipedream", {"tied_embeddings": True}, "cannot share an embedding"),
         ("interleaved", {"extra_warmup": True}, "interleaved has no warm-up that could be extended"),
         ("interleaved", {"num_virtual_stages": 3}, "4 stages cannot be dealt out 3 to a rank"),
         ("interleaved", {"num_virtual_stages": 0}, "4 stages cannot be dealt out 0 to a rank"),
@@ -98,6 +96,8 @@ def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batc
             {"num_virtual_stages": 2, "microbatch_group_size": 1},
             "groups of 1 are smaller than the 2 ranks",
         ),
+        ("pipedream", {"extra_warmup": True}, r"^pipedream \(stash\) keeps at most p-s weight versions"),
+        ("pipedream", {"tied_embeddings": True}, r"^under pipedream \(stash\) .* cannot share an embedding"),
     ],
 )
 def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):
@@ -121,7 +121,7 @@ def test_orders_that_drain_take_flush_only(weights: WeightPolicy):
     [
         ("2bw", {}, 3, "2bw with 4 stages needs batches of at least 4 microbatches"),
         ("2bw", {"extra_warmup": True}, 6, "and extra warm-up needs batches of at least 7 microbatches"),
-        ("pipedream", {}, 2, "a batch is one microbatch, not 2"),
+        ("pipedream", {}, 2, r"^pipedream \(stash\) .* a batch is one microbatch, not 2; give each batch one"),
         ("flush", {}, 0, "cannot have 0 microbatches"),
         ("interleaved", {"num_virtual_stages": 2}, 3, "in groups of 2, which 3 microbatches do not fill"),
     ],
