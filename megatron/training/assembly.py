@@ -121,7 +121,7 @@ def assemble(
     _describe(args, reporter, chunks, position)
     return Run(
         args, chunks, optimizer, scheduler, update, stage, engine, reporter,
-        CheckpointWriter(args.save) if args.save else None, datasets, vocab_size(args, tokenizer),
+        CheckpointWriter(args.save) if args.save is not None else None, datasets, vocab_size(args, tokenizer),
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
