@@ -1,7 +1,7 @@
 """Puts a run together: tokenizer, data, model, optimizer, checkpoint, stage, engine, in the order in which errors are
 cheap.
 
-Files are looked at before the model is built, and the checkpoint is read before the first sample. What the loop needs
+What is read and written is tried before the model is built, and the checkpoint is read before the first sample. What the loop needs
 comes back as one record.
 """
 
@@ -27,6 +27,7 @@ from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter
 from megatron.training.data import MicrobatchIterator
 from megatron.training.logging import LOSS, Reporter
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
+from megatron.training.outputs import prepare_outputs
 from megatron.training.throughput import flops_per_sample
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
@@ -93,6 +94,7 @@ def assemble(
         forward_step: Megatron's `forward_step(data_iterator, model)`.
         datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
     """
+    prepare_outputs(args)
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
     reporter = Reporter(args)
