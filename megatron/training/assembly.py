@@ -1,8 +1,8 @@
 """Puts a run together: tokenizer, data, model, optimizer, checkpoint, stage, engine, in the order in which errors are
 cheap.
 
-What is read and written is tried before the model is built, and the checkpoint is read before the first sample. What the loop needs
-comes back as one record.
+Directories and files are tried before the model is built, and the checkpoint is read before the first sample. What the
+loop needs comes back as one record.
 """
 
 import argparse

@@ -6,7 +6,6 @@ import importlib.util
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.training.batch_sizes import BatchSizes
 
-
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
           "data_cache_path")  # fmt: skip
 
