@@ -7,6 +7,16 @@ import re
 from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
 from megatron.training.batch_sizes import BatchSizes
 
+_PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
+          "data_cache_path")  # fmt: skip
+
+
+def paths(args: argparse.Namespace) -> None:
+    """An empty path (of a shell variable that is not set) neither names a place nor leaves the flag out."""
+    for name in _PATHS:
+        if getattr(args, name) == "":
+            raise ValueError(f"--{name.replace('_', '-')} is empty; name a path or leave the flag out")
+
 
 def length(args: argparse.Namespace) -> None:
     if args.train_iters is not None and args.train_samples is not None:
@@ -224,4 +234,4 @@ def logging(args: argparse.Namespace) -> None:
         raise ValueError("--log-progress needs --save")
 
 
-RULES = (length, batches, schedule, optimizer, learning_rate, loss, data, tokenizer, checkpoint, logging)
+RULES = (paths, length, batches, schedule, optimizer, learning_rate, loss, data, tokenizer, checkpoint, logging)
