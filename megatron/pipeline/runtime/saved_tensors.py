@@ -1,0 +1,201 @@
+"""The tensors that autograd saved of one microbatch: taken out of its graph and put back.
+
+Problem: between a forward and its backward the memory of a stage lies in tensors that only the autograd graph knows.
+To move them to another rank they have to be found, copied, truly freed, and later found again by the backward, with
+the same bits, the same strides, and one memory behind several views of it. Much else that a graph saves must stay:
+parameters, of whichever weight version, masks and tables that other microbatches use too.
+
+Solution: `torch.autograd.graph.saved_tensors_hooks` around the forward. Instead of a tensor the graph saves a handle,
+and a handle can lose its tensor and get it back. Handles are remembered weakly, so that a backward frees memory node by
+node as it always does.
+
+What may move is decided once, at the end of the forward, by one rule: **a storage moves if nobody but the graph holds
+it**. Freeing anything else would free nothing, and whatever two microbatches share is held by somebody else: parameters
+by their module or their version's slot, a cached mask or rotary table by the cache. The edges of the stage are the
+exception: its input and its output are held for a moment by the runtime itself and do move. The arguments of the
+model's forward (tokens, masks) are the exception on the other side: they are data and stay.
+
+Autograd does not check hooked tensors for changes in place, so the handles do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron.pipeline.runtime.activation_layout import ActivationLayout, merged
+
+
+def num_holders(tensor: Tensor) -> int:
+    """Tensors that share the storage of `tensor`, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` counts too
+
+
+def storages_of(tensors: Iterable[Tensor | None]) -> set[int]:
+    """Identities of their storages; valid while somebody holds them."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+
+
+class _Handle:
+    """What the graph saves in place of a tensor. `place`: (dtype, byte position, shape, stride) once it is evicted."""
+
+    __slots__ = ("__weakref__", "owner", "place", "tensor", "version")
+
+    def __init__(self, owner: SavedTensors, tensor: Tensor) -> None:
+        self.owner = owner
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+        self.place = None
+
+    def get(self) -> Tensor:
+        if self.tensor is None:
+            raise RuntimeError(
+                f"the backward of {self.owner.name} reads a saved tensor that was evicted and not loaded again"
+            )
+        self.require_unchanged()
+        return self.tensor
+
+    def require_unchanged(self) -> None:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"{self.owner.name}: a {self.tensor.dtype} tensor of shape {tuple(self.tensor.shape)} that its "
+                f"backward needs was changed in place after it had been saved (version {self.tensor._version}, "
+                f"expected {self.version})"
+            )
+
+    def byte_range(self) -> tuple[int, int]:
+        """First byte in the storage, and the end."""
+        tensor = self.tensor
+        itemsize = tensor.itemsize
+        start = tensor.storage_offset() * itemsize
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return start, start + (last + 1) * itemsize
+
+
+class SavedTensors:
+    """One microbatch's saved tensors at one stage.
+
+    In order: run the forward inside `hooks()`, then `seal`; then any number of times `evict` and `restore`; then the
+    backward, which may also come after `seal`. `name` says whose they are in errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.layout: ActivationLayout | None = None  # known from `seal` on
+        self._handles: list[weakref.ref[_Handle]] = []
+        self._segments: list[list[tuple[weakref.ref[_Handle], int]]] = []  # of each: (handle, first byte within it)
+        self._is_evicted = False
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context under which the forward runs. Contexts inside of it (reentrant-free checkpoints) take precedence."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, _Handle.get)
+
+    def pack(self, tensor: Tensor) -> _Handle:
+        """A handle for a tensor that is to move too; `handle.get()` returns it."""
+        handle = _Handle(self, tensor.detach())  # the tensor itself would be a cycle with its graph
+        if type(handle.tensor) is torch.Tensor and tensor.layout is torch.strided:
+            if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
+                self._handles.append(weakref.ref(handle))
+        return handle
+
+    def seal(self, *, edges: Iterable[Tensor | None] = (), data: Iterable[Tensor] = (), device: torch.device) -> None:
+        """The forward has ended: decide what moves.
+
+        `edges`: input and output of the stage, which move whoever holds them. `data`: arguments of the forward, which
+        stay unless they are edges. Storages of other devices than `device` stay.
+        """
+        edges = storages_of(edges)
+        fixed = storages_of(data) - edges
+        ranges = []
+        for storage, handles in self._by_storage().items():
+            first = handles[0].tensor
+            if storage in fixed or first.device != device or not _is_complete(handles):
+                continue
+            if storage in edges or num_holders(first) == len(handles):
+                self._add_segments(handles, ranges)
+        self.layout = ActivationLayout.of(ranges)
+        self._handles.clear()
+
+    def _by_storage(self) -> dict[int, list[_Handle]]:
+        groups: dict[int, list[_Handle]] = {}
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None:  # else its part of the graph is gone already
+                groups.setdefault(handle.tensor.untyped_storage()._cdata, []).append(handle)
+        return groups
+
+    def _add_segments(self, handles: list[_Handle], ranges: list[tuple[int, int]]) -> None:
+        starts = [(handle.byte_range()[0], handle) for handle in handles]
+        for first, end in merged(handle.byte_range() for handle in handles):
+            self._segments.append([(weakref.ref(h), start - first) for start, h in starts if first <= start < end])
+            ranges.append((first, end))
+
+    @property
+    def is_evicted(self) -> bool:
+        return self._is_evicted
+
+    def evict(self, buffer: Tensor) -> None:
+        """Copy what moves into `buffer` and let go of it, storage by storage.
+
+        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device. Raises RuntimeError when evicted already, or when
+        a tensor was changed in place after it had been saved.
+        """
+        if self._is_evicted:
+            raise RuntimeError(f"{self.name} cannot be evicted: it is evicted already")
+        self._require_fit(buffer)
+        for (position, length), members in zip(self.layout.segments, self._segments, strict=True):
+            handles = [(handle, offset) for reference, offset in members if (handle := reference()) is not None]
+            for number, (handle, offset) in enumerate(handles):
+                handle.require_unchanged()
+                tensor = handle.tensor
+                if number == 0:
+                    first = tensor.storage_offset() * tensor.itemsize - offset
+                    buffer[position : position + length].copy_(_bytes_of(tensor)[first : first + length])
+                handle.place = tensor.dtype, position + offset, tensor.shape, tensor.stride()
+                handle.tensor = None
+        self._is_evicted = True
+
+    def restore(self, buffer: Tensor) -> None:
+        """Let the saved tensors be views of `buffer`, which holds the bytes that `evict` wrote.
+
+        Nothing may write to the buffer before the backward has ended; see `BufferPool`. Raises RuntimeError when not
+        evicted.
+        """
+        if not self._is_evicted:
+            raise RuntimeError(f"{self.name} cannot be loaded: it is not evicted")
+        self._require_fit(buffer)
+        storage, start = buffer.untyped_storage(), buffer.storage_offset()
+        for members in self._segments:
+            for reference, _ in members:
+                handle = reference()
+                if handle is None:
+                    continue
+                dtype, position, shape, stride = handle.place
+                tensor = torch.empty(0, dtype=dtype, device=buffer.device)
+                handle.tensor = tensor.set_(storage, (start + position) // dtype.itemsize, shape, stride)
+                handle.version = handle.tensor._version
+        self._is_evicted = False
+
+    def _require_fit(self, buffer: Tensor) -> None:
+        expected = self.layout.buffer_bytes
+        if buffer.dtype != torch.uint8 or buffer.shape != (expected,) or not buffer.is_contiguous():
+            raise ValueError(
+                f"{self.name} moves in a contiguous buffer of {expected} bytes (uint8), not in {buffer.dtype} "
+                f"{tuple(buffer.shape)}; take it from the pool with the stage's layout"
+            )
+        assert buffer.storage_offset() % 16 == 0, "a buffer that starts between two elements"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The whole storage of `tensor` as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _is_complete(handles: list[_Handle]) -> bool:
+    """Whether the memory is there: a forward may free it on purpose, to fill it again in its backward."""
+    size = handles[0].tensor.untyped_storage().nbytes()
+    return all(handle.byte_range()[1] <= size for handle in handles)
