@@ -31,6 +31,9 @@ from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
 
 ForwardStep = Callable[[Iterator | None, torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple]]]
 
+_HELD_BY_AUTOGRAD = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Modules that megatron.core recomputes through `CheckpointWithoutOutput`."""
+
 
 @dataclass
 class _Saved:
@@ -69,6 +72,9 @@ class MegatronStage:
         seed: the run's seed, for dropout.
         loss_names: names of the reported numbers, the same on all ranks.
         activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
+
+    Raises:
+        ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
     """
 
     def __init__(
@@ -107,12 +113,21 @@ class MegatronStage:
         self.input_spec = None if self.index == 0 else spec
         self.output_spec = None if self._is_last else spec
         self._saved: dict[int, _Saved] = {}
-        self._captured = (
-            NotCaptured(self.index)
-            if activation_memory is None
-            else CapturedActivations(self.index, model, activation_memory)
-        )
+        self._captured = self._capture_in(activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
+
+    def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
+        if memory is None:
+            return NotCaptured(self.index)
+        if self._config.recompute_granularity == "selective":
+            held = _HELD_BY_AUTOGRAD.intersection(self._config.recompute_modules)
+            if held:
+                raise ValueError(
+                    f"--recompute-modules {' '.join(sorted(held))}: megatron.core lets autograd hold their inputs as "
+                    "leaves, which cannot be freed, so activations cannot be moved: recompute core_attn, or do not "
+                    "balance activations."
+                )
+        return CapturedActivations(self.index, self.model, memory)
 
     def _edge(self, seq_length: int, micro_batch_size: int) -> TensorSpec:
         config = self._config
