@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
@@ -47,7 +48,13 @@ WINDOWS = {
 
 
 def make_stage(
-    schedule: Schedule, training: Training, *, stage: int, replica: int, device: torch.device
+    schedule: Schedule,
+    training: Training,
+    *,
+    stage: int,
+    replica: int,
+    device: torch.device,
+    activation_memory: ActivationMemory | None = None,
 ) -> ModuleStage:
     """This stage's slice of the reference model."""
     p = schedule.num_stages
@@ -73,6 +80,7 @@ def make_stage(
         output_spec=None if stage == p - 1 else spec,
         recompute=schedule.recompute,
         device=device,
+        activation_memory=activation_memory,
     )
 
 
@@ -88,6 +96,7 @@ class Pipeline:
         timeout: timedelta = timedelta(seconds=20),
         device: str = "cpu",
         backend: str = "gloo",
+        moves_activations: bool = False,
         **schedule_options,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -98,8 +107,14 @@ class Pipeline:
         self.schedule = Schedule.preset(
             preset, num_stages=p, data_parallel=training.num_replicas > 1, **schedule_options
         )
+        self.memory = ActivationMemory(device) if moves_activations else None
         self.stage = make_stage(
-            self.schedule, training, stage=self.stage_index, replica=self.replica, device=torch.device(device)
+            self.schedule,
+            training,
+            stage=self.stage_index,
+            replica=self.replica,
+            device=torch.device(device),
+            activation_memory=self.memory,
         )
         versions = self.stage._versions
         parameters = dict(self.stage.module.named_parameters())
@@ -127,6 +142,7 @@ class Pipeline:
             backend=backend,
             device=device,
             tracer=Tracer(num_batches=64, clock=None if device == "cpu" else CudaClock()) if tracing else None,
+            activation_memory=self.memory,
         )
 
     def _group(self, ranks):

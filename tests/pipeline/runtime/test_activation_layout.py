@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.runtime.activation_layout import ALIGNMENT, ActivationLayout, merged
 
-RANGES = st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 500)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
+RANGES = st.lists(
+    st.tuples(st.integers(0, 2000), st.integers(1, 500)).map(lambda pair: (pair[0], sum(pair))), max_size=12
+)
 
 
 @given(RANGES)

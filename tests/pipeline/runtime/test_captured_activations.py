@@ -10,12 +10,9 @@ backend.install()
 
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.captured_activations import CapturedActivations
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
-from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.saved_tensors import SavedTensors, storages_of
-from megatron.pipeline.runtime.stage import BatchInfo, Microbatch, TensorSpec
-from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.runtime.stage import BatchInfo, Microbatch
 from tests import workers
 from tests.pipeline.runtime import megatron_cases as cases
 
@@ -125,9 +122,7 @@ def megatron_stage(case: cases.Case, update, place: str, memory: ActivationMemor
     def step(data_iterator, chunk):
         return chunk(None, None, cases.causal_mask()), None
 
-    return MegatronStage(
-        update.chunks[0], step, update, index=1, num_stages=4, recompute=case.recompute, **options
-    )
+    return MegatronStage(update.chunks[0], step, update, index=1, num_stages=4, recompute=case.recompute, **options)
 
 
 class watched:
@@ -183,7 +178,9 @@ def test_megatron_microbatches_are_alike_and_counted(megatron, name, place):
     """Every microbatch saves the same bytes; the peak is their sum; two that left leave one; at the end nothing is."""
     result = megatron[name, place]
     size = result["sizes"][0]
-    assert result["sizes"] == [size] * NUM_MICROBATCHES and (size > 0 or (name, place) == ("recompute instruction", "whole"))
+    assert result["sizes"] == [size] * NUM_MICROBATCHES and (
+        size > 0 or (name, place) == ("recompute instruction", "whole")
+    )
     assert result["peak"] == NUM_MICROBATCHES * size
     assert result["after"] == [0, 0, size] and result["in_graphs"] == size
     assert result["at_end"] == 0
