@@ -58,23 +58,27 @@ class ActivationMemory:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # "cuda" with the number of the current one
         self.pool = BufferPool(self.device)
         self.peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()  # buffers are taken by the links' threads too
 
     @property
     def current_bytes(self) -> int:
-        return sum(self._in_graphs.values()) + self.pool.used_bytes
+        with self._lock:
+            return sum(self._in_graphs.values()) + self.pool.used_bytes
 
     def hold(self, stage: int, microbatch: int, num_bytes: int) -> None:
         """A graph saves these bytes from now on."""
-        self._in_graphs[stage, microbatch] = num_bytes
+        with self._lock:
+            self._in_graphs[stage, microbatch] = num_bytes
         self._note()
 
     def drop(self, stage: int, microbatch: int) -> None:
         """It does no longer: evicted, or its backward has ended."""
-        self._in_graphs.pop((stage, microbatch), None)
+        with self._lock:
+            self._in_graphs.pop((stage, microbatch), None)
 
     def take_buffer(self, num_bytes: int) -> Tensor:
         """A buffer for a microbatch that is to arrive."""

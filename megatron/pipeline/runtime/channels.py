@@ -1,8 +1,9 @@
 """Channels: where the transfers of a rank's stages go, and who is to blame when one does not come.
 
 A channel is one link per directed edge of the pipeline and kind of traffic: activations from stage s to s+1, gradients
-from s+1 to s; saved activations that are evicted from a stage to its pair, and those that return. Links are made in one order that every rank computes alike, so that start-up cannot deadlock, and edges
-that share no rank are made at the same time (an edge colouring), so that start-up does not grow with the pipeline.
+from s+1 to s, saved activations that are evicted from a stage to its pair, and those that return. Links are made in one
+order that every rank computes alike, so that start-up cannot deadlock, and edges that share no rank are made at the
+same time (an edge colouring), so that start-up does not grow with the pipeline.
 """
 
 from __future__ import annotations

@@ -15,13 +15,15 @@ by their module or their version's slot, a cached mask or rotary table by the ca
 exception: its input and its output are held for a moment by the runtime itself and do move. The arguments of the
 model's forward (tokens, masks) are the exception on the other side: they are data and stay.
 
-Autograd does not check hooked tensors for changes in place, so the handles do.
+Tensors whose memory does not describe them (subclasses, sparse ones, lazy conjugates) stay as well, and what they hold
+with them. Autograd does not check hooked tensors for changes in place, so the handles do.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -72,6 +74,8 @@ class _Handle:
         tensor = self.tensor
         itemsize = tensor.itemsize
         start = tensor.storage_offset() * itemsize
+        if tensor.is_contiguous():
+            return start, start + tensor.nbytes
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return start, start + (last + 1) * itemsize
 
@@ -97,9 +101,8 @@ class SavedTensors:
     def pack(self, tensor: Tensor) -> _Handle:
         """A handle for a tensor that is to move too; `handle.get()` returns it."""
         handle = _Handle(self, tensor.detach())  # the tensor itself would be a cycle with its graph
-        if type(handle.tensor) is torch.Tensor and tensor.layout is torch.strided:
-            if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
-                self._handles.append(weakref.ref(handle))
+        if _can_move(handle.tensor):
+            self._handles.append(weakref.ref(handle))
         return handle
 
     def seal(self, *, edges: Iterable[Tensor | None] = (), data: Iterable[Tensor] = (), device: torch.device) -> None:
@@ -110,14 +113,17 @@ class SavedTensors:
         """
         edges = storages_of(edges)
         fixed = storages_of(data) - edges
-        ranges = []
+        pieces = []
         for storage, handles in self._by_storage().items():
             first = handles[0].tensor
-            if storage in fixed or first.device != device or not _is_complete(handles):
+            if storage in fixed or first.device != device:
                 continue
             if storage in edges or num_holders(first) == len(handles):
-                self._add_segments(handles, ranges)
-        self.layout = ActivationLayout.of(ranges)
+                ranges = [handle.byte_range() for handle in handles]
+                if max(ranges, key=itemgetter(1))[1] <= first.untyped_storage().nbytes():
+                    pieces += self._add_segments(handles, ranges)
+                # else the forward has freed it on purpose, to fill it again in its backward
+        self.layout = ActivationLayout.of(pieces)
         self._handles.clear()
 
     def _by_storage(self) -> dict[int, list[_Handle]]:
@@ -128,11 +134,15 @@ class SavedTensors:
                 groups.setdefault(handle.tensor.untyped_storage()._cdata, []).append(handle)
         return groups
 
-    def _add_segments(self, handles: list[_Handle], ranges: list[tuple[int, int]]) -> None:
-        starts = [(handle.byte_range()[0], handle) for handle in handles]
-        for first, end in merged(handle.byte_range() for handle in handles):
-            self._segments.append([(weakref.ref(h), start - first) for start, h in starts if first <= start < end])
-            ranges.append((first, end))
+    def _add_segments(self, handles: list[_Handle], ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """One segment for each piece of the storage that `handles` cover with `ranges`; returns the pieces."""
+        pieces = merged(ranges)
+        for first, end in pieces:
+            members = zip(handles, ranges, strict=True)
+            self._segments.append(
+                [(weakref.ref(h), start - first) for h, (start, _) in members if first <= start < end]
+            )
+        return pieces
 
     @property
     def is_evicted(self) -> bool:
@@ -195,7 +205,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _is_complete(handles: list[_Handle]) -> bool:
-    """Whether the memory is there: a forward may free it on purpose, to fill it again in its backward."""
-    size = handles[0].tensor.untyped_storage().nbytes()
-    return all(handle.byte_range()[1] <= size for handle in handles)
+def _can_move(tensor: Tensor) -> bool:
+    """Whether its bytes in its storage and its strides say all there is to know of it."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_plain and tensor.numel() > 0 and not tensor.is_conj() and not tensor.is_neg()

@@ -120,7 +120,7 @@ class Stage(Protocol):
         """
 
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
-        """Take back what `evict` packed. The backward reads from `buffer`, which nobody may write until it has ended."""
+        """Take back what `evict` packed. The backward reads from `buffer`; nobody may write to it before that ended."""
 
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters; called before every forward, recompute and backward."""

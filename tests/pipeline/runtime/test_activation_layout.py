@@ -1,5 +1,6 @@
 """`ActivationLayout`: each saved byte once, aligned as it was."""
 
+import itertools
 import re
 
 import pytest
@@ -20,7 +21,7 @@ def test_merged_ranges_cover_the_same_bytes_once(ranges):
     assert [byte for start, end in union for byte in range(start, end)] == sorted(
         {byte for start, end in ranges for byte in range(start, end)}
     )
-    assert all(first[1] < second[0] for first, second in zip(union, union[1:], strict=False))
+    assert all(first[1] < second[0] for first, second in itertools.pairwise(union))
 
 
 @given(RANGES)
@@ -41,7 +42,10 @@ def test_a_microbatch_of_another_shape_is_refused():
     """The error names the microbatch, both sizes and the first piece that differs."""
     layout = ActivationLayout.of([(0, 8), (0, 16)])
     layout.require_equal(ActivationLayout.of([(0, 8), (0, 16)]), "microbatch 1 at stage 0")
-    message = "microbatch 2 at stage 0 saves 28 bytes in 2 pieces, the stage's first evicted microbatch 24 bytes in 2 (piece 1"
+    message = (
+        "microbatch 2 at stage 0 saves 28 bytes in 2 pieces, "
+        "the stage's first evicted microbatch 24 bytes in 2 (piece 1"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         layout.require_equal(ActivationLayout.of([(0, 8), (0, 20)]), "microbatch 2 at stage 0")
     with pytest.raises(ValueError, match="piece 2 differs first"):

@@ -1,166 +1,28 @@
 """Stages with captured activations: a microbatch leaves and comes back between its forward and its backward."""
 
 import pytest
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+
+torch = pytest.importorskip("torch")
 
 from megatron import backend
 
 backend.install()
 
-from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.megatron_stage import MegatronStage
-from megatron.pipeline.runtime.saved_tensors import SavedTensors, storages_of
-from megatron.pipeline.runtime.stage import BatchInfo, Microbatch
+from megatron.pipeline.runtime.module_stage import ModuleStage
+from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
+from megatron.pipeline.runtime.versions import WeightVersions
 from tests import workers
-from tests.pipeline.runtime import megatron_cases as cases
+from tests.pipeline.runtime.captured_cases import CASES, NUM_MICROBATCHES, PLACES
 
-NUM_MICROBATCHES = 3
-MICROBATCHES = [Microbatch(index, 0, index, NUM_MICROBATCHES) for index in range(NUM_MICROBATCHES)]
-
-CASES = {
-    "dropout": {"dropout": 0.1},
-    "bf16": {"dropout": 0.1, "dtype": "bfloat16"},
-    "tied": {"tied": True},
-    "gated": {"swiglu": True, "normalization": "RMSNorm", "position": "rope"},
-    "selective": {"dropout": 0.1, "recompute_granularity": "selective"},
-    "full": {"dropout": 0.1, "recompute_granularity": "full"},
-    "full bf16": {"dropout": 0.1, "dtype": "bfloat16", "recompute_granularity": "full"},
-    "recompute instruction": {"dropout": 0.1, "recompute": True},
-}
-PLACES = ("whole", "middle")
 DATA = {((1, 1, 16, 16), "torch.bool"), ((2, 16), "torch.int64")}
 """What a microbatch's forward is given: the attention mask, token and position ids."""
-ROTARY = set()
 
 
 @pytest.fixture(scope="module")
 def megatron():
     """What `in_flight` returns for every case and place, computed by one worker in one call."""
-    return workers.run(1, f"{__name__}:single_worker_cases", timeout=200)[0]
-
-
-def single_worker_cases() -> dict:
-    return {(name, place): megatron_case(place, **CASES[name]) for name in CASES for place in PLACES}
-
-
-def megatron_case(place: str, **options) -> dict:
-    case = cases.Case(schedule="2bw", batches=(NUM_MICROBATCHES,), layers=2, **options)
-    with cases.parallel(case):
-        outcomes = [in_flight(case, place, moved) for moved in (None, False, True)]
-    expected, kept, moved = (outcome.pop("gradients") for outcome in outcomes)
-    result = outcomes[2]
-    result["num_gradients"] = len(expected)
-    result["differences"] = [
-        (a.float() - b.float()).abs().max().item()
-        for other in (kept, moved)
-        for a, b in zip(expected, other, strict=True)
-    ]
-    return result
-
-
-def in_flight(case: cases.Case, place: str, moved: bool | None) -> dict:
-    """All microbatches forward, then backward. `moved`: None does not capture, True moves all but one meanwhile."""
-    _, update = cases.build(case)
-    memory = None if moved is None else ActivationMemory()
-    stage = megatron_stage(case, update, place, memory)
-    stage.load_version(0)
-    update.begin_batch(BatchInfo(0, NUM_MICROBATCHES, NUM_MICROBATCHES * case.micro_batch_size))
-    torch.manual_seed(3)
-    result, traces, edges = {}, [], []
-    for microbatch in MICROBATCHES:
-        edges.append(torch.randn(stage.input_spec.shape, dtype=stage.input_spec.dtype) if place == "middle" else None)
-        with watched(traces):
-            output = stage.forward(microbatch, None if edges[-1] is None else edges[-1].clone())
-        if output is not None:
-            edges[-1] = torch.randn_like(output)
-            stage.free_output(microbatch)
-        del output
-    with update.versions.making(1):
-        for parameter in stage.model.parameters():
-            parameter.add_(1.0)  # another version, which nothing here may see
-    if moved:
-        sizes = [stage.saved_bytes(microbatch) for microbatch in MICROBATCHES]
-        peak = memory.peak_bytes
-        away = {microbatch: stage.evict(microbatch).clone() for microbatch in MICROBATCHES[:2]}
-        gone = [entry for entry in traces[: traces.index(None, traces.index(None) + 1)] if entry is not None]
-        result = {
-            "sizes": sizes,
-            "peak": peak,
-            "left": alive(gone, held_storages(stage)),
-            "num_saved": len(gone),
-            "after": [stage.saved_bytes(microbatch) for microbatch in MICROBATCHES],
-            "in_graphs": memory.current_bytes,
-        }
-        for microbatch in reversed(away):
-            stage.load(microbatch, away[microbatch])
-    stage.load_version(0)
-    update.begin_backward(BatchInfo(0, NUM_MICROBATCHES, NUM_MICROBATCHES * case.micro_batch_size))
-    gradients = []
-    for microbatch, edge in zip(MICROBATCHES, edges, strict=True):
-        if case.recompute:
-            stage.recompute(microbatch)
-        gradients.append(stage.backward(microbatch, edge))
-    if moved:
-        result["at_end"] = memory.current_bytes
-    result["gradients"] = [grad for grad in gradients if grad is not None]
-    result["gradients"] += [parameter.main_grad.clone() for parameter in stage.model.parameters()]
-    return result
-
-
-def megatron_stage(case: cases.Case, update, place: str, memory: ActivationMemory | None) -> MegatronStage:
-    options = {"seq_length": cases.SEQUENCE, "micro_batch_size": case.micro_batch_size, "activation_memory": memory}
-    if place == "whole":  # first and last at once: embedding, layers, loss
-        data = cases.training_data(case, 0)
-        return MegatronStage(
-            update.chunks[0], cases.forward_step(case), update, data_iterator=data, recompute=case.recompute, **options
-        )
-    inner = unwrap_model(update.chunks[0])
-    inner.pre_process = inner.post_process = inner.decoder.pre_process = inner.decoder.post_process = False
-
-    def step(data_iterator, chunk):
-        return chunk(None, None, cases.causal_mask()), None
-
-    return MegatronStage(update.chunks[0], step, update, index=1, num_stages=4, recompute=case.recompute, **options)
-
-
-class watched:
-    """While it is open, (storage, shape) of every packed tensor goes to the list; None ends a microbatch."""
-
-    def __init__(self, trace: list) -> None:
-        self._trace = trace
-
-    def __enter__(self) -> None:
-        self._pack = SavedTensors.pack
-
-        def pack(saved, tensor):
-            self._trace.append((StorageWeakRef(tensor.untyped_storage()), (tuple(tensor.shape), str(tensor.dtype))))
-            return self._pack(saved, tensor)
-
-        SavedTensors.pack = pack
-
-    def __exit__(self, *exception) -> None:
-        SavedTensors.pack = self._pack
-        self._trace.append(None)
-
-
-def held_storages(stage: MegatronStage) -> set[int]:
-    """Of the weights of every version, and of the module's buffers."""
-    tensors = list(unwrap_model(stage.model).buffers())
-    for version in stage._update.versions.live():
-        tensors += stage._update.versions.tensors(version).values()
-    return storages_of(tensors)
-
-
-def alive(trace: list, held: set[int]) -> set:
-    """(shape, dtype) of what has memory still, but for what is held elsewhere."""
-    left = set()
-    for reference, kind in trace:
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        if storage is not None and storage.nbytes() and storage._cdata not in held:
-            left.add(kind)
-    return left
+    return workers.run(1, "tests.pipeline.runtime.captured_cases:run_all", timeout=200)[0]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -191,5 +53,90 @@ def test_megatron_microbatches_are_alike_and_counted(megatron, name, place):
 def test_megatron_activations_are_gone_after_eviction(megatron, name, place):
     """Of all that autograd saved of two evicted microbatches only data is alive beside the weights."""
     assert megatron[name, place]["num_saved"] > 0 or CASES[name].get("recompute")
-    left = megatron[name, place]["left"] - DATA - (ROTARY if name == "gated" else set())
-    assert left == set()
+    assert megatron[name, place]["left"] <= DATA
+
+
+def test_stages_that_cannot_move_their_activations_say_so():
+    """Memory that autograd keeps is refused when the stage is built; a stage that does not capture, when it evicts."""
+    messages = workers.run(1, "tests.pipeline.runtime.captured_cases:refusals")[0]
+    assert messages["recomputed norms"].startswith("--recompute-modules layernorm: ")
+    assert messages["not captured"].startswith("stage 1 does not capture its activations")
+
+
+def module_stage(memory: ActivationMemory | None, *, recompute: bool, width: int = 8) -> ModuleStage:
+    """The middle of three stages, with dropout."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Dropout(0.3), torch.nn.Tanh())
+    return ModuleStage(
+        module,
+        index=1,
+        num_stages=3,
+        versions=WeightVersions(dict(module.named_parameters()), window=1),
+        input_spec=TensorSpec((4, width)),
+        output_spec=TensorSpec((4, width)),
+        recompute=recompute,
+        activation_memory=memory,
+    )
+
+
+def module_gradients(memory: ActivationMemory | None, *, recompute: bool, rounds: int = 1) -> list[torch.Tensor]:
+    """Two microbatches in flight; with `memory` both leave and come back in the other order."""
+    stage = module_stage(memory, recompute=recompute)
+    gradients = []
+    for number in range(rounds):
+        pair = [Microbatch(2 * number + position, number, position, 2) for position in range(2)]
+        torch.manual_seed(1)
+        outputs = [stage.forward(microbatch, torch.randn(4, 8)) for microbatch in pair]
+        if memory is not None:
+            buffers = [stage.evict(microbatch) for microbatch in pair]
+            assert [stage.saved_bytes(microbatch) for microbatch in pair] == [0, 0]
+            for microbatch in reversed(pair):
+                stage.load(microbatch, buffers[pair.index(microbatch)])
+            del buffers
+        for microbatch, output in zip(pair, outputs, strict=True):
+            if recompute:
+                stage.recompute(microbatch)
+            gradients.append(stage.backward(microbatch, output))
+    return gradients + [parameter.grad for parameter in stage.module.parameters()]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_module_gradients_are_bit_equal_after_a_move(recompute):
+    """Any nn.Module, also where only the input is saved because the program recomputes."""
+    expected = module_gradients(None, recompute=recompute)
+    moved = module_gradients(ActivationMemory(), recompute=recompute)
+    assert all(torch.equal(one, other) for one, other in zip(expected, moved, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_grows_from_step_to_step(recompute):
+    """Twenty rounds need the buffers of the first and leave nothing behind."""
+    memory = ActivationMemory()
+    module_gradients(memory, recompute=recompute, rounds=20)
+    assert memory.pool.num_buffers == 2
+    assert memory.current_bytes == 0
+
+
+def test_a_recomputed_stage_saves_its_input_only():
+    """Under recompute a microbatch is its input, and the gradient's leaf does not hold the values while it is away."""
+    memory = ActivationMemory()
+    stage = module_stage(memory, recompute=True)
+    microbatch = Microbatch(0, 0, 0, 1)
+    stage.forward(microbatch, torch.randn(4, 8))
+    assert stage.saved_bytes(microbatch) == memory.current_bytes == 4 * 8 * 4
+    stage.evict(microbatch)
+    assert memory.current_bytes == 0
+    with pytest.raises(RuntimeError, match="microbatch 0 at stage 1 reads a saved tensor that was evicted"):
+        stage.recompute(microbatch)
+
+
+def test_a_microbatch_of_another_length_cannot_be_evicted():
+    """A batch of another size is refused with both sizes, before anything of it is freed."""
+    stage = module_stage(ActivationMemory(), recompute=False)
+    first, second = Microbatch(0, 0, 0, 2), Microbatch(1, 0, 1, 2)
+    stage.forward(first, torch.randn(4, 8))
+    stage.evict(first)
+    output = stage.forward(second, torch.randn(5, 8))
+    with pytest.raises(ValueError, match=r"microbatch 1 at stage 1 saves .* bytes in .* moved activations need"):
+        stage.evict(second)
+    assert stage.backward(second, torch.ones_like(output)).shape == (5, 8)

@@ -42,11 +42,11 @@ def wait_until(condition, seconds: float = 20.0) -> None:
         time.sleep(0.001)
 
 
-def gradients(*, moves: bool, num_batches: int = 1, dropout: float = 0.2) -> dict:
+def gradients(*, moves: bool, num_batches: int, device: str = "cpu") -> dict:
     """Gradients of this rank's stage after each batch, and what it counted."""
     torch.manual_seed(dist.get_rank())
-    training = Training(batches=(NUM_MICROBATCHES,) * num_batches, dropout=dropout)
-    pipeline = Pipeline("flush", training, moves_activations=moves)
+    training = Training(batches=(NUM_MICROBATCHES,) * num_batches, dropout=0.2)
+    pipeline = Pipeline("flush", training, moves_activations=moves, device=device)
     executor, stage, memory = pipeline.engine._executor, pipeline.stage, pipeline.memory
     result = {"gradients": [], "buffers": [], "at_end": [], "layout": None}
     for batch in range(num_batches):
@@ -55,7 +55,7 @@ def gradients(*, moves: bool, num_batches: int = 1, dropout: float = 0.2) -> dic
         for piece in pieces(dist.get_rank(), batch, moves=moves):
             executor.run(piece)
             wait_until(lambda: dist.get_rank() == 1 or pipeline.engine._channels.num_moving(0) == 0)
-        result["gradients"] += [parameter.grad.clone() for parameter in stage.module.parameters()]
+        result["gradients"] += [parameter.grad.cpu().clone() for parameter in stage.module.parameters()]
         dist.barrier()
         if moves:
             wait_until(lambda: memory.pool.used_bytes == 0)  # the link drops what it sent a moment after it was read
@@ -70,11 +70,14 @@ def gradients(*, moves: bool, num_batches: int = 1, dropout: float = 0.2) -> dic
     return result
 
 
+def gradients_on_cuda(**options) -> dict:
+    """All ranks on the first GPU."""
+    return gradients(device="cuda:0", **options)
+
+
 def missing_load() -> str | None:
     """On rank 0: the message of a LOAD whose RETURN never comes."""
-    pipeline = Pipeline(
-        "flush", Training(batches=(1,)), moves_activations=True, timeout=timedelta(seconds=1)
-    )
+    pipeline = Pipeline("flush", Training(batches=(1,)), moves_activations=True, timeout=timedelta(seconds=1))
     executor = pipeline.engine._executor
     executor.add_batch(BatchInfo(0, 1, 1), 0)
     rows = "0F0@0 0SEND_F0 0EVICT0 0RECV_B0 0LOAD0 0B0@0", "1ACCEPT0 1RECV_F0 1F0@0 1B0@0 1SEND_B0"
@@ -92,7 +95,10 @@ def unposted() -> list[str]:
     pipeline = Pipeline("flush", Training(batches=(1,)), moves_activations=True)
     executor, rank = pipeline.engine._executor, dist.get_rank()
     executor.add_batch(BatchInfo(0, 1, 1), 0)
-    rows = [("0F0@0 0SEND_F0 0EVICT0 0EVICT0", "0RECV_B0 0B0@0"), ("1RETURN0", "1ACCEPT0 1RECV_F0 1F0@0 1B0@0 1SEND_B0")]
+    rows = [
+        ("0F0@0 0SEND_F0 0EVICT0 0EVICT0", "0RECV_B0 0B0@0"),
+        ("1RETURN0", "1ACCEPT0 1RECV_F0 1F0@0 1B0@0 1SEND_B0"),
+    ]
     messages = []
     for text in rows[rank]:
         try:
