@@ -58,7 +58,9 @@ class ActivationMemory:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.empty(0, device=device).device  # "cuda" with the number of the current one
+        probe = torch.empty(1, device=device)
+        assert num_holders(probe) == 1, "this torch counts the holders of a storage in another way"
+        self.device = probe.device  # "cuda" with the number of the current one
         self.pool = BufferPool(self.device)
         self.peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}

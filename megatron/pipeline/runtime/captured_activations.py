@@ -1,7 +1,13 @@
 """A stage's saved activations, microbatch by microbatch, ready to leave and to come back.
 
 A stage owns one of two objects with the same methods: `CapturedActivations`, or `NotCaptured`, which costs nothing and
-refuses to evict.
+refuses to evict. What a forward saves moves with it, but for
+
+- parameters, of whichever weight version they show, and buffers;
+- arguments of the model's forward other than the stage's input (tokens, masks): they are data;
+- what two microbatches have saved, one after the other: cached masks and rotary tables, weights that no module knows.
+
+So the first microbatch cannot leave before the second one has run.
 """
 
 from __future__ import annotations
@@ -11,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.pipeline.runtime.activation_layout import ActivationLayout
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.saved_tensors import SavedTensors
+from megatron.pipeline.runtime.saved_tensors import SavedTensors, storages_of
 
 
 class NotCaptured:
@@ -62,7 +69,12 @@ class CapturedActivations:
         """Of every microbatch; known from the first eviction on."""
         self._stage = stage
         self._memory = memory
+        # Unbound, since megatron.core's DDP has a list named `buffers`.
+        self._own = [*torch.nn.Module.parameters(module), *torch.nn.Module.buffers(module)]
         self._saved: dict[int, SavedTensors] = {}
+        self._num_sealed = 0
+        self._last: dict[int, StorageWeakRef] = {}  # moved with the microbatch before; a weak hold keeps an identity
+        self._shared: dict[int, StorageWeakRef] = {}
         self._data: list[Tensor] | None = None  # arguments of the forward that runs
         module.register_forward_pre_hook(self._note_arguments, with_kwargs=True)
 
@@ -89,12 +101,26 @@ class CapturedActivations:
 
     def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None) -> None:
         """The forward has ended. The values of `input`, a leaf, are dropped: what needs them has saved them."""
-        saved, data = self._saved[microbatch], self._data
+        saved = self._saved[microbatch]
+        stay = storages_of(self._data) - storages_of((input, output)) | storages_of(self._own) | self._shared.keys()
         self._data = None
-        saved.seal(edges=(input, output), data=data, device=self._memory.device)
+        moving = saved.seal(stay=stay, device=self._memory.device)
+        self._learn_shared(moving)
+        self._num_sealed += 1
         if input is not None:
             input.data = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
         self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
+
+    def _learn_shared(self, moving: dict[int, StorageWeakRef]) -> None:
+        """What the microbatch before has saved too does not move, neither with this one nor with those still here."""
+        shared = moving.keys() & self._last.keys()
+        self._last = moving
+        if shared:
+            self._shared.update((storage, moving[storage]) for storage in shared)
+            for microbatch, saved in self._saved.items():
+                if not saved.is_evicted:
+                    saved.exclude(shared)
+                    self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
 
     def drop(self, microbatch: int) -> None:
         """The backward has ended."""
@@ -109,9 +135,15 @@ class CapturedActivations:
     def evict(self, microbatch: int) -> Tensor:
         """Move what is saved of `microbatch` into a buffer of the pool, uint8 [layout.buffer_bytes].
 
-        Raises ValueError when its layout differs from the stage's, RuntimeError when it is evicted already.
+        Raises ValueError when its layout differs from the stage's, RuntimeError when it is evicted already or before
+        the stage's second forward.
         """
         saved = self._saved[microbatch]
+        if self._num_sealed < 2:
+            raise RuntimeError(
+                f"{saved.name} cannot be evicted before the stage's second forward: what microbatches share is not "
+                "known yet"
+            )
         if self.layout is None:
             self.layout = saved.layout
         self.layout.require_equal(saved.layout, saved.name)

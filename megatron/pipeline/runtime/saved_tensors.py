@@ -9,12 +9,9 @@ Solution: `torch.autograd.graph.saved_tensors_hooks` around the forward. Instead
 and a handle can lose its tensor and get it back. Handles are remembered weakly, so that a backward frees memory node by
 node as it always does.
 
-What may move is decided once, at the end of the forward, by one rule: **a storage moves if nobody but the graph holds
-it**. Freeing anything else would free nothing, and whatever two microbatches share is held by somebody else: parameters
-by their module or their version's slot, a cached mask or rotary table by the cache. The edges of the stage are the
-exception: its input and its output are held for a moment by the runtime itself and do move. The arguments of the
-model's forward (tokens, masks) are the exception on the other side: they are data and stay.
-
+What stays is known by its storage, whatever view of it is saved: the caller names the storages of parameters and data,
+and those that another microbatch has saved too (`CapturedActivations`). Who else holds a storage is no criterion: a
+collective's thread holds its tensors for a moment longer, so the answer would differ from one microbatch to the next.
 Tensors whose memory does not describe them (subclasses, sparse ones, lazy conjugates) stay as well, and what they hold
 with them. Autograd does not check hooked tensors for changes in place, so the handles do.
 """
@@ -23,10 +20,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.pipeline.runtime.activation_layout import ActivationLayout, merged
 
@@ -38,7 +37,7 @@ def num_holders(tensor: Tensor) -> int:
 
 
 def storages_of(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Identities of their storages; valid while somebody holds them."""
+    """Identities of their storages; valid while somebody holds them, be it weakly."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
@@ -80,6 +79,16 @@ class _Handle:
         return start, start + (last + 1) * itemsize
 
 
+@dataclass
+class _Segment:
+    """A piece of a storage: its bytes [start, end), and (handle, first byte within the piece) of what lies in it."""
+
+    storage: int
+    start: int
+    end: int
+    members: list[tuple[weakref.ref[_Handle], int]]
+
+
 class SavedTensors:
     """One microbatch's saved tensors at one stage.
 
@@ -91,7 +100,7 @@ class SavedTensors:
         self.name = name
         self.layout: ActivationLayout | None = None  # known from `seal` on
         self._handles: list[weakref.ref[_Handle]] = []
-        self._segments: list[list[tuple[weakref.ref[_Handle], int]]] = []  # of each: (handle, first byte within it)
+        self._segments: list[_Segment] = []
         self._is_evicted = False
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -105,26 +114,30 @@ class SavedTensors:
             self._handles.append(weakref.ref(handle))
         return handle
 
-    def seal(self, *, edges: Iterable[Tensor | None] = (), data: Iterable[Tensor] = (), device: torch.device) -> None:
-        """The forward has ended: decide what moves.
+    def seal(self, *, stay: set[int], device: torch.device) -> dict[int, StorageWeakRef]:
+        """The forward has ended: whatever it saved on `device` moves, but for the storages in `stay`.
 
-        `edges`: input and output of the stage, which move whoever holds them. `data`: arguments of the forward, which
-        stay unless they are edges. Storages of other devices than `device` stay.
+        Returns the storages that move. A storage that the forward has freed on purpose, to fill it again in its
+        backward, stays.
         """
-        edges = storages_of(edges)
-        fixed = storages_of(data) - edges
-        pieces = []
+        moving = {}
         for storage, handles in self._by_storage().items():
             first = handles[0].tensor
-            if storage in fixed or first.device != device:
+            if storage in stay or first.device != device:
                 continue
-            if storage in edges or num_holders(first) == len(handles):
-                ranges = [handle.byte_range() for handle in handles]
-                if max(ranges, key=itemgetter(1))[1] <= first.untyped_storage().nbytes():
-                    pieces += self._add_segments(handles, ranges)
-                # else the forward has freed it on purpose, to fill it again in its backward
-        self.layout = ActivationLayout.of(pieces)
+            ranges = [handle.byte_range() for handle in handles]
+            if max(ranges, key=itemgetter(1))[1] <= first.untyped_storage().nbytes():
+                self._add_segments(storage, handles, ranges)
+                moving[storage] = StorageWeakRef(first.untyped_storage())
         self._handles.clear()
+        self.exclude(set())
+        return moving
+
+    def exclude(self, storages: set[int]) -> None:
+        """These stay too, it has turned out; only before an eviction."""
+        assert not self._is_evicted
+        self._segments = [segment for segment in self._segments if segment.storage not in storages]
+        self.layout = ActivationLayout.of((segment.start, segment.end) for segment in self._segments)
 
     def _by_storage(self) -> dict[int, list[_Handle]]:
         groups: dict[int, list[_Handle]] = {}
@@ -134,15 +147,13 @@ class SavedTensors:
                 groups.setdefault(handle.tensor.untyped_storage()._cdata, []).append(handle)
         return groups
 
-    def _add_segments(self, handles: list[_Handle], ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """One segment for each piece of the storage that `handles` cover with `ranges`; returns the pieces."""
-        pieces = merged(ranges)
-        for first, end in pieces:
-            members = zip(handles, ranges, strict=True)
-            self._segments.append(
-                [(weakref.ref(h), start - first) for h, (start, _) in members if first <= start < end]
+    def _add_segments(self, storage: int, handles: list[_Handle], ranges: list[tuple[int, int]]) -> None:
+        """A segment for each piece of the storage that `handles` cover with `ranges`."""
+        for first, end in merged(ranges):
+            inside = (
+                (weakref.ref(h), s - first) for h, (s, _) in zip(handles, ranges, strict=True) if first <= s < end
             )
-        return pieces
+            self._segments.append(_Segment(storage, first, end, list(inside)))
 
     @property
     def is_evicted(self) -> bool:
@@ -157,14 +168,13 @@ class SavedTensors:
         if self._is_evicted:
             raise RuntimeError(f"{self.name} cannot be evicted: it is evicted already")
         self._require_fit(buffer)
-        for (position, length), members in zip(self.layout.segments, self._segments, strict=True):
-            handles = [(handle, offset) for reference, offset in members if (handle := reference()) is not None]
+        for (position, length), segment in zip(self.layout.segments, self._segments, strict=True):
+            handles = [(handle, offset) for reference, offset in segment.members if (handle := reference()) is not None]
             for number, (handle, offset) in enumerate(handles):
                 handle.require_unchanged()
                 tensor = handle.tensor
                 if number == 0:
-                    first = tensor.storage_offset() * tensor.itemsize - offset
-                    buffer[position : position + length].copy_(_bytes_of(tensor)[first : first + length])
+                    buffer[position : position + length].copy_(_bytes_of(tensor)[segment.start : segment.end])
                 handle.place = tensor.dtype, position + offset, tensor.shape, tensor.stride()
                 handle.tensor = None
         self._is_evicted = True
@@ -179,8 +189,8 @@ class SavedTensors:
             raise RuntimeError(f"{self.name} cannot be loaded: it is not evicted")
         self._require_fit(buffer)
         storage, start = buffer.untyped_storage(), buffer.storage_offset()
-        for members in self._segments:
-            for reference, _ in members:
+        for segment in self._segments:
+            for reference, _ in segment.members:
                 handle = reference()
                 if handle is None:
                     continue

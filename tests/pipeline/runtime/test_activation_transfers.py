@@ -33,9 +33,13 @@ def test_a_load_that_never_comes_says_who_waits_for_whom():
 
 
 def test_moves_without_the_move_before_them_are_errors():
-    """A second eviction, a backward without its load, and a RETURN without its ACCEPT are refused by name."""
+    """An eviction before the second forward, a second one, a backward without its load and a RETURN without its ACCEPT
+    are refused by name.
+    """
     evictor, acceptor = workers.run(2, f"{CASES}:unposted", timeout=60)
     assert evictor == [
+        "microbatch 0 at stage 0 cannot be evicted before the stage's second forward: what microbatches share is not "
+        "known yet",
         "microbatch 0 at stage 0 cannot be evicted: it is evicted already",
         "the backward of microbatch 0 at stage 0 reads a saved tensor that was evicted and not loaded again",
     ]

@@ -8,6 +8,7 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.runtime.activation_layout import ALIGNMENT
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
@@ -56,6 +57,15 @@ def test_megatron_activations_are_gone_after_eviction(megatron, name, place):
     assert megatron[name, place]["left"] <= DATA
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_sequence_parallel_activations_are_parts(place):
+    """Under t=2 with sequence parallelism each rank moves its own part of the activations, with the same bits."""
+    options = {"place": place, "t": 2, "sequence_parallel": True, "dropout": 0.1}
+    for result in workers.run(2, "tests.pipeline.runtime.captured_cases:megatron_case", **options):
+        assert result["num_gradients"] > 10 and set(result["differences"]) == {0.0}
+        assert len(set(result["sizes"])) == 1 and result["left"] <= DATA
+
+
 def test_stages_that_cannot_move_their_activations_say_so():
     """Memory that autograd keeps is refused when the stage is built; a stage that does not capture, when it evicts."""
     messages = workers.run(1, "tests.pipeline.runtime.captured_cases:refusals")[0]
@@ -63,17 +73,24 @@ def test_stages_that_cannot_move_their_activations_say_so():
     assert messages["not captured"].startswith("stage 1 does not capture its activations")
 
 
-def module_stage(memory: ActivationMemory | None, *, recompute: bool, width: int = 8) -> ModuleStage:
-    """The middle of three stages, with dropout."""
+def layers() -> torch.nn.Module:
+    """Some, with dropout, the same each time."""
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Dropout(0.3), torch.nn.Tanh())
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Dropout(0.3), torch.nn.Tanh())
+
+
+def module_stage(
+    memory: ActivationMemory | None, *, recompute: bool, module: torch.nn.Module | None = None
+) -> ModuleStage:
+    """The middle of three stages."""
+    module = layers() if module is None else module
     return ModuleStage(
         module,
         index=1,
         num_stages=3,
         versions=WeightVersions(dict(module.named_parameters()), window=1),
-        input_spec=TensorSpec((4, width)),
-        output_spec=TensorSpec((4, width)),
+        input_spec=TensorSpec((4, 8)),
+        output_spec=TensorSpec((4, 8)),
         recompute=recompute,
         activation_memory=memory,
     )
@@ -121,11 +138,12 @@ def test_a_recomputed_stage_saves_its_input_only():
     """Under recompute a microbatch is its input, and the gradient's leaf does not hold the values while it is away."""
     memory = ActivationMemory()
     stage = module_stage(memory, recompute=True)
-    microbatch = Microbatch(0, 0, 0, 1)
+    microbatch, other = Microbatch(0, 0, 0, 2), Microbatch(1, 0, 1, 2)
     stage.forward(microbatch, torch.randn(4, 8))
     assert stage.saved_bytes(microbatch) == memory.current_bytes == 4 * 8 * 4
+    stage.forward(other, torch.randn(4, 8))
     stage.evict(microbatch)
-    assert memory.current_bytes == 0
+    assert memory.current_bytes == 4 * 8 * 4
     with pytest.raises(RuntimeError, match="microbatch 0 at stage 1 reads a saved tensor that was evicted"):
         stage.recompute(microbatch)
 
@@ -135,8 +153,37 @@ def test_a_microbatch_of_another_length_cannot_be_evicted():
     stage = module_stage(ActivationMemory(), recompute=False)
     first, second = Microbatch(0, 0, 0, 2), Microbatch(1, 0, 1, 2)
     stage.forward(first, torch.randn(4, 8))
-    stage.evict(first)
     output = stage.forward(second, torch.randn(5, 8))
+    stage.evict(first)
     with pytest.raises(ValueError, match=r"microbatch 1 at stage 1 saves .* bytes in .* moved activations need"):
         stage.evict(second)
     assert stage.backward(second, torch.ones_like(output)).shape == (5, 8)
+
+
+class Cached(torch.nn.Module):
+    """A table that the first forward makes and the others use, and a weight that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self._hidden = [torch.ones(8, requires_grad=True)]
+        self._table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._table is None:
+            self._table = torch.arange(8.0)
+        return x * self.weight * self._table * self._hidden[0]
+
+
+def test_what_microbatches_share_stays():
+    """A cache made by the first forward and weights that no module knows are found by the second microbatch."""
+    memory = ActivationMemory()
+    stage = module_stage(memory, recompute=False, module=Cached())
+    pair = [Microbatch(position, 0, position, 2) for position in range(2)]
+    stage.forward(pair[0], torch.randn(4, 8))
+    assert stage.saved_bytes(pair[0]) == 2 * 4 * 8 * 4 + 2 * 8 * 4  # x, its last product; table and hidden weight
+    stage.forward(pair[1], torch.randn(4, 8))
+    assert [stage.saved_bytes(microbatch) for microbatch in pair] == [2 * 4 * 8 * 4] * 2
+    assert memory.current_bytes == 2 * 2 * 4 * 8 * 4
+    for microbatch in pair:
+        assert len(stage.evict(microbatch)) == ALIGNMENT + 4 * 8 * 4

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from megatron.pipeline.runtime.saved_tensors import SavedTensors, num_holders
+from megatron.pipeline.runtime.saved_tensors import SavedTensors, num_holders, storages_of
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -85,9 +84,8 @@ class Run:
         torch.manual_seed(number)
         with self.saved.hooks():
             output = module(self.input)
-        self.saved.seal(edges=(self.input, output), device=CPU)
-        handles = [reference() for segment in self.saved._segments for reference, _ in segment]
-        self.trace = [StorageWeakRef(handle.tensor.untyped_storage()) for handle in handles]
+        own = [*module.parameters(), getattr(module, "mask", None)]
+        self.trace = self.saved.seal(stay=storages_of(own), device=CPU).values()
         self.edge = torch.autograd.graph.get_gradient_edge(output)
         self.output_grad = torch.randn(output.shape, generator=generator).to(dtype)
         self.input.data = torch.empty(1, dtype=dtype).expand(self.input.shape)
@@ -133,7 +131,7 @@ def test_gradients_are_bit_equal_after_a_move(name, dtype):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_evicted_means_freed(name):
-    """After an eviction no storage that moved is alive, and those were all but what the module holds itself."""
+    """After an eviction no storage that moved is alive."""
     run = Run(MODULES[name](), 0)
     assert run.trace and not any(storage.expired() for storage in run.trace)
     run.evict()
@@ -146,7 +144,7 @@ def test_each_byte_moves_once_and_views_stay_views():
     saved = SavedTensors("microbatch 0 at stage 0")
     handles = [saved.pack(view) for view in (base[:16].view(4, 4).t(), base[8:24], base[40:].view(torch.int32)[::3])]
     del base
-    saved.seal(device=CPU)
+    saved.seal(stay=set(), device=CPU)
     assert saved.layout.saved_bytes == 24 * 4 + 22 * 4
     before = [(h.tensor.clone(), h.tensor.stride(), h.tensor.data_ptr() % 64) for h in handles]
     buffer = torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8)
@@ -174,18 +172,18 @@ def test_parameters_of_every_version_stay():
     assert sizes == [2 * 6 * (WIDTH * 4 + 8)] * 2  # the summed embedding in FP32 and the indices in int64
 
 
-def test_what_microbatches_share_and_what_is_data_stays():
-    """A cached mask, a table that a closure holds, and arguments of the forward are not moved; the rest is."""
-    table, mask, data = torch.randn(8), torch.rand(8) > 0.5, torch.randn(8)
+def test_storages_stay_whatever_view_of_them_is_saved():
+    """What is named stays through all of its views, also when it is named after the forward; the rest moves."""
+    table, mask = torch.randn(8, 8), torch.rand(8) > 0.5
     saved = SavedTensors("microbatch 0 at stage 0")
     own = saved.pack(torch.randn(8))
-    shared = [saved.pack(tensor) for tensor in (table, mask[2:], data)]
-    arguments = [data]
-    del data
-    saved.seal(data=arguments, device=CPU)
-    arguments.clear()
+    shared = [saved.pack(tensor) for tensor in (table.t(), table[2], mask[2:])]
+    saved.seal(stay=storages_of([table]), device=CPU)
+    assert saved.layout.saved_bytes == 32 + 6
+    saved.exclude(storages_of([mask]))
+    assert saved.layout.saved_bytes == 32
     saved.evict(torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8))
-    assert own.tensor is None and saved.layout.saved_bytes == 32
+    assert own.tensor is None
     assert all(handle.get() is handle.tensor for handle in shared)
 
 
@@ -195,7 +193,7 @@ def test_a_freed_output_keeps_what_autograd_saved_of_it():
     saved = SavedTensors("microbatch 0 at stage 0")
     with saved.hooks():
         output = weight.exp()
-    saved.seal(edges=(output,), device=CPU)
+    saved.seal(stay=set(), device=CPU)
     expected = output.detach().clone()
     output.data = torch.empty(1)
     buffer = torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8)
@@ -213,7 +211,7 @@ def test_memory_that_the_forward_freed_itself_stays():
         output = weight * inner
     values = inner.clone()
     inner.untyped_storage().resize_(0)
-    saved.seal(edges=(inner,), device=CPU)
+    saved.seal(stay=set(), device=CPU)
     assert saved.layout.buffer_bytes == 0
     saved.evict(torch.empty(0, dtype=torch.uint8))
     inner.untyped_storage().resize_(32)
@@ -228,7 +226,7 @@ def test_the_backward_frees_as_it_goes():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     run = Run(module, 0)
     run.saved.restore(run.evict())
-    handles = [reference for segment in run.saved._segments for reference, _ in segment]
+    handles = [reference for segment in run.saved._segments for reference, _ in segment.members]
     alive = []
     for layer in (2, 0):
         module[layer].weight.register_hook(lambda grad: alive.append(sum(ref() is not None for ref in handles)))
@@ -268,6 +266,6 @@ def test_a_change_in_place_is_noticed(evict):
         output = x.exp()
         result = (output * 2).sum()
         output.detach().zero_()
-    saved.seal(edges=(output,), device=CPU)
+    saved.seal(stay=set(), device=CPU)
     with pytest.raises(RuntimeError, match=r"microbatch 7 at stage 0: a torch.float32 tensor of shape \(8,\)"):
         saved.evict(torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8)) if evict else result.backward()

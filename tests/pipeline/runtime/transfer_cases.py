@@ -12,7 +12,7 @@ from tests.pipeline.runtime.module_cases import Pipeline
 from tests.pipeline.runtime.reference import Training
 
 ROWS = (
-    "0F0@0 0SEND_F0 0EVICT0 | 0F1@0 0SEND_F1 0EVICT1 | 0F2@0 0SEND_F2 0LOAD0 0RECV_B0 0B0@0 0LOAD1 0RECV_B1 0B1@0 "
+    "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0EVICT0 | 0EVICT1 | 0F2@0 0SEND_F2 0LOAD0 0RECV_B0 0B0@0 0LOAD1 0RECV_B1 0B1@0 "
     "0RECV_B2 0B2@0",
     "1ACCEPT0 1RECV_F0 1F0@0 1ACCEPT1 1RECV_F1 1B0@0 1SEND_B0 1RETURN0 1F1@0 1RECV_F2 1B1@0 1SEND_B1 1RETURN1 1F2@0 "
     "1B2@0 1SEND_B2",
@@ -77,10 +77,13 @@ def gradients_on_cuda(**options) -> dict:
 
 def missing_load() -> str | None:
     """On rank 0: the message of a LOAD whose RETURN never comes."""
-    pipeline = Pipeline("flush", Training(batches=(1,)), moves_activations=True, timeout=timedelta(seconds=1))
+    pipeline = Pipeline("flush", Training(batches=(2,)), moves_activations=True, timeout=timedelta(seconds=1))
     executor = pipeline.engine._executor
-    executor.add_batch(BatchInfo(0, 1, 1), 0)
-    rows = "0F0@0 0SEND_F0 0EVICT0 0RECV_B0 0LOAD0 0B0@0", "1ACCEPT0 1RECV_F0 1F0@0 1B0@0 1SEND_B0"
+    executor.add_batch(BatchInfo(0, 2, 2), 0)
+    rows = (
+        "0F0@0 0SEND_F0 0F1@0 0SEND_F1 0EVICT0 0RECV_B0 0LOAD0 0B0@0",
+        "1ACCEPT0 1RECV_F0 1F0@0 1RECV_F1 1F1@0 1B0@0 1SEND_B0",
+    )
     message = None
     try:
         executor.run([Instruction.parse(text) for text in rows[dist.get_rank()].split()])
@@ -92,12 +95,12 @@ def missing_load() -> str | None:
 
 def unposted() -> list[str]:
     """What moves say that lack the one before them, and what runs after them."""
-    pipeline = Pipeline("flush", Training(batches=(1,)), moves_activations=True)
+    pipeline = Pipeline("flush", Training(batches=(2,)), moves_activations=True)
     executor, rank = pipeline.engine._executor, dist.get_rank()
-    executor.add_batch(BatchInfo(0, 1, 1), 0)
+    executor.add_batch(BatchInfo(0, 2, 2), 0)
     rows = [
-        ("0F0@0 0SEND_F0 0EVICT0 0EVICT0", "0RECV_B0 0B0@0"),
-        ("1RETURN0", "1ACCEPT0 1RECV_F0 1F0@0 1B0@0 1SEND_B0"),
+        ("0F0@0 0SEND_F0 0EVICT0", "0F1@0 0SEND_F1 0EVICT0 0EVICT0", "0RECV_B0 0B0@0"),
+        ("1RETURN0", "1ACCEPT0 1RECV_F0 1F0@0 1RECV_F1 1F1@0 1B0@0 1SEND_B0"),
     ]
     messages = []
     for text in rows[rank]:
