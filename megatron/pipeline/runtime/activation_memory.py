@@ -15,7 +15,11 @@ import threading
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.saved_tensors import num_holders
+
+def num_holders(tensor: Tensor) -> int:
+    """Tensors that share the storage of `tensor`, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` counts too
 
 
 class BufferPool:

@@ -30,12 +30,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.pipeline.runtime.activation_layout import ActivationLayout, merged
 
 
-def num_holders(tensor: Tensor) -> int:
-    """Tensors that share the storage of `tensor`, itself included."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` counts too
-
-
 def storages_of(tensors: Iterable[Tensor | None]) -> set[int]:
     """Identities of their storages; valid while somebody holds them, be it weakly."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}

@@ -14,10 +14,7 @@ from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
 from megatron.pipeline.runtime.versions import WeightVersions
 from tests import workers
-from tests.pipeline.runtime.captured_cases import CASES, NUM_MICROBATCHES, PLACES
-
-DATA = {((1, 1, 16, 16), "torch.bool"), ((2, 16), "torch.int64")}
-"""What a microbatch's forward is given: the attention mask, token and position ids."""
+from tests.pipeline.runtime.captured_cases import CASES, DATA, NUM_MICROBATCHES, PLACES
 
 
 @pytest.fixture(scope="module")

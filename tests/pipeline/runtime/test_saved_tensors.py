@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.pipeline.runtime.saved_tensors import SavedTensors, num_holders, storages_of
+from megatron.pipeline.runtime.activation_memory import num_holders
+from megatron.pipeline.runtime.saved_tensors import SavedTensors, storages_of
 
 CPU = torch.device("cpu")
 WIDTH = 16
