@@ -47,6 +47,12 @@ class Link(Protocol):
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
 
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        """Like `receive`, into the memory that `make` gives; called when the receive is posted, maybe by a thread."""
+
+    def forward(self, receive: Receive, tag: int) -> None:
+        """Send on what `receive` brings as soon as it is there; nobody else may wait for it."""
+
     def num_unread(self) -> int:
         """Sends whose storage is still held."""
 
@@ -147,6 +153,7 @@ class _GlooReceive:
     def wait(self, timeout: timedelta) -> Tensor:
         if not self._posted.acquire(timeout=timeout.total_seconds()):
             raise RuntimeError(f"the link's thread did not post the receive within {timeout.total_seconds():g} s")
+        self._posted.release()
         if self._error is not None:
             raise self._error
         self._work.wait(timeout)
@@ -182,12 +189,19 @@ class GlooLink(_GlooEnd):
     def send(self, tensor: Tensor, tag: int) -> None:
         self._worker.put((tensor.detach(), tag % _NUM_TAGS))
 
-    def _finish_send(self, item: tuple[Tensor, int]) -> None:
-        alias, tag = item
+    def forward(self, receive: Receive, tag: int) -> None:
+        self._worker.put((receive, tag % _NUM_TAGS))
+
+    def _finish_send(self, item: tuple[Tensor | Receive, int]) -> None:
+        source, tag = item
+        alias = source if isinstance(source, Tensor) else source.wait(self._timeout)
         self._group.send([alias], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        receive = _GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
+        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
+
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        receive = _GlooReceive(self._group, make, tag)
         self._worker.put(receive)
         return receive
 
@@ -205,31 +219,45 @@ class HostStagedLink(_GlooEnd):
         with torch.cuda.stream(self._stream):
             host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)
-        self._worker.put((self._stream.record_event(), host, tag % _NUM_TAGS))
+        self._worker.put((self._stream.record_event(), host, tensor.detach(), tag % _NUM_TAGS))
 
-    def _finish_send(self, item: tuple[Any, Tensor, int]) -> None:
-        copied, host, tag = item
-        copied.synchronize()
+    def forward(self, receive: _HostStagedReceive, tag: int) -> None:
+        self._worker.put((None, receive, None, tag % _NUM_TAGS))
+
+    def _finish_send(self, item: tuple[Any, Any, Tensor | None, int]) -> None:
+        copied, host, _, tag = item  # the third keeps a buffer in use until it has been read
+        if copied is None:
+            host = host.wait_on_host(self._timeout)
+        else:
+            copied.synchronize()
         self._group.send([host], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        def make() -> Tensor:
-            return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
+        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self._device), tag)
 
-        receive = _HostStagedReceive(self._group, make, tag, self._device)
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        receive = _HostStagedReceive(self._group, make, tag)
         self._worker.put(receive)
         return receive
 
 
 class _HostStagedReceive(_GlooReceive):
-    __slots__ = ("_device",)
+    """Arrives in pinned memory; `make` makes the memory on the device."""
 
-    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int, device: torch.device) -> None:
-        super().__init__(group, make, tag)
-        self._device = device
+    __slots__ = ("_target",)
+
+    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int) -> None:
+        def make_both() -> Tensor:
+            self._target = make()
+            return torch.empty(self._target.shape, dtype=self._target.dtype, pin_memory=True)
+
+        super().__init__(group, make_both, tag)
+
+    def wait_on_host(self, timeout: timedelta) -> Tensor:
+        return super().wait(timeout)
 
     def wait(self, timeout: timedelta) -> Tensor:
-        return super().wait(timeout).to(self._device, non_blocking=True)
+        return self._target.copy_(super().wait(timeout), non_blocking=True)
 
 
 class NcclLink:
@@ -243,6 +271,7 @@ class NcclLink:
         member = _SENDER if sends else _RECEIVER
         self._group = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
         self._device = device
+        self._side = torch.cuda.Stream(device)
         self._meet(sends)
         self._worker = _Worker(name, self._finish, on_error) if sends else None
 
@@ -257,13 +286,20 @@ class NcclLink:
         alias = tensor.detach()
         self._worker.put((self._group.send([alias], _RECEIVER, 0), alias))
 
+    def forward(self, receive: _NcclReceive, tag: int) -> None:
+        with torch.cuda.stream(self._side):  # compute does not wait for what only passes through
+            self.send(receive.wait_on_stream(), tag)
+
     def _finish(self, item: tuple[Any, Tensor]) -> None:
         while not item[0].is_completed():
             time.sleep(0.0005)
         item[0].wait()
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self._device), tag)
+
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        tensor = make()
         return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
 
     def num_unread(self) -> int:
@@ -283,8 +319,12 @@ class _NcclReceive:
         self._waited_since: float | None = None
 
     def wait(self, timeout: timedelta) -> Tensor:
-        self._work.wait()
+        tensor = self.wait_on_stream()
         self._waited_since = time.monotonic()
+        return tensor
+
+    def wait_on_stream(self) -> Tensor:
+        self._work.wait()
         return self._tensor
 
     def is_overdue(self, timeout: timedelta) -> bool | None:

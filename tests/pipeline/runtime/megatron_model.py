@@ -48,6 +48,7 @@ class Case:
     distributed_optimizer: bool = False
     sequence_parallel: bool = False
     recompute_granularity: str | None = None
+    recompute_modules: tuple[str, ...] | None = None
     recompute: bool = False  # R instructions
     single_gradient_buffer: bool = False
     token_form: bool = False  # the loss function returns (sum, num_tokens, numbers)
@@ -90,6 +91,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
         add_bias_linear=not case.swiglu,
         recompute_granularity=case.recompute_granularity,
+        recompute_modules=None if case.recompute_modules is None else list(case.recompute_modules),
         recompute_method="uniform" if case.recompute_granularity == "full" else None,
         recompute_num_layers=1 if case.recompute_granularity == "full" else None,
         bias_activation_fusion=False,

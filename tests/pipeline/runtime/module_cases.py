@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
@@ -47,9 +48,16 @@ WINDOWS = {
 
 
 def make_stage(
-    schedule: Schedule, training: Training, module: torch.nn.Module, versions: WeightVersions, *, stage: int,
-    replica: int, device: torch.device
-) -> ModuleStage:  # fmt: skip
+    schedule: Schedule,
+    training: Training,
+    module: torch.nn.Module,
+    versions: WeightVersions,
+    *,
+    stage: int,
+    replica: int,
+    device: torch.device,
+    activation_memory: ActivationMemory | None = None,
+) -> ModuleStage:
     """A stage that runs its slice of the reference model."""
     p = schedule.num_stages
     spec = TensorSpec((reference.MICROBATCH_SIZE, reference.WIDTH))
@@ -72,6 +80,7 @@ def make_stage(
         output_spec=None if stage == p - 1 else spec,
         recompute=schedule.recompute,
         device=device,
+        activation_memory=activation_memory,
     )
 
 
@@ -88,6 +97,7 @@ class Pipeline:
         device: str = "cpu",
         backend: str = "gloo",
         num_virtual_stages: int = 1,
+        moves_activations: bool = False,
         **schedule_options,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -102,17 +112,24 @@ class Pipeline:
             **schedule_options,
         )
         self.num_stages = self.schedule.num_stages
+        self.memory = ActivationMemory(device) if moves_activations else None
         slices = reference.split(reference.build_model(training.dropout), self.num_stages)
         modules = {stage: slices[stage].to(device) for stage in range(self.stage_index, self.num_stages, p)}
         parameters = {name: each for module in modules.values() for name, each in module.named_parameters()}
         versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights](p, self.stage_index))
         self.stages = [
             make_stage(
-                self.schedule, training, module, versions, stage=stage, replica=self.replica,
+                self.schedule,
+                training,
+                module,
+                versions,
+                stage=stage,
+                replica=self.replica,
                 device=torch.device(device),
+                activation_memory=self.memory,
             )
             for stage, module in modules.items()
-        ]  # fmt: skip
+        ]
         self.stage = self.stages[0]
         optimizer = reference.make_optimizer(parameters.values(), training)
         job = self._group(range(world))
@@ -138,6 +155,7 @@ class Pipeline:
             backend=backend,
             device=device,
             tracer=Tracer(num_batches=64, clock=None if device == "cpu" else CudaClock()) if tracing else None,
+            activation_memory=self.memory,
         )
 
     def _group(self, ranks):
