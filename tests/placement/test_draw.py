@@ -1,0 +1,41 @@
+"""Pictures and tables of a placement."""
+
+import pytest
+
+from megatron.placement import Degrees, pair_adjacent, standard
+from megatron.placement.draw import draw_placement
+from megatron.placement.report import make_report
+from megatron.placement.text import label
+from tests.placement.examples import machine
+
+DEGREES = Degrees(tensor=1, pipeline=16, data=1)
+
+
+def lines(figure, gid):
+    return [patch for patch in figure.axes[0].patches if patch.get_gid() == gid]
+
+
+def test_pairs_are_drawn_where_they_are(tmp_path):
+    """Figure 5: eight lines that cross under standard, eight inside nodes under pair-adjacent; PNG and SVG."""
+    crossing = draw_placement(make_report("standard", standard(DEGREES), DEGREES, machine(8, 8)), tmp_path / "a.png")
+    inside = draw_placement(make_report("x", pair_adjacent(DEGREES), DEGREES, machine(8, 8)), tmp_path / "b.svg")
+    assert (len(lines(crossing, "pair-crossing")), len(lines(crossing, "pair"))) == (8, 0)
+    assert (len(lines(inside, "pair-crossing")), len(lines(inside, "pair"))) == (0, 8)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    written = (tmp_path / "b.svg").read_text()
+    assert "stage 15" in "".join(text.get_text() + ";" for text in inside.axes[0].texts) and "<svg" in written
+
+
+def test_what_cannot_be_drawn():
+    """Too many nodes, and names that are no images, in one sentence each."""
+    degrees = Degrees(tensor=1, pipeline=1, data=65)
+    with pytest.raises(ValueError, match="65 nodes are too many"):
+        draw_placement(make_report("standard", standard(degrees), degrees, machine(*[1] * 65)))
+    with pytest.raises(ValueError, match=r"map\.txt is no image"):
+        draw_placement(make_report("standard", standard(DEGREES), DEGREES, machine(8, 8)), "map.txt")
+
+
+def test_labels_leave_out_what_has_one_value():
+    """Figure 6 names PP, DP and TP; Figure 5 needs only the stage."""
+    assert label(5, DEGREES) == "5: PP 5"
+    assert label(13, Degrees(tensor=2, pipeline=4, data=2)) == "13: PP 3 DP 0 TP 1"
