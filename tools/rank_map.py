@@ -1,9 +1,9 @@
 """Who sits where: print and draw how ranks are mapped to the GPUs of a cluster, and what that costs.
 
-    python tools/rank_map.py --topology examples/topology.yaml --pipeline-model-parallel-size 16
-    python tools/rank_map.py --topology examples/topology.yaml --pipeline-model-parallel-size 16 \\
+    python tools/rank_map.py --rank-topology examples/topology.yaml --pipeline-model-parallel-size 16
+    python tools/rank_map.py --rank-topology examples/topology.yaml --pipeline-model-parallel-size 16 \\
         --rank-mapping pair-adjacent --output map.png
-    python tools/rank_map.py --topology examples/topology.yaml --tensor-model-parallel-size 2 \\
+    python tools/rank_map.py --rank-topology examples/topology.yaml --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 4 --rank-mapping optimized --num-layers 40 --hidden-size 5120 \\
         --num-attention-heads 40 --seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --write-mapping map.json
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    topology = load_topology(options.topology)
+    topology = load_topology(options.rank_topology)
     degrees = _degrees(options, topology)
     shape = _shape(options, degrees)
     traffic = _traffic(options, degrees, shape)
@@ -203,7 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--topology", required=True, metavar="FILE", help="nodes, GPUs and bandwidths: YAML or JSON")
+    parser.add_argument(
+        "--rank-topology", required=True, metavar="FILE", help="nodes, GPUs and bandwidths: YAML or JSON"
+    )
     parser.add_argument("--rank-mapping", default="standard", metavar="|".join((*NAMES, "FILE")),
                         help="a name, or a file with the rank of each slot (default: %(default)s)")  # fmt: skip
     parser.add_argument("--tensor-model-parallel-size", type=_positive, default=1, metavar="T")

@@ -15,7 +15,7 @@ specification = importlib.util.spec_from_file_location("rank_map_tool", TOOL)
 tool = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(tool)
 
-TOPOLOGY = ["--topology", ROOT / "examples" / "topology.yaml"]
+TOPOLOGY = ["--rank-topology", ROOT / "examples" / "topology.yaml"]
 FIGURE_5 = [*TOPOLOGY, "--pipeline-model-parallel-size", "16"]
 FIGURE_6 = [*TOPOLOGY, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]
 MODEL = [
@@ -87,7 +87,15 @@ def test_bandwidth_is_judged(run, tmp_path):
     topology = tmp_path / "four.json"
     nodes = [{"name": f"n{index}", "gpus": 8} for index in range(4)]
     topology.write_text(json.dumps({"nodes": nodes, "bandwidth": {"within_node": 300, "between_nodes": 100}}))
-    words = ["--topology", topology, "--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4", *MODEL]
+    words = [
+        "--rank-topology",
+        topology,
+        "--tensor-model-parallel-size",
+        "8",
+        "--pipeline-model-parallel-size",
+        "4",
+        *MODEL,
+    ]
     out = run(*words, "--forward-ms", "143.37")[1]
     assert "for tensor parallel size 8 fills a node of 8 GPUs" in out
     assert "goes at 12.5 GB/s between nodes" in out and "it needs 24.25 GB/s" in out and "too slow" in out
@@ -107,7 +115,7 @@ def test_pictures(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--pipeline-model-parallel-size", "4"], "--topology"),
+        (["--pipeline-model-parallel-size", "4"], "--rank-topology"),
         ([*FIGURE_5, "--num-layers", "8"], "--hidden-size, --num-attention-heads"),
         ([*FIGURE_5, "--rank-mapping", "optimized"], "--rank-mapping optimized needs the model's traffic"),
         ([*FIGURE_5, "--forward-ms", "3"], "--forward-ms says nothing without the model"),
@@ -124,7 +132,7 @@ def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--topology", "none.yaml"], "none.yaml cannot be read"),
+        (["--rank-topology", "none.yaml"], "none.yaml cannot be read"),
         ([*TOPOLOGY, "--pipeline-model-parallel-size", "3"], "16 GPUs cannot be divided into tensor parallel size 1 x"),
         ([*FIGURE_5, "--rank-mapping", "nearest"], "nearest cannot be read"),
         ([*FIGURE_5, "--output", "x.txt"], "x.txt is no image"),
