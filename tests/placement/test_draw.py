@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron.placement import Degrees, pair_adjacent, standard
+from megatron.placement import Degrees, Kind, Level, pair_adjacent, standard
 from megatron.placement.draw import draw_placement
 from megatron.placement.report import make_report
 from megatron.placement.text import label
-from tests.placement.examples import machine
+from tests.placement.examples import machine, traffic_of
 
 DEGREES = Degrees(tensor=1, pipeline=16, data=1)
 
@@ -24,6 +24,21 @@ def test_pairs_are_drawn_where_they_are(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     written = (tmp_path / "b.svg").read_text()
     assert "stage 15" in "".join(text.get_text() + ";" for text in inside.axes[0].texts) and "<svg" in written
+
+
+def test_bars_are_as_long_as_the_transfers_take():
+    """One bar for each kind and level, in milliseconds of the busiest link."""
+    topology, traffic = machine(8, 8), traffic_of(DEGREES)
+    report = make_report("standard", standard(DEGREES), DEGREES, topology, traffic=traffic)
+    bars = {bar.get_gid(): bar.get_width() for bar in draw_placement(report).axes[1].patches}
+    cost = report.costs["standard"]
+    assert set(bars) == {
+        f"{kind.value}, {level.value}" for kind in (Kind.PIPELINE, Kind.PAIR, Kind.EMBEDDING) for level in Level
+    }
+    for kind in (Kind.PIPELINE, Kind.PAIR, Kind.EMBEDDING):
+        for level in Level:
+            assert bars[f"{kind.value}, {level.value}"] == pytest.approx(1e3 * cost.at(kind, level).busiest_seconds)
+    assert bars["pair, between nodes"] > 0 == bars["pair, within a node"]
 
 
 def test_what_cannot_be_drawn():

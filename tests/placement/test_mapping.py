@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.placement import Degrees, load_mapping, pair_adjacent, standard
@@ -66,6 +66,7 @@ def test_every_pair_crosses_where_tensor_parallelism_fills_the_node():
     assert all(pair.num_crossing == 8 for pair in places)
 
 
+@settings(deadline=None)
 @given(DEGREES)
 def test_named_mappings_are_permutations_with_tensor_ranks_adjacent(degrees):
     """Each rank once; a tensor parallel group on consecutive slots, in order; a pair's groups side by side."""
@@ -123,6 +124,7 @@ def test_unreadable_files(tmp_path):
         load_mapping(tmp_path / "broken", 4)
 
 
+@settings(deadline=None)
 @given(st.permutations(range(7)))
 def test_inverse(mapping):
     """The slot of a rank is where the mapping has it."""
