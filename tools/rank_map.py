@@ -7,8 +7,8 @@
         --pipeline-model-parallel-size 4 --rank-mapping optimized --num-layers 40 --hidden-size 5120 \\
         --num-attention-heads 40 --seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --write-mapping map.json
 
-The flags are those of pretrain_gpt.py. With the model's shape, bytes and times of an iteration are added. Nothing is
-executed; neither torch nor a GPU is needed.
+What pretrain_gpt.py has a flag for is called the same here. With the model's shape, bytes and times of an iteration are
+added. Nothing is executed; neither torch nor a GPU is needed.
 
 Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command line is.
 """

@@ -45,7 +45,7 @@ def job(per_host: int, *flags: str) -> list[str]:
     return [JOB, *FLAGS, "--pipeline-model-parallel-size", str(2 * per_host), "--metrics-file", "metrics.jsonl", *flags]
 
 
-def with_srun(directory: Path, per_host: int, *flags: str, local_ranks: bool = True) -> str:
+def tasks(per_host: int, *flags: str, local_ranks: bool = True) -> list[tuple[list[str], dict[str, str]]]:
     """One process for each task, by environment variables alone."""
     common = {"WORLD_SIZE": str(2 * per_host), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     jobs = []
@@ -53,7 +53,12 @@ def with_srun(directory: Path, per_host: int, *flags: str, local_ranks: bool = T
         own = {"RANK": str(rank), "PIPELINE_HOST_NAME": HOSTS[rank // per_host]}
         local = {"LOCAL_RANK": str(rank % per_host)} if local_ranks else {}
         jobs.append(([sys.executable, *job(per_host, *flags)], common | own | local))
-    return run(directory, jobs)
+    return jobs
+
+
+def with_srun(directory: Path, per_host: int, *flags: str, **options: bool) -> str:
+    """The tasks of one job."""
+    return run(directory, tasks(per_host, *flags, **options))
 
 
 def with_torchrun(directory: Path, per_host: int, *flags: str) -> str:
@@ -71,6 +76,13 @@ def places(output: str) -> list[dict]:
     """What each process printed, by the rank that it was started as."""
     found = [json.loads(line.removeprefix("PLACE ")) for line in output.splitlines() if line.startswith("PLACE ")]
     return sorted(found, key=lambda place: place["started_as"])
+
+
+def write_topology(directory: Path, per_host: int) -> None:
+    """The second host first."""
+    nodes = [{"name": host, "gpus": per_host} for host in reversed(HOSTS)]
+    content = {"nodes": nodes, "bandwidth": {"within_node": 10, "between_nodes": 1}}
+    (directory / "topology.json").write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +110,7 @@ PLACES = {  # host, rank and stage by physical rank
 @pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_ranks_move_and_numbers_stay(tmp_path, standard, start, per_host):
     """Rank 0 and its pair on the second host, LOCAL_RANK untouched, every loss bit-equal to the standard mapping's."""
-    nodes = [{"name": host, "gpus": per_host} for host in reversed(HOSTS)]
-    content = {"nodes": nodes, "bandwidth": {"within_node": 10, "between_nodes": 1}}
-    (tmp_path / "topology.json").write_text(json.dumps(content))
+    write_topology(tmp_path, per_host)
     output = start(tmp_path, per_host, *MAPPED)
     found = places(output)
     assert [(place["host"], place["rank"], place["stage"]) for place in found] == PLACES[per_host]
@@ -119,3 +129,21 @@ def test_launch_without_local_ranks(tmp_path, standard):
         (0, None), (3, None), (1, None), (2, None),
     ]  # fmt: skip
     assert launch.losses(tmp_path / "metrics.jsonl") == standard(2)
+
+
+@pytest.mark.full
+def test_store_host_that_dies_is_named_by_its_new_rank(tmp_path):
+    """The process that hosts the store is rank 1 by then: killed, it ends the other within 10 s, which says so."""
+    write_topology(tmp_path, 1)
+    first, second = tasks(1, *MAPPED, "--train-iters", "100000")
+    with (
+        launch.Job(first[0], directory=tmp_path, GLOO_SOCKET_IFNAME="lo", **first[1]) as host,
+        launch.Job(second[0], directory=tmp_path, GLOO_SOCKET_IFNAME="lo", **second[1]) as other,
+    ):
+        launch.wait_for_iteration(host, tmp_path / "metrics.jsonl", 3)
+        host.process.kill()
+        killed = launch.now()
+        outcome = other.wait()
+        assert launch.now() - killed < 10
+    assert outcome.status != 0
+    assert "rank 0 (stage 0) stops: rank 1" in outcome.output and "ended without a word" in outcome.output
