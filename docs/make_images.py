@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/schedules.md into docs/images: python docs/make_images.py [NAME ...]."""
+"""Draw the pictures of docs/ into docs/images: python docs/make_images.py [NAME ...]."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,9 @@ from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.timeline import Timeline
+from megatron.placement import Bandwidth, Degrees, Node, Topology, pair_adjacent, standard
+from megatron.placement.draw import draw_placement
+from megatron.placement.report import make_report
 
 IMAGES = Path(__file__).resolve().parent / "images"
 FORWARDS = "time, in forwards of one microbatch"
@@ -116,7 +119,20 @@ def interleaved() -> None:
     )
 
 
-DRAWINGS = (figure_1, figure_2, figure_3, flush_and_2bw, extra_warmup, chain, recompute, interleaved)
+def placement() -> None:
+    """Figures 5 and 6 of the BPipe paper."""
+    nodes = tuple(Node(name=f"node {index}", gpus=8) for index in range(2))
+    topology = Topology(nodes=nodes, bandwidth=Bandwidth(within_node=300, between_nodes=100))
+    deep, wide = Degrees(tensor=1, pipeline=16, data=1), Degrees(tensor=2, pipeline=4, data=2)
+    for name, mapping, degrees, figure in (
+        ("standard", standard(deep), deep, "5a"),
+        ("pair-adjacent", pair_adjacent(deep), deep, "5b"),
+        ("pair-adjacent", pair_adjacent(wide), wide, "6"),
+    ):
+        draw_placement(make_report(name, mapping, degrees, topology), IMAGES / f"placement_figure_{figure}.png")
+
+
+DRAWINGS = (figure_1, figure_2, figure_3, flush_and_2bw, extra_warmup, chain, recompute, interleaved, placement)
 
 
 def main(names: list[str]) -> None:

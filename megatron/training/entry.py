@@ -99,15 +99,15 @@ def agree_to_start(store, *, rank: int, world_size: int, problem: str | None, ti
         problems.setdefault(text.decode(), []).append(str(each))
     if list(problems) == [""]:
         return
-    _wait_for_readers(store, rank, world_size)
+    wait_for_readers(store, rank, world_size)
     if len(problems) == 1:
         raise SameEverywhere(next(iter(problems)))
     told = [f"rank {', '.join(ranks)}: {text}" for text, ranks in problems.items() if text]
     raise SameEverywhere("; ".join(told))
 
 
-def _wait_for_readers(store, rank: int, world_size: int) -> None:
-    """Rank 0 may host the store, so it leaves last."""
+def wait_for_readers(store, rank: int, world_size: int) -> None:
+    """Rank 0 may host the store, so it leaves last. Collective over `store`, once."""
     count = store.add("start/read", 1)
     deadline = time.monotonic() + _PATIENCE
     while rank == 0 and count < world_size and time.monotonic() < deadline:

@@ -13,6 +13,7 @@ from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
 from megatron.training.loop import run_to_the_end
+from megatron.training.placement import Assignment, assign_rank
 from megatron.training.signals import StopSignal
 
 
@@ -37,15 +38,15 @@ def pretrain(
         OnThisRank: this rank did not find the others.
     """
     configure_logging(args.logging_level)
-    notes = _join_job(args)
+    assignment, notes = _join_job(args)
     outcome = None
-    with failure.guard():
+    with failure.guard(store_host=assignment.store_host):
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,
                            datasets_provider=datasets_provider)  # fmt: skip
-            for note in notes:
-                run.reporter.say(f"note: {note}")
+            for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
+                run.reporter.say(line)
             run_to_the_end(run, stop, started=started)
         except ValueError as error:
             try:
@@ -57,8 +58,8 @@ def pretrain(
     initialize.shut_down()
 
 
-def _join_job(args: argparse.Namespace) -> list[str]:
-    """Complete `args` and become a rank of the job; returns notes for the log.
+def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:
+    """Complete `args` and become a rank of the job; returns which, and notes for the log.
 
     A rank that finds a problem meets the others nevertheless, so that they end with it and know why.
     """
@@ -74,8 +75,9 @@ def _join_job(args: argparse.Namespace) -> list[str]:
         raise OnThisRank(problem or str(error)) from error
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
+    assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=timeout)
     initialize.join(args, store)
-    return notes
+    return assignment, notes
 
 
 def complete(args: argparse.Namespace) -> list[str]:

@@ -13,7 +13,7 @@ Solution: a guard around the training of each rank.
   alarm. A rank that leaves the guard in peace says so before.
 - A rank whose transfer broke because its peer is gone waits a moment for the peer's own story before it tells its own.
 - A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that
-  sees it go would end them before they could speak, and because rank 0 may host the store.
+  sees it go would end them before they could speak, and because one of them may host the store.
 """
 
 from __future__ import annotations
@@ -74,14 +74,19 @@ def report(error: BaseException) -> None:
 
 @contextmanager
 def guard(
-    *, store: Store | None = None, exit_code: int = 1, timeout: timedelta = timedelta(minutes=10)
+    *,
+    store: Store | None = None,
+    store_host: int = 0,
+    exit_code: int = 1,
+    timeout: timedelta = timedelta(minutes=10),
 ) -> Iterator[Guard | None]:
     """Guard the block: whatever it raises, on whichever rank, ends all ranks of the job with `exit_code`.
 
     Collective: every rank of the default group enters it, after ``init_process_group``. `store`: the job's store
-    (default: the default group's). With one rank, or without a process group, exceptions simply pass. ``SystemExit``
-    with code 0 or None counts as a peaceful end. `timeout`: how long the ranks may take to come here; enter as soon as
-    the process group is up, for what is before the guard is not guarded.
+    (default: the default group's). `store_host`: the rank whose process hosts it, where torchrun does not. With one
+    rank, or without a process group, exceptions simply pass. ``SystemExit`` with code 0 or None counts as a peaceful
+    end. `timeout`: how long the ranks may take to come here; enter as soon as the process group is up, for what is
+    before the guard is not guarded.
     """
     global _active, _num_guards
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
@@ -90,6 +95,7 @@ def guard(
     _num_guards += 1
     guarding = Guard(
         store or distributed_c10d._get_default_store(),
+        store_host=store_host,
         scope=f"failure/{_num_guards}",
         exit_code=exit_code,
         timeout=timeout,
@@ -126,13 +132,14 @@ def is_consequence(error: BaseException | None) -> bool:
 class Guard:
     """Watches over one rank of the job; made by `guard`."""
 
-    def __init__(self, store: Store, *, scope: str, exit_code: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, *, store_host: int, scope: str, exit_code: int, timeout: timedelta) -> None:
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
         self._board = FailureBoard(store, scope=scope)
         self._exit_code = exit_code
         self._agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._hosts_store = self.rank == 0 and not self._agent_hosts_store
+        self._store_host = store_host
+        self._hosts_store = self.rank == store_host and not self._agent_hosts_store
         self._name = f"rank {self.rank}"
         self._doing: Callable[[], tuple[str, int | None]] = lambda: ("", None)
         self._overdue: Callable[[], BaseException | None] = lambda: None
@@ -219,7 +226,7 @@ class Guard:
         return f"{where} failed{during}: {type(error).__name__}: {text}"
 
     def _story_of_lost_store(self) -> str:
-        host = "the launcher" if self._agent_hosts_store else "rank 0"
+        host = "the launcher" if self._agent_hosts_store else f"rank {self._store_host}"
         return f"{host} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
 
     def _who_waits(self, rank: int | None) -> str:

@@ -61,6 +61,22 @@ DISTRIBUTED = Group(
         switch("--account-for-embedding-in-pipeline-split", "Count the embedding as a layer when splitting."),
         switch("--account-for-loss-in-pipeline-split", "Count the loss as a layer when splitting."),
         switch("--sequence-parallel", "Split activations along the sequence between tensor parallel ranks."),
+        option(
+            "--rank-mapping",
+            str,
+            "standard",
+            "Which GPU runs which rank. standard: as the launcher counts. pair-adjacent: tensor ranks together, then "
+            "stages s and p-1-s, then replicas. optimized: least transfer time over --rank-topology. Or a JSON or YAML "
+            "file with the rank of each slot. See placement.md.",
+            metavar="MAPPING",
+        ),
+        option(
+            "--rank-topology",
+            str,
+            None,
+            "JSON or YAML file with the cluster's nodes, GPUs and bandwidths; see placement.md.",
+            metavar="FILE",
+        ),
         option("--distributed-backend", str, None, "Default: nccl on CUDA, gloo elsewhere.", choices=("nccl", "gloo")),
         option(
             "--distributed-timeout-minutes",

@@ -32,6 +32,11 @@ def degrees(args: argparse.Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = None
 
 
+def placement(args: argparse.Namespace) -> None:
+    if args.rank_mapping == "optimized" and args.rank_topology is None:
+        raise ValueError("--rank-mapping optimized needs --rank-topology, a file with the nodes and their bandwidths")
+
+
 def heads(args: argparse.Namespace) -> None:
     if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads:
@@ -201,6 +206,7 @@ RULES = (
     required,
     ranges,
     degrees,
+    placement,
     heads,
     feed_forward,
     attention,

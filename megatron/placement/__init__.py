@@ -1,0 +1,33 @@
+"""Which rank runs where: mappings from slots (node, GPU) to logical ranks, what they cost, and pictures of them.
+
+Pure Python: neither torch nor megatron.core. docs/placement.md shows how it is used.
+"""
+
+from megatron.placement.bandwidth import ModelShape, RecomputeScope
+from megatron.placement.cost import Level, PlacementCost, placement_cost
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
+from megatron.placement.optimize import optimized
+from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
+from megatron.placement.traffic import Kind, Traffic, estimate_traffic
+
+__all__ = [
+    "Bandwidth",
+    "Degrees",
+    "Kind",
+    "Level",
+    "Mapping",
+    "ModelShape",
+    "Node",
+    "PlacementCost",
+    "RecomputeScope",
+    "Topology",
+    "Traffic",
+    "estimate_traffic",
+    "load_mapping",
+    "load_topology",
+    "optimized",
+    "pair_adjacent",
+    "placement_cost",
+    "standard",
+]

@@ -1,0 +1,144 @@
+"""A placement as a picture, in the manner of Figure 5 of the BPipe paper.
+
+One row per node, one box per GPU with its rank and its place in the model. The two stages of a pair have one colour.
+Dotted lines join the pairs: grey where both ends are on one node, red where they cross to another. Where the traffic is
+known, bars below show how long each kind keeps the busiest GPU (grey) and the busiest node's network (red) sending.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.placement.cost import Level
+from megatron.placement.mapping import inverse
+from megatron.placement.report import PlacementReport
+from megatron.placement.traffic import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_NODES = 64
+_BOX, _ROW = 0.95, 1.35  # inches from box to box, and from node to node
+_BARS = 2.4  # inches
+_WITHIN, _CROSSING, _INK = "#666666", "#c8102e", "#1a1a1a"
+
+
+def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "Figure":
+    """Draw a report; the suffix of `path` chooses the format (.png, .svg, .pdf). None: only return the figure.
+
+    Lines of pairs have the gid "pair" or "pair-crossing". Raises ValueError for more than 64 nodes, or a suffix that is
+    no image format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    topology = report.topology
+    num_nodes, widest = len(topology.nodes), max(node.gpus for node in topology.nodes)
+    if num_nodes > MAX_NODES:
+        raise ValueError(f"{num_nodes} nodes are too many for a picture; draw at most {MAX_NODES}, or print the map")
+    width, height = 1.2 + _BOX * max(widest, 4), 0.25 * _ROW + _ROW * num_nodes
+    foot = _BARS if report.costs else 0.0
+    figure = Figure(figsize=(width, height + foot), facecolor="white")
+    canvas = FigureCanvasAgg(figure)
+    if path is not None and Path(path).suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
+        raise ValueError(f"{path} is no image that can be written; end its name in .png or .svg")
+    axes = figure.add_axes((0, foot / (height + foot), 1, height / (height + foot)))
+    axes.set_xlim(-1.15, max(widest, 4) + 0.1)
+    axes.set_ylim(num_nodes - 0.15, -0.4)
+    axes.axis("off")
+    places = _places(report)
+    for slot, rank in enumerate(report.mapping):
+        _draw_box(axes, report, rank, *places[slot])
+    for index, node in enumerate(topology.nodes):
+        axes.text(-0.1, index + 0.25, node.name, ha="right", va="center", fontsize=9, color=_INK)
+    _draw_pairs(axes, report, places)
+    degrees = report.degrees
+    title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
+    axes.text(0.06, -0.2, title, fontsize=10, fontweight="bold", va="center", color=_INK)
+    if report.costs:
+        edge = 1.2 / width
+        _draw_bars(
+            figure.add_axes((edge, 0.45 / (height + foot), 0.97 - edge, (foot - 0.75) / (height + foot))), report
+        )
+    if path is not None:
+        _save(figure, Path(path))
+    return figure
+
+
+def _places(report: PlacementReport) -> list[tuple[float, float]]:
+    """Left upper corner of each slot's box, in boxes and rows."""
+    return [(gpu, index) for index, node in enumerate(report.topology.nodes) for gpu in range(node.gpus)]
+
+
+def _draw_box(axes: "Axes", report: PlacementReport, rank: int, x: float, y: float) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import FancyBboxPatch
+
+    degrees, place = report.degrees, report.degrees.coordinates(rank)
+    pair = min(place.stage, degrees.pipeline - 1 - place.stage)
+    colour = colormaps["Pastel1" if degrees.pipeline <= 18 else "tab20"](pair % (9 if degrees.pipeline <= 18 else 20))
+    axes.add_patch(
+        FancyBboxPatch(
+            (x + 0.06, y), 0.88, 0.5, boxstyle="round,pad=0,rounding_size=0.06", facecolor=colour, edgecolor=_INK,
+            linewidth=0.7,
+        )
+    )  # fmt: skip
+    axes.text(x + 0.5, y + 0.14, f"stage {place.stage}", ha="center", va="center", fontsize=8.5, fontweight="bold")
+    parts = [f"DP {place.data}"] * (degrees.data > 1) + [f"TP {place.tensor}"] * (degrees.tensor > 1)
+    axes.text(x + 0.5, y + 0.28, " ".join(parts), ha="center", va="center", fontsize=7)
+    axes.text(x + 0.5, y + 0.41, f"rank {rank}", ha="center", va="center", fontsize=7, color="#555555")
+
+
+def _draw_pairs(axes: "Axes", report: PlacementReport, places: list[tuple[float, float]]) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    degrees, slots = report.degrees, inverse(report.mapping)
+    for rank in range(degrees.world_size):
+        place = degrees.coordinates(rank)
+        other = degrees.pipeline - 1 - place.stage
+        if place.stage >= other:
+            continue
+        ends = [slots[rank], slots[degrees.rank(tensor=place.tensor, data=place.data, stage=other)]]
+        (x0, y0), (x1, y1) = sorted((places[slot] for slot in ends), key=lambda corner: corner[1])
+        crosses = y0 != y1
+        bend = 0.0 if crosses else 0.5 / (min(x0 - x1, -2) if x1 > x0 else max(x0 - x1, 2))
+        axes.add_patch(
+            FancyArrowPatch(
+                (x0 + 0.5, y0 + 0.5), (x1 + 0.5, y1 if crosses else y1 + 0.5), arrowstyle="-", linestyle=":",
+                connectionstyle=f"arc3,rad={-bend}", color=_CROSSING if crosses else _WITHIN, linewidth=1.3,
+                gid="pair-crossing" if crosses else "pair",
+            )
+        )  # fmt: skip
+
+
+def _draw_bars(axes: "Axes", report: PlacementReport) -> None:
+    """Milliseconds of an iteration, by kind of traffic and level."""
+    cost = report.costs[report.name]
+    kinds = [kind for kind in Kind if any(cost.at(kind, level).total_bytes for level in Level)]
+    for index, kind in enumerate(kinds):
+        for level, colour, offset in ((Level.WITHIN_NODE, _WITHIN, -0.2), (Level.BETWEEN_NODES, _CROSSING, 0.2)):
+            found = cost.at(kind, level)
+            milliseconds = 1e3 * found.busiest_seconds
+            label = level.value if index == 0 else None
+            axes.barh(
+                index + offset, milliseconds, height=0.36, color=colour, label=label, gid=f"{kind.value}, {level.value}"
+            )
+            if found.total_bytes:
+                text = f" {milliseconds:,.1f} ms, {found.total_bytes / 1e9:,.1f} GB in all"
+                axes.text(milliseconds, index + offset, text, va="center", fontsize=7, color=_INK)
+    axes.set_yticks(range(len(kinds)), [kind.value for kind in kinds], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlabel("ms of an iteration that the busiest GPU or node's network sends", fontsize=8)
+    axes.tick_params(labelsize=8, length=2)
+    if kinds:
+        axes.legend(fontsize=7.5, frameon=False, loc="lower right")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "placement"}):  # the same picture gives the same bytes
+        figure.savefig(path, dpi=140, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

@@ -1,0 +1,71 @@
+"""Which logical rank sits in which slot: the named mappings, and mappings from files.
+
+Problem: launchers number processes node by node, and Megatron gives consecutive ranks to consecutive replicas and
+stages. BPipe moves activations between stages s and p-1-s, which then lie on different nodes, behind a slow network.
+
+Solution: a mapping is a permutation. Slots are counted node by node and GPU by GPU; entry i is the logical rank of the
+process in slot i. `pair-adjacent` (BPipe, section 3.5, Figures 5 and 6) keeps tensor parallel ranks together, then the
+two stages of a pair, then the pairs of a pipeline, then replicas:
+
+    p=4, t=1, d=1:    slot 0  1  2  3
+    standard         stage 0  1  2  3
+    pair-adjacent    stage 0  3  1  2
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.placement.degrees import Degrees
+from megatron.placement.files import read_document
+
+Mapping = tuple[int, ...]
+"""Logical rank by slot; a permutation of range(world size)."""
+
+NAMES = ("standard", "pair-adjacent", "optimized")
+
+
+def standard(degrees: Degrees) -> Mapping:
+    """Slot i holds rank i: Megatron's order, replicas before stages (Figure 5a)."""
+    return tuple(range(degrees.world_size))
+
+
+def pair_adjacent(degrees: Degrees) -> Mapping:
+    """Tensor ranks fastest, then stages 0, p-1, 1, p-2, ..., then replicas (Figures 5b and 6)."""
+    return tuple(
+        degrees.rank(tensor=tensor, data=data, stage=stage)
+        for data in range(degrees.data)
+        for stage in pair_order(degrees.pipeline)
+        for tensor in range(degrees.tensor)
+    )
+
+
+def pair_order(num_stages: int) -> list[int]:
+    """Stages with each next to its pair: 0, p-1, 1, p-2, ...; the middle one of an odd number comes last."""
+    return [step // 2 if step % 2 == 0 else num_stages - 1 - step // 2 for step in range(num_stages)]
+
+
+def inverse(mapping: Sequence[int]) -> Mapping:
+    """Slot by logical rank."""
+    slots = [0] * len(mapping)
+    for slot, rank in enumerate(mapping):
+        slots[rank] = slot
+    return tuple(slots)
+
+
+def check_mapping(ranks: object, world_size: int, *, source: str) -> Mapping:
+    """`ranks` as a mapping. Raises ValueError, naming `source`, for what is no permutation of range(world size)."""
+    if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
+        raise ValueError(f"{source} is no list of whole numbers; write the logical rank of each slot, as [0, 3, 1, 2]")
+    if len(ranks) != world_size:
+        raise ValueError(f"{source} lists {len(ranks)} ranks for {world_size} processes; list one for each slot")
+    missing = sorted(set(range(world_size)) - set(ranks))
+    if missing:
+        wrong = next(rank for slot, rank in enumerate(ranks) if rank not in range(world_size) or rank in ranks[:slot])
+        what = "twice" if wrong in range(world_size) else f"which is not in 0 to {world_size - 1}"
+        raise ValueError(f"{source} lists rank {wrong} {what}, and lacks rank {missing[0]}; list each rank once")
+    return tuple(ranks)
+
+
+def load_mapping(path: str | Path, world_size: int) -> Mapping:
+    """The mapping in a YAML or JSON file that holds one list. Raises ValueError naming the file."""
+    return check_mapping(read_document(path), world_size, source=str(path))

@@ -1,0 +1,144 @@
+"""BPipe's pairs in a placement: which cross a node, at what bandwidth, and whether a transfer fits under a forward.
+
+A pair whose stages share a node has the bandwidth of a GPU inside it. One that crosses shares the node's network with
+all GPUs of the node whose pairs cross too (BPipe, appendix B: with t=8 on nodes of 8, the network divided by 8).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.placement.bandwidth import (
+    ModelShape,
+    RecomputeScope,
+    required_bandwidth,
+    required_steady_bandwidth,
+    saved_activation_bytes,
+)
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import inverse
+from megatron.placement.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPlaces:
+    """An evictor stage and its acceptor: their nodes, for each pair of ranks (one for each replica and tensor rank)."""
+
+    evictor: int
+    acceptor: int
+    nodes: tuple[tuple[int, int], ...]
+
+    @property
+    def num_crossing(self) -> int:
+        return sum(first != second for first, second in self.nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTransfer:
+    """The transfer of one microbatch's saved activations between the ranks of a pair, where it is slowest."""
+
+    evictor: int
+    acceptor: int
+    crosses: bool
+    num_bytes: float
+    bandwidth: float
+    """GB/s"""
+
+    @property
+    def seconds(self) -> float:
+        return self.num_bytes / (self.bandwidth * 1e9)
+
+
+def transferring_stages(num_stages: int) -> range:
+    """Evictors that have something to move: s <= (p-4)/2 (BPipe, section 3.3); none below four stages."""
+    return range(max(0, (num_stages - 4) // 2 + 1))
+
+
+def pair_places(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence[int]) -> list[PairPlaces]:
+    """Every pair of stages, also those that have nothing to move."""
+    slots = inverse(mapping)
+
+    def node(stage: int, data: int, tensor: int) -> int:
+        return node_of_slot[slots[degrees.rank(tensor=tensor, data=data, stage=stage)]]
+
+    members = [(data, tensor) for data in range(degrees.data) for tensor in range(degrees.tensor)]
+    pairs = [(stage, degrees.pipeline - 1 - stage) for stage in range(degrees.pipeline // 2)]
+    return [
+        PairPlaces(evictor=first, acceptor=second, nodes=tuple((node(first, *m), node(second, *m)) for m in members))
+        for first, second in pairs
+    ]
+
+
+def pair_transfers(
+    mapping: Sequence[int], degrees: Degrees, topology: Topology, shape: ModelShape, scope: RecomputeScope
+) -> list[PairTransfer]:
+    """The slowest transfer of each pair that has something to move."""
+    moving = pair_places(mapping, degrees, topology.node_of_slot)[: len(transferring_stages(degrees.pipeline))]
+    sharing = [0] * len(topology.nodes)  # ranks of a node whose pairs cross
+    for pair in moving:
+        for first, second in pair.nodes:
+            if first != second:
+                sharing[first] += 1
+                sharing[second] += 1
+    num_bytes, found = saved_activation_bytes(shape, scope), []
+    for pair in moving:
+        bandwidths = [
+            topology.bandwidth.within_node
+            if first == second
+            else topology.bandwidth.between_nodes / max(sharing[first], sharing[second])
+            for first, second in pair.nodes
+        ]
+        slowest = min(range(len(bandwidths)), key=bandwidths.__getitem__)
+        first, second = pair.nodes[slowest]
+        found.append(
+            PairTransfer(
+                evictor=pair.evictor, acceptor=pair.acceptor, crosses=first != second, num_bytes=num_bytes,
+                bandwidth=bandwidths[slowest],
+            )
+        )  # fmt: skip
+    return found
+
+
+def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int]) -> str:
+    """How many pairs cross a node, and why where no mapping could avoid it. `nodes`: number of slots by node."""
+    node_of_slot = [index for index, count in enumerate(nodes) for _ in range(count)]
+    moving = pair_places(mapping, degrees, node_of_slot)[: len(transferring_stages(degrees.pipeline))]
+    if not moving:
+        return f"{degrees.pipeline} stages have nothing to balance: pairs move activations from 4 stages on"
+    total = sum(len(pair.nodes) for pair in moving)
+    crossing = sum(pair.num_crossing for pair in moving)
+    text = f"{crossing} of {total} pairs that move activations cross a node"
+    if crossing and degrees.tensor >= max(nodes):
+        text += f", for tensor parallel size {degrees.tensor} fills a node of {max(nodes)} GPUs"
+    return text
+
+
+def describe_need(
+    transfers: Sequence[PairTransfer], shape: ModelShape, scope: RecomputeScope, *, forward_seconds: float | None
+) -> str:
+    """The bandwidth that the slowest transfer needs and has. `transfers` is not empty."""
+    slowest = max(transfers, key=lambda transfer: transfer.seconds)
+    where = "between nodes" if slowest.crosses else "within a node"
+    has = (
+        f"the transfer of a microbatch ({slowest.num_bytes / 1e9:.3g} GB) between stages {slowest.evictor} and "
+        f"{slowest.acceptor} goes at {slowest.bandwidth:.4g} GB/s {where} and takes {1e3 * slowest.seconds:.4g} ms"
+    )
+    if forward_seconds is None:
+        return f"{has}; it is hidden if a forward takes as long"
+    need = required_bandwidth(shape, scope, forward_seconds=forward_seconds)
+    relaxed = required_steady_bandwidth(shape, scope, forward_seconds=forward_seconds)
+    return (
+        f"{has}; to fit under a forward of {1e3 * forward_seconds:.4g} ms it needs {need:.4g} GB/s "
+        f"({relaxed:.4g} GB/s where an eviction and a load share a backward and a forward): "
+        + (
+            "it fits"
+            if slowest.bandwidth >= need
+            else "only the latter fits"
+            if slowest.bandwidth >= relaxed
+            else "too slow"
+        )
+    )
+
+
+def fits_under_forward(transfers: Sequence[PairTransfer], forward_seconds: float) -> bool:
+    """Whether no transfer takes longer than a forward."""
+    return all(transfer.seconds <= forward_seconds for transfer in transfers)

@@ -1,0 +1,125 @@
+"""The machine as a placement sees it: nodes, their GPUs, and how fast bytes move at each level.
+
+A topology file is YAML or JSON:
+
+    nodes:
+      - {name: host0, gpus: 8}
+      - {name: host1, gpus: 8}
+    bandwidth:               # GB/s (10^9 bytes) in one direction
+      within_node: 300       # of one GPU, to the others of its node
+      between_nodes: 100     # of one node to the network, shared by its GPUs
+    teraflops_per_gpu: 180   # optional: what a GPU sustains in a forward, to estimate how long that takes
+
+Slots are counted in the order of the file: the GPUs of the first node, then those of the second, and so on.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.placement.files import read_document
+
+_GIGA = 1e9
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Node(_Record):
+    """A host by its name, and how many GPUs (or, on a CPU, processes) it has."""
+
+    name: Annotated[str, Field(min_length=1)]
+    gpus: Annotated[int, Field(ge=1)]
+
+
+class Bandwidth(_Record):
+    """GB/s in one direction: of a GPU inside its node, and of a node to the network."""
+
+    within_node: _Positive
+    between_nodes: _Positive
+
+
+class Topology(_Record):
+    """Nodes in slot order, and bandwidths. `teraflops_per_gpu` is what a GPU sustains (10^12 operations per second)."""
+
+    nodes: Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
+    bandwidth: Bandwidth
+    teraflops_per_gpu: _Positive | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return sum(node.gpus for node in self.nodes)
+
+    @cached_property
+    def node_of_slot(self) -> tuple[int, ...]:
+        """Index of each slot's node."""
+        return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.gpus))
+
+    def first_slot(self, node: int) -> int:
+        return sum(each.gpus for each in self.nodes[:node])
+
+    def seconds_within_node(self, num_bytes: float) -> float:
+        """Time for one GPU to send this much to another GPU of its node."""
+        return num_bytes / (self.bandwidth.within_node * _GIGA)
+
+    def seconds_between_nodes(self, num_bytes: float) -> float:
+        """Time for one node to send this much."""
+        return num_bytes / (self.bandwidth.between_nodes * _GIGA)
+
+    def network_share(self, node: int) -> float:
+        """GB/s that a GPU of this node has to the network while all GPUs of the node use it (BPipe, appendix B)."""
+        return self.bandwidth.between_nodes / self.nodes[node].gpus
+
+    def restricted(self, num_processes: Mapping[str, int]) -> "Topology":
+        """The part that a job uses: nodes by name with their number of processes, in the order of this topology.
+
+        Raises:
+            ValueError: a host that is not in the topology, or more processes on it than GPUs.
+        """
+        known = {node.name: node for node in self.nodes}
+        for name, count in num_processes.items():
+            if name not in known:
+                raise ValueError(
+                    f"host {name} of the job is not among the topology's nodes ({_shown(list(known))}); write the "
+                    "nodes' names as their host names"
+                )
+            if count > known[name].gpus:
+                raise ValueError(
+                    f"host {name} runs {count} processes, but the topology gives it {known[name].gpus} GPUs; correct "
+                    "the topology or start fewer"
+                )
+        nodes = tuple(Node(name=n.name, gpus=num_processes[n.name]) for n in self.nodes if n.name in num_processes)
+        return Topology(nodes=nodes, bandwidth=self.bandwidth, teraflops_per_gpu=self.teraflops_per_gpu)
+
+
+def load_topology(path: str | Path) -> Topology:
+    """Read a topology file. Raises ValueError with file, field and reason."""
+    try:
+        topology = Topology.model_validate(read_document(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(
+            f"{path}: {field}: {_reason(first)}; see docs/placement.md for the form of a topology"
+        ) from error
+    names = [node.name for node in topology.nodes]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{path}: two nodes are called {name}; give each its host name")
+    return topology
+
+
+def _reason(error: dict) -> str:
+    text = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] in ("missing", "extra_forbidden"):
+        return text
+    return f"{text}, not {error['input']!r:.60}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + ", ..." * (len(names) > 8)

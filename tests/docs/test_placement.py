@@ -1,0 +1,46 @@
+"""docs/placement.md: its commands run, and what it quotes is what is printed."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron.placement import Degrees, RecomputeScope, pair_adjacent
+from megatron.placement.pairs import describe_crossing, describe_need, pair_transfers
+from tests.docs.test_schedules import load
+from tests.placement.examples import gpt3_96b, machine
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "placement.md").read_text()
+
+
+def test_commands_run(tmp_path):
+    """Every command of the page succeeds, from the repository, and writes what it names."""
+    commands = re.findall(r"^\$ python (tools/rank_map\.py .*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        words = [str(tmp_path / word) if word in ("map.png", "map.json") else word for word in shlex.split(command)]
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    assert (tmp_path / "map.png").exists() and (tmp_path / "map.json").exists()
+
+
+def test_quoted_sentences():
+    """Tensor parallelism that fills the node: crossing, need and verdict, word by word."""
+    degrees = Degrees(tensor=8, pipeline=4, data=1)
+    shape = gpt3_96b(tensor=8, pipeline=4, micro_batch_size=2)
+    mapping, topology = pair_adjacent(degrees), machine(8, 8, 8, 8)
+    transfers = pair_transfers(mapping, degrees, topology, shape, RecomputeScope.ATTENTION)
+    need = describe_need(transfers, shape, RecomputeScope.ATTENTION, forward_seconds=0.14337)
+    assert f"```\n{describe_crossing(mapping, degrees, [8] * 4)}\n{need}\n```" in PAGE
+
+
+def test_figures_are_shown(monkeypatch):
+    """Figures 5a, 5b and 6: the page shows what docs/make_images.py draws."""
+    shown = re.findall(r"!\[[^]]+\]\(images/(\S+)\)", PAGE)
+    images, drawn = load(ROOT / "docs" / "make_images.py"), []
+    monkeypatch.setattr(images, "draw_placement", lambda report, path: drawn.append(path.name))
+    images.main(["placement"])
+    assert drawn == shown
+    assert shown == [f"placement_figure_{figure}.png" for figure in ("5a", "5b", "6")]
+    assert all((ROOT / "docs" / "images" / name).stat().st_size > 10_000 for name in shown)

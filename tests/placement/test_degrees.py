@@ -1,0 +1,55 @@
+"""Logical ranks are megatron.core's."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.placement import Degrees
+from tests import workers
+
+SIZE = st.integers(1, 6)
+
+
+@settings(deadline=None)
+@given(SIZE, SIZE, SIZE)
+def test_coordinates_and_ranks_are_inverse(tensor, pipeline, data):
+    """Every rank has its own place, and every place its rank."""
+    degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
+    places = [degrees.coordinates(rank) for rank in range(degrees.world_size)]
+    assert len(set(places)) == degrees.world_size
+    assert [degrees.rank(tensor=p.tensor, data=p.data, stage=p.stage) for p in places] == list(range(len(places)))
+
+
+def groups_of_megatron(*, sizes):
+    """By degrees: the tensor, data and pipeline groups that megatron.core's default order gives."""
+    import inspect
+
+    from megatron.core import parallel_state
+
+    order = inspect.signature(parallel_state.initialize_model_parallel).parameters["order"].default
+    found = {}
+    for tensor, pipeline, data in sizes:
+        generator = parallel_state.RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order=order)
+        found[tensor, pipeline, data] = {name: generator.get_ranks(name) for name in ("tp", "dp", "pp")}
+    return found
+
+
+def test_order_is_that_of_megatron_core():
+    """Its groups are exactly the ranks that agree in the other two coordinates, in the order of the third."""
+    sizes = [(1, 4, 1), (2, 4, 2), (4, 2, 3), (3, 5, 2)]
+    (found,) = workers.run(1, "tests.placement.test_degrees:groups_of_megatron", sizes=sizes)
+    for (tensor, pipeline, data), groups in found.items():
+        degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
+        for name, own in (("tp", "tensor"), ("dp", "data"), ("pp", "stage")):
+            expected = {}
+            for rank in range(degrees.world_size):
+                place = degrees.coordinates(rank)._asdict()
+                place.pop(own)
+                expected.setdefault(tuple(place.values()), []).append(rank)
+            assert sorted(groups[name]) == sorted(expected.values())
+
+
+def test_degrees_are_positive():
+    """A degree of 0 is named."""
+    with pytest.raises(ValueError, match="pipeline parallel size 0 is below 1"):
+        Degrees(tensor=1, pipeline=0, data=1)

@@ -1,0 +1,77 @@
+"""What is said about pairs: crossing, bandwidth needed and had."""
+
+import pytest
+
+from megatron.placement import Degrees, RecomputeScope, pair_adjacent, standard
+from megatron.placement.pairs import (
+    describe_crossing,
+    describe_need,
+    fits_under_forward,
+    pair_transfers,
+    transferring_stages,
+)
+from tests.placement.examples import gpt3_96b, machine
+
+ATTENTION = RecomputeScope.ATTENTION
+
+
+def transfers(mapping, degrees, topology, **shape):
+    model = gpt3_96b(tensor=degrees.tensor, pipeline=degrees.pipeline, **{"micro_batch_size": 2, **shape})
+    return pair_transfers(mapping, degrees, topology, model, ATTENTION), model
+
+
+def test_stages_that_transfer():
+    """Section 3.3: p >= 4 and s <= (p-4)/2; p=4 has one such pair, p=16 seven."""
+    assert [len(transferring_stages(p)) for p in (1, 2, 3, 4, 5, 6, 16)] == [0, 0, 0, 1, 1, 2, 7]
+
+
+def test_fastest_configuration_of_the_paper_fits():
+    """GPT-3 96B, t=4, p=8, b=2 under pair-adjacent: NVLink's 300 GB/s against the 24.25 GB/s of appendix B."""
+    degrees = Degrees(tensor=4, pipeline=8, data=1)
+    found, shape = transfers(pair_adjacent(degrees), degrees, machine(8, 8, 8, 8))
+    assert [(each.evictor, each.acceptor, each.crosses, each.bandwidth) for each in found] == [
+        (0, 7, False, 300.0), (1, 6, False, 300.0), (2, 5, False, 300.0),
+    ]  # fmt: skip
+    assert fits_under_forward(found, 0.14337)
+    text = describe_need(found, shape, ATTENTION, forward_seconds=0.14337)
+    assert "(3.48 GB) between stages 0 and 7 goes at 300 GB/s within a node" in text
+    assert "needs 24.25 GB/s (16.16 GB/s" in text and text.endswith("it fits")
+    assert (
+        describe_crossing(pair_adjacent(degrees), degrees, [8] * 4)
+        == "0 of 12 pairs that move activations cross a node"
+    )
+
+
+def test_tensor_parallelism_that_fills_the_node():
+    """t=8: every pair crosses, with an eighth of the node's network, 12.5 GB/s, as appendix B counts."""
+    degrees = Degrees(tensor=8, pipeline=4, data=1)
+    found, shape = transfers(pair_adjacent(degrees), degrees, machine(8, 8, 8, 8))
+    assert [(each.crosses, each.bandwidth) for each in found] == [(True, 12.5)]
+    assert not fits_under_forward(found, 0.14337)
+    assert describe_need(found, shape, ATTENTION, forward_seconds=0.14337).endswith("too slow")
+    relaxed = describe_need(found, shape, ATTENTION, forward_seconds=0.2)
+    assert "12.5 GB/s between nodes" in relaxed and relaxed.endswith("only the latter fits")
+    assert describe_need(found, shape, ATTENTION, forward_seconds=None).endswith(
+        "it is hidden if a forward takes as long"
+    )
+    crossing = describe_crossing(pair_adjacent(degrees), degrees, [8] * 4)
+    assert crossing == (
+        "8 of 8 pairs that move activations cross a node, for tensor parallel size 8 fills a node of 8 GPUs"
+    )
+
+
+def test_crossing_pairs_share_the_network():
+    """Standard, 16 stages on two nodes: seven pairs move activations, so each has a seventh of 100 GB/s."""
+    degrees = Degrees(tensor=1, pipeline=16, data=1)
+    found, _ = transfers(standard(degrees), degrees, machine(8, 8))
+    assert [each.bandwidth for each in found] == [pytest.approx(100 / 7)] * 7
+    assert found[0].seconds == pytest.approx(found[0].num_bytes / (100e9 / 7))
+
+
+def test_nothing_to_balance():
+    """Three stages: said, and no transfer."""
+    degrees = Degrees(tensor=1, pipeline=3, data=1)
+    assert transfers(standard(degrees), degrees, machine(3))[0] == []
+    assert describe_crossing(standard(degrees), degrees, [3]) == (
+        "3 stages have nothing to balance: pairs move activations from 4 stages on"
+    )

@@ -1,0 +1,189 @@
+"""--rank-mapping: decided on the process of physical rank 0, followed by all, and said in the log."""
+
+import json
+import threading
+from datetime import timedelta
+
+import pytest
+
+from megatron.placement import Degrees, RecomputeScope, pair_adjacent
+from megatron.placement.hosts import Process
+from megatron.training import placement
+from megatron.training.entry import SameEverywhere
+from tests.training.arguments_helper import arguments
+
+TWO_HOSTS = [Process("a", 0), Process("a", 1), Process("b", 0), Process("b", 1)]
+PIPELINE = "--pipeline-model-parallel-size 4"
+
+
+def topology(path, *names, gpus=2, **more):
+    nodes = [{"name": name, "gpus": gpus} for name in names]
+    path.write_text(json.dumps({"nodes": nodes, "bandwidth": {"within_node": 300, "between_nodes": 100}, **more}))
+    return path
+
+
+def balanced(extra, *, world_size=4):
+    args = arguments(f"{PIPELINE} {extra}", world_size=world_size)
+    args.pipeline_schedule, args.balance_activations = "flush", True
+    return args
+
+
+def test_pair_adjacent():
+    """Stages 0 and 3 on host a, 1 and 2 on host b."""
+    ranks, lines = placement.decide(balanced("--rank-mapping pair-adjacent"), TWO_HOSTS)
+    assert ranks == [0, 3, 1, 2]
+    assert lines == ["rank mapping pair-adjacent on 2 nodes: 0 of 1 pairs that move activations cross a node"]
+
+
+def test_launcher_that_counts_over_hosts():
+    """Slurm's cyclic distribution: slots are host and LOCAL_RANK, not physical ranks; standard leaves ranks alone."""
+    cyclic = [Process("a", 0), Process("b", 0), Process("a", 1), Process("b", 1)]
+    assert placement.decide(balanced("--rank-mapping pair-adjacent"), cyclic)[0] == [0, 1, 3, 2]
+
+
+def test_standard_with_topology_only_reports(tmp_path):
+    """Ranks stay as the launcher gave them; the log says what that costs."""
+    path = topology(tmp_path / "t.json", "b", "a")
+    ranks, lines = placement.decide(balanced(f"--rank-topology {path}"), TWO_HOSTS)
+    assert ranks == [0, 1, 2, 3]
+    assert "1 of 1 pairs that move activations cross a node; an iteration's transfers take" in lines[0]
+
+
+def test_topology_may_put_rank_0_on_the_second_host(tmp_path):
+    """The file's order of nodes is the order of slots."""
+    path = topology(tmp_path / "t.json", "b", "a")
+    assert placement.decide(balanced(f"--rank-mapping pair-adjacent --rank-topology {path}"), TWO_HOSTS)[0] == [
+        1,
+        2,
+        0,
+        3,
+    ]
+
+
+def test_optimized_and_file(tmp_path):
+    """optimized keeps the pair together, too; a file is taken as it is, slot by slot."""
+    path = topology(tmp_path / "t.json", "a", "b")
+    ranks, _ = placement.decide(balanced(f"--rank-mapping optimized --rank-topology {path}"), TWO_HOSTS)
+    assert sorted(ranks[:2]) in ([0, 3], [1, 2])
+    (tmp_path / "map.yaml").write_text("[3, 2, 1, 0]")
+    assert placement.decide(balanced(f"--rank-mapping {tmp_path}/map.yaml"), TWO_HOSTS)[0] == [3, 2, 1, 0]
+
+
+def test_transfer_that_does_not_fit_is_a_warning(tmp_path):
+    """Tensor parallel size 2 fills nodes of 2: said, with the bandwidth that is needed and whether it is there."""
+    hosts = [Process(name, local) for name in "abcd" for local in (0, 1)]
+    flags = "--tensor-model-parallel-size 2 --rank-mapping pair-adjacent --rank-topology"
+    slow = topology(tmp_path / "slow.json", *"abcd", teraflops_per_gpu=1000)
+    _, lines = placement.decide(balanced(f"{flags} {slow}", world_size=8), hosts)
+    assert "2 of 2 pairs that move activations cross a node, for tensor parallel size 2 fills a node of 2" in lines[0]
+    assert lines[1].startswith("warning: compute will wait for pairs: the transfer of a microbatch")
+    assert "goes at 50 GB/s between nodes" in lines[1] and lines[1].endswith("too slow")
+    fast = topology(tmp_path / "fast.json", *"abcd", teraflops_per_gpu=0.001)
+    _, lines = placement.decide(balanced(f"{flags} {fast}", world_size=8), hosts)
+    assert lines[1].startswith("pairs: ") and lines[1].endswith("it fits")
+    unknown = topology(tmp_path / "unknown.json", *"abcd")
+    _, lines = placement.decide(balanced(f"{flags} {unknown}", world_size=8), hosts)
+    assert lines[1].startswith("pairs: ") and lines[1].endswith("if a forward takes as long")
+
+
+def test_pairs_without_transfers_are_noted():
+    """pair-adjacent under a schedule that moves nothing between pairs has no use."""
+    args = arguments(f"{PIPELINE} --rank-mapping pair-adjacent", world_size=4)
+    lines = placement.decide(args, TWO_HOSTS)[1]
+    assert lines[1] == (
+        "note: --rank-mapping pair-adjacent brings pairs together, between which --pipeline-schedule flush moves no "
+        "activations"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "scope"),
+    [
+        ("", RecomputeScope.NONE),
+        ("--recompute-activations", RecomputeScope.ATTENTION),
+        ("--recompute-granularity selective --recompute-modules layernorm", RecomputeScope.NONE),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", RecomputeScope.LAYER),
+        ("--pipeline-recompute", RecomputeScope.LAYER),
+    ],
+)
+def test_recompute_scope(flags, scope):
+    """Megatron's flags in the paper's words."""
+    assert placement.recompute_scope(arguments(flags)) is scope
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [("2", "warning: tensor parallel size 2 fills a node of 2 GPUs"), ("4", "note: under --rank-mapping standard")],
+)
+def test_advice_where_nothing_is_asked_for(monkeypatch, local, words):
+    """torchrun's LOCAL_WORLD_SIZE shows that there are several nodes; the store is not touched."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    args = balanced("--tensor-model-parallel-size 2", world_size=8)
+    (line,) = placement.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines
+    assert line.startswith(words)
+    args.balance_activations = False
+    assert placement.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines == ()
+
+
+def test_optimized_needs_a_topology():
+    """Refused with the flags, before anything starts."""
+    with pytest.raises(ValueError, match="--rank-mapping optimized needs --rank-topology"):
+        arguments("--rank-mapping optimized")
+
+
+def assign(monkeypatch, processes, *extra):
+    """What `assign_rank` gives or raises on each process, in threads over one store."""
+    from torch.distributed import HashStore
+
+    monkeypatch.setenv("RANK", "0")
+    here, store, found = threading.local(), HashStore(), [None] * len(processes)
+    monkeypatch.setattr(placement, "this_process", lambda: processes[here.rank])
+
+    def run(rank):
+        here.rank = rank
+        args = arguments(f"{PIPELINE} {' '.join(extra)}", world_size=len(processes))
+        timeout = timedelta(seconds=30)
+        try:
+            found[rank] = placement.assign_rank(args, store, rank=rank, world_size=len(processes), timeout=timeout)
+            assert found[rank].rank == args.rank
+        except SameEverywhere as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(processes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_follow_one_decision(monkeypatch, tmp_path):
+    """Every process gets its rank, and who hosts the store: physical rank 0, here logical rank 1."""
+    path = topology(tmp_path / "t.json", "b", "a")
+    found = assign(monkeypatch, TWO_HOSTS, "--rank-mapping pair-adjacent", f"--rank-topology {path}")
+    assert [(each.rank, each.store_host) for each in found] == [(1, 1), (2, 1), (0, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--rank-mapping nearest", "nearest cannot be read"),
+        ("--rank-mapping {}/short.json", "short.json lists 2 ranks for 4 processes"),
+        ("--rank-topology {}/none.yaml", "none.yaml cannot be read"),
+        ("--rank-topology {}/other.json", "host a of the job is not among the topology's nodes (x, y)"),
+    ],
+)
+def test_problem_is_told_to_all(monkeypatch, tmp_path, flags, reason):
+    """Files and hosts that do not fit: the same sentence on every process, before a group forms."""
+    (tmp_path / "short.json").write_text("[0, 1]")
+    topology(tmp_path / "other.json", "x", "y")
+    found = assign(monkeypatch, TWO_HOSTS, flags.format(tmp_path))
+    assert all(isinstance(error, SameEverywhere) and reason in str(error) for error in found)
+    assert len(set(map(str, found))) == 1
+
+
+def test_mapping_is_that_of_the_room():
+    """With hosts in blocks, physical ranks become what the mapping says of their slots."""
+    args = arguments(f"{PIPELINE} --rank-mapping pair-adjacent", world_size=8)
+    hosts = [Process(name, local) for name in "ab" for local in range(4)]
+    assert tuple(placement.decide(args, hosts)[0]) == pair_adjacent(Degrees(tensor=1, pipeline=4, data=2))
