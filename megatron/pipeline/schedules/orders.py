@@ -15,4 +15,7 @@ PRESETS: dict[str, tuple[str, WeightPolicy]] = {
     "flush": ("1f1b", WeightPolicy.FLUSH),
     "2bw": ("1f1b", WeightPolicy.TWO_BW),
     "pipedream": ("1f1b", WeightPolicy.STASH),
+    "bpipe": ("1f1b", WeightPolicy.FLUSH),
 }
+
+BALANCED_PRESETS = frozenset({"bpipe"})  # those that balance saved activations

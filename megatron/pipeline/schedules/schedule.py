@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.passes import Legs
+from megatron.pipeline.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.passes.communication import add_communication
 from megatron.pipeline.passes.recompute import add_recompute
 from megatron.pipeline.passes.updates import add_updates
@@ -18,7 +19,7 @@ from megatron.pipeline.periodic import PeriodicProgram
 from megatron.pipeline.program import Program, shifted_row
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.orders import ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import BALANCED_PRESETS, ORDERS, PRESETS
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.weights import WeightPolicy
 
@@ -33,6 +34,7 @@ class Schedule:
         num_stages: stages of the pipeline, one on each rank.
         recompute: recompute the activations of a microbatch before its backward.
         extra_warmup: start twice as far ahead, to hide transfers (1f1b only).
+        balance: move saved activations between the stages of a pair, so that none saves much more than the mean (BPipe).
         tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
 
@@ -45,6 +47,7 @@ class Schedule:
     num_stages: int
     recompute: bool = False
     extra_warmup: bool = False
+    balance: bool = False
     tied_embeddings: bool = False
     data_parallel: bool = False
 
@@ -65,6 +68,16 @@ class Schedule:
             raise ValueError(
                 f"{self.weights.value} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
             )
+        if self.balance and self._order.max_in_flight(0) is None:
+            raise ValueError(
+                f"{self.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or use "
+                "order 1f1b"
+            )
+        if self.balance and self.weights.rule.updates_alone:
+            raise ValueError(
+                f"{self.weights.value} may drain after every microbatch, so no eviction can be planned ahead; drop "
+                "balance, or use flush or 2bw"
+            )
         if self.weights.rule.updates_alone and self.tied_embeddings:
             raise ValueError(
                 f"under {self.weights.value} every stage updates at its own time, so the first and the last one "
@@ -73,7 +86,7 @@ class Schedule:
 
     @classmethod
     def preset(cls, name: str, *, num_stages: int, **flags: bool) -> "Schedule":
-        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw or pipedream.
+        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream or bpipe.
 
         Raises:
             ValueError: another name, or as the constructor.
@@ -81,6 +94,7 @@ class Schedule:
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         order, weights = PRESETS[name]
+        flags["balance"] = flags.get("balance", False) or name in BALANCED_PRESETS
         return cls(order=order, weights=weights, num_stages=num_stages, **flags)
 
     # --- what it demands and takes
@@ -107,7 +121,12 @@ class Schedule:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
         together = max(batches) if self.weights.rule.drains else sum(batches)
         limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
-        return tuple(together if limit is None else min(limit, together) for limit in limits)
+        saved = [together if limit is None else min(limit, together) for limit in limits]
+        if self.balance:
+            # An evictor keeps to the bound, an acceptor has that much where its pair moves something.
+            pairs = zip(saved, reversed(saved), balanced_bounds(limits), strict=True)
+            saved = [min(max(own, other), bound) if other > bound else min(own, bound) for own, other, bound in pairs]
+        return tuple(saved)
 
     @property
     def report_lag(self) -> int:
@@ -150,9 +169,12 @@ class Schedule:
         for num_microbatches in batches:
             self.validate(num_microbatches)
         outline = self._outline(batches, first_batch=first_batch, first_microbatch=first_microbatch)
+        ordered = [self._order_legs(stage, outline) for stage in range(self.num_stages)]
+        if self.balance:
+            limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
+            ordered = add_balance(ordered, outline, balanced_bounds(limits))
         legs_of_rank = []
-        for stage in range(self.num_stages):
-            legs = self._order_legs(stage, outline)
+        for stage, legs in enumerate(ordered):
             if self.recompute:
                 legs = add_recompute(legs)
             legs = add_updates(legs, stage, outline)
