@@ -19,21 +19,24 @@ more; and the drain, shifted, ends drained after each of them, and after none. P
 
 The state at a cut is, for each stage: which facts hold of each microbatch that has been touched and is not complete,
 and the version of its forward; how many of each link of its chain stand, hence which versions are live; the version of
-the next batch. For each rank: its reductions that are posted and not complete. For each channel: what only one of its
-ends has posted.
+the next batch; how much of others' and of its own it may hold, whatever the timing. For each rank: its reductions that
+are posted and not complete, and which of its microbatches are away. For each channel: what only one of its ends has
+posted, and likewise for the moves of a pair.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from megatron.pipeline.check.balance import moves_of_rank, partner_of_rank
 from megatron.pipeline.check.compact import KIND_OF_CODE, NUM_CODES, REDUCE_GRAD, STEP, CompactProgram, F
 from megatron.pipeline.check.computations import complete_facts, stage_rules
 from megatron.pipeline.check.error import error_at
+from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_stage
 from megatron.pipeline.check.versions import version_of_batch
-from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program
 
 
@@ -123,6 +126,9 @@ def _state(compact: CompactProgram, execution: Execution, ends: list[int], origi
             state[f"what is under way in {what} (code, version)"] = [
                 (code, version - origin.batch) for code, version in incomplete
             ]
+    if compact.moves:
+        for rank, state in enumerate(states):
+            state |= _moves_state(compact, rank, ends, origin)
     sent, received = list_channels(compact, ends)
     for channel in sent.keys() | received.keys():
         code, sender = channel
@@ -167,6 +173,23 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         oldest, next_version = _versions_at(compact, stage, facts[stage], posted[stage][STEP])
         state[f"the oldest version of stage {stage}"] = oldest - origin.batch
         state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
+    return state
+
+
+def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Origin) -> _RankState:
+    """What a rank's moves before a cut leave to those after it."""
+    row, partner = compact.program.rows[rank], partner_of_rank(compact)[rank]
+    own = [row[position] for position in moves_of_rank(compact, rank, ends[rank])]
+    met = len(moves_of_rank(compact, partner, ends[partner]))
+    state: _RankState = {
+        "what moves": [(each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]]
+    }
+    for stage, held in hold(compact, rank, ends[rank], [0] * compact.num_stages).items():
+        away = {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.EVICT, Kind.ACCEPT)}
+        away -= {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.LOAD, Kind.RETURN)}
+        first = compact.program.first_microbatch + origin.microbatch
+        state[f"what is away from stage {stage} or lent to it"] = sorted(each - first for each in away)
+        state[f"how many microbatches stage {stage} may hold"] = (held.own, held.moved, [n for _, n in held.before])
     return state
 
 

@@ -12,11 +12,12 @@ class CheckReport:
         communicates: whether it contains transfers; those of a compute-only program are taken to happen by themselves.
         versioned: whether it names weight versions and updates weights. Without, nothing is said about either.
         peak_saved_microbatches: per stage, the largest number of microbatches between their forward and the end of
-            their backward.
+            their backward, less those evicted, more those accepted, at the worst timing.
         peak_recomputed_microbatches: per stage, the largest number between their recompute and the end of their
             backward.
         live_versions: per stage, the largest number of weight versions that are live at once; empty where the program
             is not versioned.
+        evicted_microbatches: per stage, how many microbatches move to the pair stage and back.
     """
 
     num_ranks: int
@@ -29,3 +30,4 @@ class CheckReport:
     peak_saved_microbatches: tuple[int, ...]
     peak_recomputed_microbatches: tuple[int, ...]
     live_versions: tuple[int, ...]
+    evicted_microbatches: tuple[int, ...]
