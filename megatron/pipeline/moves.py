@@ -49,29 +49,33 @@ class MoveOrder:
 
     def __init__(self) -> None:
         self._num_moves = 0
-        self._num_to_last_evict = 0  # moves up to and with the last EVICT
-        self._num_to_evict_before_computation = 0  # as it was before the last computation
+        self._num_waited_for = 0
+        self._num_to_evict = 0  # moves up to and with the last EVICT
+        self._num_to_earlier_evict = 0  # as it was before the last computation
         self._num_to_load: dict[tuple[int, int | None], int] = {}  # (stage, microbatch) -> moves up to and with its LOAD
 
     def awaited(self, instruction: Instruction) -> int:
         """How many of the rank's moves, counted from the first, have to be complete before the instruction starts."""
         kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
-        if kind in COMPUTATIONS:
-            if kind is Kind.FORWARD:
-                needed = self._num_to_evict_before_computation
-            else:
-                needed = self._num_to_load.get(key, 0) if kind in _NEED_ACTIVATIONS else 0
-                if kind is not Kind.RECOMPUTE:
-                    self._num_to_load.pop(key, None)
-            self._num_to_evict_before_computation = self._num_to_last_evict
-            return needed
         if kind in MOVES:
             self._num_moves += 1
             if kind is Kind.EVICT:
-                self._num_to_last_evict = self._num_moves
+                self._num_to_evict = self._num_moves
             elif kind is Kind.LOAD:
                 self._num_to_load[key] = self._num_moves
-        return 0
+        if kind not in COMPUTATIONS:
+            return 0
+        needed = self._num_to_earlier_evict if kind is Kind.FORWARD else 0
+        if kind in _NEED_ACTIVATIONS:
+            needed = self._num_to_load.get(key, 0) if kind is Kind.RECOMPUTE else self._num_to_load.pop(key, 0)
+        self._num_to_earlier_evict = self._num_to_evict
+        self._num_waited_for = max(self._num_waited_for, needed)
+        return needed
+
+    def still_awaited(self) -> list[int]:
+        """Which moves later instructions may wait for, as how many there are from each to the last one."""
+        needed = (self._num_to_evict, self._num_to_earlier_evict, *self._num_to_load.values())
+        return [self._num_moves - each for each in needed if each > self._num_waited_for]
 
 
 def awaited_moves(row: Iterable[Instruction]) -> dict[int, int]:

@@ -37,6 +37,7 @@ from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_stage
 from megatron.pipeline.check.versions import version_of_batch
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.program import Program
 
 
@@ -181,8 +182,12 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Or
     row, partner = compact.program.rows[rank], partner_of_rank(compact)[rank]
     own = [row[position] for position in moves_of_rank(compact, rank, ends[rank])]
     met = len(moves_of_rank(compact, partner, ends[partner]))
+    order = MoveOrder()
+    for instruction in row[: ends[rank]]:
+        order.awaited(instruction)
     state: _RankState = {
-        "what moves": [(each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]]
+        "which moves, counted from the last, are still awaited": order.still_awaited(),
+        "what moves (kind, stage, microbatch)": [(each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]],
     }
     for stage, held in hold(compact, rank, ends[rank], [0] * compact.num_stages).items():
         away = {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.EVICT, Kind.ACCEPT)}
