@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes import Legs
 from megatron.pipeline.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.passes.communication import add_communication
@@ -119,14 +120,24 @@ class Schedule:
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
-        together = max(batches) if self.weights.rule.drains else sum(batches)
-        limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
-        saved = [together if limit is None else min(limit, together) for limit in limits]
-        if self.balance:
-            # An evictor keeps to the bound, an acceptor has that much where its pair moves something.
-            pairs = zip(saved, reversed(saved), balanced_bounds(limits), strict=True)
-            saved = [min(max(own, other), bound) if other > bound else min(own, bound) for own, other, bound in pairs]
-        return tuple(saved)
+        saved = self._saved_microbatches(batches)
+        bounds = self._bounds if self.balance else saved
+        evicting = self.evicting_stages(batches)
+        accepting = {pair_of(stage, self.num_stages) for stage in evicting}
+        return tuple(
+            bound if stage in accepting else min(own, bound)
+            for stage, (own, bound) in enumerate(zip(saved, bounds, strict=True))
+        )
+
+    def evicting_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The stages that move saved activations away in a program of these batches; none: there is nothing to balance.
+
+        That is so without `balance`, and with it for fewer than 4 stages, or batches too small to fill the pipeline.
+        """
+        if not self.balance:
+            return ()
+        pairs = enumerate(zip(self._saved_microbatches(batches), self._bounds, strict=True))
+        return tuple(stage for stage, (own, bound) in pairs if own > bound)
 
     @property
     def report_lag(self) -> int:
@@ -171,8 +182,7 @@ class Schedule:
         outline = self._outline(batches, first_batch=first_batch, first_microbatch=first_microbatch)
         ordered = [self._order_legs(stage, outline) for stage in range(self.num_stages)]
         if self.balance:
-            limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
-            ordered = add_balance(ordered, outline, balanced_bounds(limits))
+            ordered = add_balance(ordered, outline, self._bounds)
         legs_of_rank = []
         for stage, legs in enumerate(ordered):
             if self.recompute:
@@ -228,6 +238,17 @@ class Schedule:
     @property
     def _order(self) -> Order:
         return ORDERS[self.order](self.num_stages, extra_warmup=self.extra_warmup)
+
+    @property
+    def _bounds(self) -> tuple[int, ...]:
+        """With `balance`, the most microbatches that each stage may hold."""
+        return balanced_bounds([self._order.max_in_flight(stage) for stage in range(self.num_stages)])
+
+    def _saved_microbatches(self, batches: Sequence[int]) -> list[int]:
+        """The most microbatches of each stage that are between their forward and the end of their backward."""
+        together = max(batches) if self.weights.rule.drains else sum(batches)
+        limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
+        return [together if limit is None else min(limit, together) for limit in limits]
 
     @property
     def _rank_of_stage(self) -> tuple[int, ...]:
