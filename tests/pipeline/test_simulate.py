@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline import simulate as simulate_module
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program, WeightPolicy
 from megatron.pipeline.schedules import Schedule
@@ -256,10 +257,11 @@ def test_the_unit_of_time_does_not_matter(p, extra, factor):
     assert other.makespan == pytest.approx(factor * one.makespan)
 
 
-def test_an_unknown_kind_is_an_error():
+def test_an_unknown_kind_is_an_error(monkeypatch):
     """What the simulator does not handle, it refuses by name."""
-    with pytest.raises(SimulationError, match=r"rank 0, position 1, 0EVICT0: .*EVICT"):
-        simulate(program("0F0@0 0EVICT0 0B0@0"))
+    monkeypatch.delitem(simulate_module._ACTION, Kind.RECOMPUTE)
+    with pytest.raises(SimulationError, match=r"rank 0, position 1, 0R0@0: the simulator does not know R"):
+        simulate(program("0F0@0 0R0@0 0B0@0"))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ program, and anything about a rank that fails.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.pipeline.check.balance import prove_balance
 from megatron.pipeline.check.compact import CompactProgram, compact
@@ -110,4 +111,7 @@ def check_periodic(periodic: Periodic, *, max_saved: Sequence[int] | None = None
     report = _prove(compacted, max_saved)
     prove_repetition(one, two, fill=fill, period=period, shift=shift)
     prove_periods(compacted, fill=fill, period=period, shift=shift)
+    if compacted.moves:
+        peak_saved, _ = prove_memory(compact(two), max_saved)
+        report = replace(report, peak_saved_microbatches=peak_saved)
     return report

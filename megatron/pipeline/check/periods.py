@@ -14,14 +14,18 @@ By induction over the number of periods, on the *state* between them:
    policy gives to the next batch is a part of the state.
 
 From 3 and 4, a second period, shifted by one, executes as the first did and ends in the same state, shifted by one
-more; and the drain, shifted, ends drained after each of them, and after none. Peaks and live versions are those of step
-1.
+more; and the drain, shifted, ends drained after each of them, and after none. Live versions are those of step 1,
+and so are peaks where nothing moves.
 
 The state at a cut is, for each stage: which facts hold of each microbatch that has been touched and is not complete,
 and the version of its forward; how many of each link of its chain stand, hence which versions are live; the version of
-the next batch; how much of others' and of its own it may hold, whatever the timing. For each rank: its reductions that
-are posted and not complete, and which of its microbatches are away. For each channel: what only one of its ends has
-posted, and likewise for the moves of a pair.
+the next batch; what is away or lent, and how much it holds. For each rank: its reductions that are posted and not
+complete, the moves that its partner has not requested, and those that are still awaited. For each channel: what only
+one of its ends has posted.
+
+How many moves may be under way at worst is no part of the state: an acceptor waits for none, so from its own row alone
+any number may be. What it holds at worst repeats from the second period on, in which the whole first one may be under
+way; so peaks are taken from two periods.
 """
 
 from collections.abc import Sequence
@@ -194,7 +198,7 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Or
         away -= {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.LOAD, Kind.RETURN)}
         first = compact.program.first_microbatch + origin.microbatch
         state[f"what is away from stage {stage} or lent to it"] = sorted(each - first for each in away)
-        state[f"how many microbatches stage {stage} may hold"] = (held.own, held.moved, [n for _, n in held.before])
+        state[f"how many microbatches stage {stage} has begun and not ended, and how many moves change that by"] = (held.own, held.moved)
     return state
 
 
