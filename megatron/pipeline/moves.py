@@ -52,7 +52,9 @@ class MoveOrder:
         self._num_waited_for = 0
         self._num_to_evict = 0  # moves up to and with the last EVICT
         self._num_to_earlier_evict = 0  # as it was before the last computation
-        self._num_to_load: dict[tuple[int, int | None], int] = {}  # (stage, microbatch) -> moves up to and with its LOAD
+        self._num_to_load: dict[
+            tuple[int, int | None], int
+        ] = {}  # moves up to and with the LOAD of (stage, microbatch)
 
     def awaited(self, instruction: Instruction) -> int:
         """How many of the rank's moves, counted from the first, have to be complete before the instruction starts."""

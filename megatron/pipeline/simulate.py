@@ -150,7 +150,10 @@ class _Simulation:
         self._make_channels(costs)
         # moves of saved activations; a row without moves waits for none
         self.moves = [_Moves() for _ in range(num_ranks)]
-        self.awaited_moves = [awaited_moves(row) if any(each.kind in MOVES for each in row) else {} for row in self.rows]
+        moves = [any(each.kind in MOVES for each in row) for row in self.rows]
+        self.awaited_moves = [
+            awaited_moves(row) if any_move else {} for row, any_move in zip(self.rows, moves, strict=True)
+        ]
         # reductions
         self.chains = [_Queue(rank) for rank in range(num_ranks)]
         self.reports = [_Queue(rank) for rank in range(num_ranks)]

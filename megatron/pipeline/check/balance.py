@@ -85,7 +85,7 @@ def partner_of_rank(compact: CompactProgram) -> list[int]:
         partner = ranks[pair_of(stage, num_stages)]
         if partners.setdefault(rank, partner) != partner:
             raise ValueError(
-                f"the stages of rank {rank} have their pair stages on ranks {partners[rank]} and {partner}, so the rank "
+                f"the stages of rank {rank} have their pair stages on ranks {partners[rank]} and {partner}, so it "
                 "has no pair; place stages p-1-x of stages x on one rank, or move nothing"
             )
     return [partners[rank] for rank in range(len(compact.codes))]

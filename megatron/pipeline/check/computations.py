@@ -21,7 +21,21 @@ both ends.
 """
 
 from megatron.pipeline.check.compact import (
-    ACCEPT, EVICT, LOAD, NUM_CODES, RECV_B, RECV_F, RETURN, SEND_B, SEND_F, B, CompactProgram, F, I, R, W,
+    ACCEPT,
+    EVICT,
+    LOAD,
+    NUM_CODES,
+    RECV_B,
+    RECV_F,
+    RETURN,
+    SEND_B,
+    SEND_F,
+    B,
+    CompactProgram,
+    F,
+    I,
+    R,
+    W,
 )  # fmt: skip
 from megatron.pipeline.check.error import ProgramError
 

@@ -1,9 +1,10 @@
 """Who waits for whom, in words, when an execution is stuck.
 
-A rank that cannot go on waits for another rank's row (a tensor that it has not sent) or for its own chain of
-reductions, or for the other end of a move; a chain waits for a member of its running reduction, either for that member's row, where the reduction is
-still to be posted, or for that member's chain, where it stands behind another one. From any of these the next one
-follows; the walk ends where it meets itself, in a circle, or at a rank that has nothing left to do before the border.
+A rank that cannot go on waits for another rank's row (a tensor that it has not sent, the other end of a move) or for
+its own chain of reductions; a chain waits for a member of its running reduction, either for that member's row, where
+the reduction is still to be posted, or for that member's chain, where it stands behind another one. From any of these
+the next one follows; the walk ends where it meets itself, in a circle, or at a rank that has nothing left to do before
+the border.
 """
 
 from __future__ import annotations

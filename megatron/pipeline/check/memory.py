@@ -66,7 +66,7 @@ def prove_memory(compact: CompactProgram, bounds: Sequence[int] | None) -> tuple
     peaks_full = [0] * num_stages
     for rank, codes in enumerate(compact.codes):
         held = hold(compact, rank, len(codes), peaks, bounds)
-        assert not any(each.own or each.moved for each in held.values()), "every microbatch has its backward and is back"
+        assert not any(each.own or each.moved for each in held.values()), "all have ended and are back"
         if compact.program.recompute:
             _count_recomputed(compact, rank, peaks_full)
     return tuple(peaks), tuple(peaks_full)

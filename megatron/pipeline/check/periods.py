@@ -191,14 +191,16 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Or
         order.awaited(instruction)
     state: _RankState = {
         "which moves, counted from the last, are still awaited": order.still_awaited(),
-        "what moves (kind, stage, microbatch)": [(each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]],
+        "what moves (kind, stage, microbatch)": [
+            (each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]
+        ],
     }
     for stage, held in hold(compact, rank, ends[rank], [0] * compact.num_stages).items():
         away = {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.EVICT, Kind.ACCEPT)}
         away -= {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.LOAD, Kind.RETURN)}
         first = compact.program.first_microbatch + origin.microbatch
         state[f"what is away from stage {stage} or lent to it"] = sorted(each - first for each in away)
-        state[f"how many microbatches stage {stage} has begun and not ended, and how many moves change that by"] = (held.own, held.moved)
+        state[f"how many microbatches stage {stage} has in flight, and holds more than that"] = held.own, held.moved
     return state
 
 

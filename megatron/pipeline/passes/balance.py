@@ -144,7 +144,7 @@ class _Evictor:
         kept = {_saved(each) for each in in_use if each is not None}
         candidates = [each for each in self._held - kept if self._needed_at[each] > self._place]
         if not candidates:
-            raise ValueError(f"a bound of {self._bound} saved microbatches is too small for this order; give a larger one")
+            raise ValueError(f"a bound of {self._bound} saved microbatches is too small for this order; give more")
         victim = max(candidates, key=self._needed_at.__getitem__)
         self._held.remove(victim)
         self._away.add(victim)

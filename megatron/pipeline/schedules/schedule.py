@@ -35,7 +35,7 @@ class Schedule:
         num_stages: stages of the pipeline, one on each rank.
         recompute: recompute the activations of a microbatch before its backward.
         extra_warmup: start twice as far ahead, to hide transfers (1f1b only).
-        balance: move saved activations between the stages of a pair, so that none saves much more than the mean (BPipe).
+        balance: move saved activations between the stages of a pair, so that all save about as much (BPipe).
         tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
 
@@ -71,8 +71,8 @@ class Schedule:
             )
         if self.balance and self._order.max_in_flight(0) is None:
             raise ValueError(
-                f"{self.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or use "
-                "order 1f1b"
+                f"{self.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or "
+                "use order 1f1b"
             )
         if self.balance and self.weights.rule.updates_alone:
             raise ValueError(

@@ -45,8 +45,8 @@ def schedule(args: argparse.Namespace) -> None:
         program.validate(num_microbatches)
         if program.evicting_stages((num_microbatches,)):
             raise ValueError(
-                f"--pipeline-schedule {args.pipeline_schedule} moves saved activations between ranks, which the runtime "
-                "cannot execute yet; use flush, which computes the same"
+                f"--pipeline-schedule {args.pipeline_schedule} moves saved activations between ranks, which the "
+                "runtime cannot execute yet; use flush, which computes the same"
             )
 
 

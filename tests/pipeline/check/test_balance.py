@@ -84,13 +84,18 @@ def test_pairs():
     """Stage x is paired with p-1-x: not with itself, on another rank, and one rank with one."""
     with pytest.raises(ProgramError, match="its pair stage lives on the same rank"):
         check(written("0F0 0EVICT0 0LOAD0 0B0 0ACCEPT0 0RETURN0"))
-    with pytest.raises(ValueError, match="pair stages on ranks 2 and 1, so the rank has no pair"):
+    with pytest.raises(ValueError, match="pair stages on ranks 2 and 1, so it has no pair"):
         moves = "0F0 1F0 0EVICT0 0LOAD0 1B0 0B0", "2F0 2B0", "3ACCEPT0 3RETURN0 3F0 3B0"
         check(written(*moves, rank_of_stage=(0, 0, 1, 2)))
     program = written(EVICTOR, ACCEPTOR, batches=(3,))
-    check(with_row(program, 0, [dataclasses.replace(each, peer=1) if each.kind is Kind.EVICT else each for each in program.rows[0]]))
-    with pytest.raises(ProgramError, match="its peer is stage 1, not 0"):
-        check(with_row(program, 0, [dataclasses.replace(each, peer=0) if each.kind is Kind.EVICT else each for each in program.rows[0]]))
+    row, place = program.rows[0], 2
+    for peer in (1, 0):
+        named = with_row(program, 0, [*row[:place], dataclasses.replace(row[place], peer=peer), *row[place + 1 :]])
+        if peer:
+            check(named)
+            continue
+        with pytest.raises(ProgramError, match="its peer is stage 1, not 0"):
+            check(named)
 
 
 def test_an_evaluation_moves_nothing():

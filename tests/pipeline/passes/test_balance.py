@@ -1,4 +1,4 @@
-"""The balance pass: which microbatches move and when, that no rank exceeds the bound, and that none moves needlessly."""
+"""The balance pass: which microbatches move and when, that no rank exceeds the bound, and that no move is needless."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, combinations, pairwise
@@ -15,6 +15,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from tests.pipeline.passes.written import legs, outline, texts
 from tests.pipeline.strategies import kinds_of, text
+
 
 def balance(evictor: list[str], *, bound: int) -> list[list[str]]:
     """What the pass makes of an evictor's legs and of an acceptor's empty ones, as words."""
@@ -87,7 +88,8 @@ def test_bpipe_keeps_the_bound(num_stages: int, batches: list[int], recompute: b
     report = check(program, max_saved=schedule.max_saved_microbatches(batches))
     bound = -(-(num_stages + 2) // 2)
     assert max(report.peak_saved_microbatches) <= max(bound, 1)
-    evicting = tuple(s for s in range(num_stages) if s <= (num_stages - 4) / 2 and min(num_stages - s, max(batches)) > bound)
+    early = (stage for stage in range(num_stages) if stage <= (num_stages - 4) / 2)
+    evicting = tuple(stage for stage in early if min(num_stages - stage, max(batches)) > bound)
     assert tuple(s for s, count in enumerate(report.evicted_microbatches) if count) == evicting
     assert schedule.evicting_stages(batches) == evicting
 
@@ -95,7 +97,7 @@ def test_bpipe_keeps_the_bound(num_stages: int, batches: list[int], recompute: b
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(1, 16), st.booleans())
 def test_2bw_keeps_the_bound_and_repeats(data: st.DataObject, num_stages: int, extra_warmup: bool):
-    """For ramp-ups, and for any number of equal batches: proved within the bound, ceil of half the pair's sum plus 1."""
+    """For ramp-ups, and for any number of equal batches: proved within half of the pair's sum and one, rounded up."""
     schedule = Schedule.preset("2bw", num_stages=num_stages, balance=True, extra_warmup=extra_warmup)
     fewest = 2 * num_stages - 1 if extra_warmup else num_stages
     batches = data.draw(st.lists(st.integers(fewest, 3 * fewest), min_size=1, max_size=4))

@@ -89,6 +89,8 @@ def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batc
         ("gpipe", {"extra_warmup": True}, "gpipe has no warm-up that could be extended"),
         ("pipedream", {"extra_warmup": True}, "at most p-s weight versions"),
         ("pipedream", {"tied_embeddings": True}, "cannot share an embedding"),
+        ("gpipe", {"balance": True}, "gpipe saves a whole batch at every stage, so there is nothing to balance"),
+        ("pipedream", {"balance": True}, "may drain after every microbatch, so no eviction can be planned ahead"),
     ],
 )
 def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):
@@ -133,6 +135,18 @@ def test_weights_may_be_named():
     """The policy's word will do for the policy."""
     assert Schedule(order="1f1b", weights="2bw", num_stages=2) == Schedule.preset("2bw", num_stages=2)
     assert set(PRESETS) >= {"gpipe", "flush", "2bw", "pipedream"}
+
+
+def test_bpipe_is_flush_balanced():
+    """The preset and the flag are one schedule; fewer than 4 stages, or small batches, leave nothing to balance."""
+    assert Schedule.preset("bpipe", num_stages=8) == Schedule.preset("flush", num_stages=8, balance=True)
+    assert Schedule.preset("bpipe", num_stages=8).evicting_stages((4, 7)) == (0, 1, 2)
+    assert Schedule.preset("flush", num_stages=8).evicting_stages((8,)) == ()
+    for num_stages, size in ((3, 9), (4, 3), (8, 5)):
+        schedule = Schedule.preset("bpipe", num_stages=num_stages)
+        assert schedule.evicting_stages((size,)) == ()
+        assert schedule.build((size,)) == Schedule.preset("flush", num_stages=num_stages).build((size,))
+        assert schedule.max_saved_microbatches((size,)) == tuple(min(p, size) for p in range(num_stages, 0, -1))
 
 
 @settings(max_examples=30, deadline=None)
