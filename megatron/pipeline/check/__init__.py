@@ -39,7 +39,9 @@ from megatron.pipeline.program import Program
 __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
 
 
-def check(program: Program, *, max_saved: Sequence[int] | None = None) -> CheckReport:
+def check(
+    program: Program, *, max_saved: Sequence[int] | None = None, max_saved_on_rank: Sequence[int] | None = None
+) -> CheckReport:
     """Prove that a program is right.
 
     Args:
@@ -48,6 +50,7 @@ def check(program: Program, *, max_saved: Sequence[int] | None = None) -> CheckR
             evaluates (`forward_only`) runs on drained stages, with the newest version, and saves nothing.
         max_saved: the largest number of saved microbatches that each stage may hold. None bounds nothing; the peaks are
             reported.
+        max_saved_on_rank: the same for each rank, over all its stages; a microbatch counts once at each of them.
 
     Returns:
         What the program needs and holds.
@@ -55,14 +58,17 @@ def check(program: Program, *, max_saved: Sequence[int] | None = None) -> CheckR
     Raises:
         ProgramError: the first claim that does not hold, with rank, position, instruction and reason.
     """
-    return _prove(compact(program), max_saved)
+    return _prove(compact(program), max_saved, max_saved_on_rank)
 
 
-def _prove(compacted: CompactProgram, max_saved: Sequence[int] | None) -> CheckReport:
+def _prove(
+    compacted: CompactProgram, max_saved: Sequence[int] | None, max_saved_on_rank: Sequence[int] | None
+) -> CheckReport:
     """Every proof of one program. Each may rely on those before it."""
     evaluates = compacted.program.forward_only
     live_versions: tuple[int, ...] = ()
     peak_saved = peak_recomputed = (0,) * compacted.num_stages
+    peak_on_rank = (0,) * len(compacted.codes)
     prove_computations(compacted)
     prove_transfers(compacted)
     prove_balance(compacted)
@@ -72,7 +78,7 @@ def _prove(compacted: CompactProgram, max_saved: Sequence[int] | None) -> CheckR
         prove_updates(compacted)
         live_versions = prove_versions(compacted)
     if not evaluates:
-        peak_saved, peak_recomputed = prove_memory(compacted, max_saved)
+        peak_saved, peak_recomputed, peak_on_rank = prove_memory(compacted, max_saved, max_saved_on_rank)
     prove_progress(compacted)
     return CheckReport(
         num_ranks=len(compacted.codes),
@@ -83,18 +89,21 @@ def _prove(compacted: CompactProgram, max_saved: Sequence[int] | None) -> CheckR
         communicates=compacted.communicates,
         versioned=compacted.versioned,
         peak_saved_microbatches=peak_saved,
+        peak_saved_on_rank=peak_on_rank,
         peak_recomputed_microbatches=peak_recomputed,
         live_versions=live_versions,
         evicted_microbatches=compacted.program.num_evictions if compacted.moves else (0,) * compacted.num_stages,
     )
 
 
-def check_periodic(periodic: Periodic, *, max_saved: Sequence[int] | None = None) -> CheckReport:
+def check_periodic(
+    periodic: Periodic, *, max_saved: Sequence[int] | None = None, max_saved_on_rank: Sequence[int] | None = None
+) -> CheckReport:
     """Prove that fill + n periods + drain is right for every n >= 0.
 
     Args:
         periodic: rows of the fill, of one period and of the drain, and a way to unroll them.
-        max_saved: as for `check`.
+        max_saved, max_saved_on_rank: as for `check`.
 
     Returns:
         The report of one period with its fill and drain; peaks and live versions are those of every n >= 1, and bound
@@ -108,10 +117,10 @@ def check_periodic(periodic: Periodic, *, max_saved: Sequence[int] | None = None
     fill, period = [len(row) for row in periodic.fill], [len(row) for row in periodic.period]
     shift = Origin(microbatch=two.num_microbatches - one.num_microbatches, batch=len(two.batches) - len(one.batches))
     compacted = compact(one)
-    report = _prove(compacted, max_saved)
+    report = _prove(compacted, max_saved, max_saved_on_rank)
     prove_repetition(one, two, fill=fill, period=period, shift=shift)
     prove_periods(compacted, fill=fill, period=period, shift=shift)
     if compacted.moves:
-        peak_saved, _ = prove_memory(compact(two), max_saved)
-        report = replace(report, peak_saved_microbatches=peak_saved)
+        peak_saved, _, peak_on_rank = prove_memory(compact(two), max_saved, max_saved_on_rank)
+        report = replace(report, peak_saved_microbatches=peak_saved, peak_saved_on_rank=peak_on_rank)
     return report

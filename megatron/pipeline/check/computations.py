@@ -36,7 +36,7 @@ from megatron.pipeline.check.compact import (
     I,
     R,
     W,
-)  # fmt: skip
+)
 from megatron.pipeline.check.error import ProgramError
 
 FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, OUTPUT_SENT, INPUT_POSTED, GRAD_SENT, GRAD_POSTED = (

@@ -8,10 +8,14 @@ Moves change the count, too, in the background: a LOAD or an ACCEPT adds a micro
 RETURN takes one away when it has completed. A rank's moves are carried out in order, so all that timing can change is
 how many of them are complete: at least those that the row has waited for, at most those that it has requested. The
 proof takes the worst of these, at every place of the row.
+
+A rank's memory holds all its stages' activations, and its stages do not reach their peaks together: with several stages
+on a rank, the sum over them is counted and bounded, too.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron.pipeline.check.compact import ACCEPT, EVICT, LOAD, RETURN, B, CompactProgram, F, R, W
 
@@ -45,65 +49,84 @@ class Held:
             self.before.popleft()
 
 
-def prove_memory(compact: CompactProgram, bounds: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Count saved microbatches at each stage, and prove that they stay within `bounds`.
+class _Count(NamedTuple):
+    """What is counted together: the largest number so far, and the largest that is allowed."""
+
+    name: str
+    held: Held
+    bound: int | None
+    peak: list[int]  # one number
+
+
+def prove_memory(
+    compact: CompactProgram, bounds: Sequence[int] | None, bounds_of_ranks: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Count saved microbatches at each stage and on each rank, and prove that they stay within the bounds.
 
     Args:
         compact: a program whose computations and moves are proved.
         bounds: the largest number of saved microbatches that each stage may hold; None to count only.
+        bounds_of_ranks: the same for each rank, over all its stages, a microbatch once at each of them.
 
     Returns:
-        The peak of saved microbatches at each stage, and the peak of those that are recomputed and not yet through
-        their backward.
+        The peak of saved microbatches at each stage; the peak of those that are recomputed and not yet through their
+        backward; the peak of saved microbatches on each rank.
 
     Raises:
-        ProgramError: naming the first forward, LOAD or ACCEPT that may exceed its stage's bound.
+        ProgramError: naming the first forward, LOAD or ACCEPT that may exceed a bound.
     """
-    num_stages = compact.num_stages
-    if bounds is not None and len(bounds) != num_stages:
-        raise ValueError(f"{len(bounds)} bounds are given for {num_stages} stages: give one for each stage")
-    peaks = [0] * num_stages
+    num_stages, num_ranks = compact.num_stages, len(compact.codes)
+    limits = _limits(bounds, num_stages, "stage")
+    limits_of_ranks = _limits(bounds_of_ranks, num_ranks, "rank")
+    by_stage = [_Count(f"stage {stage}", Held(), limit, [0]) for stage, limit in enumerate(limits)]
+    by_rank = [_Count(f"rank {rank}", Held(), limit, [0]) for rank, limit in enumerate(limits_of_ranks)]
     peaks_full = [0] * num_stages
     for rank, codes in enumerate(compact.codes):
-        held = hold(compact, rank, len(codes), peaks, bounds)
-        assert not any(each.own or each.moved for each in held.values()), "all have ended and are back"
+        _count(compact, rank, len(codes), by_stage, by_rank[rank])
         if compact.program.recompute:
             _count_recomputed(compact, rank, peaks_full)
-    return tuple(peaks), tuple(peaks_full)
+    assert not any(each.held.own or each.held.moved for each in by_stage), "all have ended and are back"
+    return tuple(each.peak[0] for each in by_stage), tuple(peaks_full), tuple(each.peak[0] for each in by_rank)
 
 
-def hold(
-    compact: CompactProgram, rank: int, end: int, peaks: list[int], bounds: Sequence[int] | None = None
-) -> dict[int, Held]:
-    """What each stage of a rank holds after the first `end` instructions; raises `peaks`, by stage, where they do."""
+def hold(compact: CompactProgram, rank: int, end: int) -> dict[int, Held]:
+    """What each stage of a rank holds after the first `end` instructions of its row."""
+    by_stage = [_Count(f"stage {stage}", Held(), None, [0]) for stage in range(compact.num_stages)]
+    _count(compact, rank, end, by_stage, _Count(f"rank {rank}", Held(), None, [0]))
+    return {stage: by_stage[stage].held for stage, owner in enumerate(compact.rank_of_stage) if owner == rank}
+
+
+def _limits(bounds: Sequence[int] | None, count: int, of: str) -> list[int | None]:
+    if bounds is not None and len(bounds) != count:
+        raise ValueError(f"{len(bounds)} bounds are given for {count} {of}s: give one for each {of}")
+    return [None] * count if bounds is None else list(bounds)
+
+
+def _count(compact: CompactProgram, rank: int, end: int, by_stage: list[_Count], on_rank: _Count) -> None:
     width = compact.num_microbatches
-    stages = [stage for stage, owner in enumerate(compact.rank_of_stage) if owner == rank]
-    held = {stage: Held() for stage in stages}
+    counts = [count for stage, count in enumerate(by_stage) if compact.rank_of_stage[stage] == rank] + [on_rank]
     awaited = compact.awaited_moves[rank]
     num_moves = 0
     for position, (code, place) in enumerate(zip(compact.codes[rank][:end], compact.places[rank][:end], strict=True)):
-        if position in awaited:
-            for each in held.values():
-                each.complete(awaited[position])
-        if code == F:
-            stage = place // width
-            held[stage].own += 1
-        elif code in (B, W):
-            held[place // width].own -= 1
-            continue
-        elif code in _CHANGE:
-            stage = place // width
-            held[stage].request(_CHANGE[code], num_moves)
-            num_moves += 1
-        else:
-            continue
-        most = held[stage].most
-        if most > peaks[stage]:
-            if bounds is not None and most > bounds[stage]:
-                reason = f"stage {stage} would save {most} microbatches, and its bound is {bounds[stage]}"
-                raise compact.error(rank, position, reason)
-            peaks[stage] = most
-    return held
+        if awaited and position in awaited:
+            for count in counts:
+                count.held.complete(awaited[position])
+        if code in (B, W):
+            by_stage[place // width].held.own -= 1
+            on_rank.held.own -= 1
+        elif code == F or code in _CHANGE:
+            for count in (by_stage[place // width], on_rank):
+                if code == F:
+                    count.held.own += 1
+                else:
+                    count.held.request(_CHANGE[code], num_moves)
+                most = count.held.most
+                if most > count.peak[0]:
+                    if count.bound is not None and most > count.bound:
+                        reason = f"{count.name} would save {most} microbatches, and its bound is {count.bound}"
+                        raise compact.error(rank, position, reason)
+                    count.peak[0] = most
+            num_moves += code != F
 
 
 def _count_recomputed(compact: CompactProgram, rank: int, peaks: list[int]) -> None:

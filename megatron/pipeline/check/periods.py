@@ -195,7 +195,7 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Or
             (each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]
         ],
     }
-    for stage, held in hold(compact, rank, ends[rank], [0] * compact.num_stages).items():
+    for stage, held in hold(compact, rank, ends[rank]).items():
         away = {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.EVICT, Kind.ACCEPT)}
         away -= {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.LOAD, Kind.RETURN)}
         first = compact.program.first_microbatch + origin.microbatch

@@ -138,8 +138,10 @@ def test_each_victim_is_the_last_to_be_needed():
 Word = tuple[str, int]  # "F", "B" or "|", a border, and a microbatch
 
 
-def fewest_evictions(row: Sequence[Word], bound: int, away_at_border: dict[int, frozenset[int]]) -> int:
-    """The least number of evictions that any choice of moves gets by with, by trying all of them.
+def fewest_evictions(
+    row: Sequence[Word], bound: int, away_at_border: dict[int, frozenset[int]], *, at_most: int
+) -> int:
+    """The least number of evictions that any choice of moves gets by with, by trying all that take `at_most` so many.
 
     Timing and counting are the program's: an eviction has the time of one computation, a load is there one computation
     later, or at once after a backward; what is under way counts at both ends. Before each computation any set may be
@@ -151,6 +153,8 @@ def fewest_evictions(row: Sequence[Word], bound: int, away_at_border: dict[int, 
         after_backward = place > 0 and row[place - 1][0] == "B"
         for (held, away), cost in states.items():
             for evicted in subsets(held - ({microbatch} if kind == "B" else set()) if kind != "|" else ()):
+                if cost + len(evicted) > at_most:
+                    continue
                 for loaded in subsets(away):
                     is_there = kind != "B" or microbatch in held or (after_backward and microbatch in loaded)
                     most = max(len(held), len(held) - len(evicted) + len(loaded)) + (kind == "F")
@@ -192,7 +196,7 @@ def test_no_program_of_a_batch_moves_less(num_stages: int, most: int):
         moved |= {*counts}
         for stage in range(num_stages // 2):
             row = words([list(chain(*order.legs(stage, [range(num_microbatches)])))])
-            assert counts[stage] == fewest_evictions(row, bound, {})
+            assert counts[stage] == fewest_evictions(row, bound, {}, at_most=counts[stage])
     assert max(moved) > 1
 
 
@@ -208,5 +212,5 @@ def test_no_program_that_may_stop_at_its_borders_moves_less(num_stages: int, mor
         num_away = max(0, num_stages - stage - bound)
         away = {index: frozenset(range(starts[index] - num_away, starts[index])) for index in range(1, len(starts))}
         row = words(order.legs(stage, [range(*border) for border in pairwise(starts)]))
-        assert counts[stage] == fewest_evictions(row, bound, away)
+        assert counts[stage] == fewest_evictions(row, bound, away, at_most=counts[stage])
     assert counts[0]
