@@ -116,7 +116,20 @@ def recompute() -> None:
     )
 
 
-DRAWINGS = (figure_1, figure_2, figure_3, bpipe, flush_and_2bw, extra_warmup, chain, recompute)
+def interleaved() -> None:
+    """A batch with one stage on each rank, and with two of half the size."""
+    halves = Costs(forward=0.5, backward=1.0)
+    draw_timeline(
+        [
+            timeline("flush", 4, (8,)).named("flush: 4 ranks with a stage each, a batch of 8"),
+            timeline("interleaved", 8, (8,), costs=halves, num_virtual_stages=2).named("interleaved: 2 stages each"),
+        ],
+        IMAGES / "interleaved.png",
+        time_label="time, in forwards of one microbatch through a rank's share of the model",
+    )
+
+
+DRAWINGS = (figure_1, figure_2, figure_3, bpipe, flush_and_2bw, extra_warmup, chain, recompute, interleaved)
 
 
 def main(names: list[str]) -> None:

@@ -13,8 +13,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output="${OUTPUT:-outputs/convergence}"
 data="$output/data"
 iterations="${ITERATIONS:-800}"
-learning_rate="${LEARNING_RATE:-1.5e-4}"
-warmup_fraction="${WARMUP_FRACTION:-0.4}"
+learning_rate="${LEARNING_RATE:-1e-4}"
+warmup_fraction="${WARMUP_FRACTION:-0.2}"
 
 prepare_environment
 install_project

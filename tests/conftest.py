@@ -8,9 +8,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import random
 import sys
 
+import hypothesis
 import pytest
 
 from tests import workers
+
+hypothesis.settings.register_profile("project", deadline=None)  # other processes share the cores
+hypothesis.settings.load_profile("project")
 
 
 @pytest.fixture(autouse=True)

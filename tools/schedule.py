@@ -26,12 +26,12 @@ from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.program import Program, WeightPolicy
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.orders import PRESETS
+from megatron.pipeline.schedules.orders import ORDERS, PRESETS
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
 
 _FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
-_PRESET_ONLY = ("stages", "batches", *_FLAGS)
+_PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *_FLAGS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,9 +75,11 @@ def _check(options: argparse.Namespace) -> int:
         print("nothing to balance: every stage keeps within the bound of its pair already")
     if options.schedule and len(set(program.batches)) == 1:
         schedule, size = _schedule(options), program.batches[0]
+        many = (size,) * (2 * schedule.num_stages)
         check_periodic(
             schedule.build_periodic(size),
-            max_saved=schedule.max_saved_microbatches((size,) * (2 * schedule.num_stages)),
+            max_saved=schedule.max_saved_microbatches(many),
+            max_saved_on_rank=schedule.max_saved_on_rank(many),
         )
         print("proved for every number of batches: fill, n periods, drain")
     return 0
@@ -147,7 +149,15 @@ def _require_one_source(parser: argparse.ArgumentParser, options: argparse.Names
 
 def _schedule(options: argparse.Namespace) -> Schedule:
     flags = {flag: getattr(options, flag) for flag in _FLAGS}
-    return Schedule.preset(options.schedule, num_stages=options.stages or 4, **flags)
+    order, _ = PRESETS[options.schedule]
+    num_virtual_stages = options.virtual_stages or (2 if ORDERS[order].interleaves else 1)
+    return Schedule.preset(
+        options.schedule,
+        num_stages=(options.stages or 4) * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        microbatch_group_size=options.microbatch_group_size,
+        **flags,
+    )
 
 
 def _program(options: argparse.Namespace) -> Program:
@@ -158,7 +168,7 @@ def _program(options: argparse.Namespace) -> Program:
         return schedule.build(batches if len(batches) > 1 else batches * (options.batches or few))
     facts = {"batches": options.microbatches, "weights": options.weights and WeightPolicy(options.weights)}
     try:
-        text = Path(options.file).read_text()
+        text = Path(options.file).read_text(encoding="utf-8-sig")
         return Program.from_csv(text, **{name: value for name, value in facts.items() if value is not None})
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.file} is no text ({error.reason}); give a CSV file") from error
@@ -170,14 +180,21 @@ def _fewest_microbatches(schedule: Schedule) -> int:
     """As many as fill the pipeline, or the one that a weight-stashing schedule takes."""
     if schedule.weights.rule.updates_alone:
         return 1
-    return 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+    return (
+        2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.microbatch_group_size or schedule.num_ranks
+    )
 
 
 def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
     """Prove a program; one of a preset also against the activations that its schedule may save."""
     if options.schedule is None:
         return check(program)
-    return check(program, max_saved=_schedule(options).max_saved_microbatches(program.batches))
+    schedule = _schedule(options)
+    return check(
+        program,
+        max_saved=schedule.max_saved_microbatches(program.batches),
+        max_saved_on_rank=schedule.max_saved_on_rank(program.batches),
+    )
 
 
 def _costs(options: argparse.Namespace) -> Costs:
@@ -203,7 +220,10 @@ def _title(options: argparse.Namespace, program: Program) -> str:
     extras = "".join(f", {flag.replace('_', ' ')}" for flag in _FLAGS if getattr(options, flag))
     sizes = ", ".join(map(str, program.batches)) if len(set(program.batches)) > 1 else str(program.batches[0])
     noun = "microbatch" if sizes == "1" else "microbatches"
-    return f"{options.schedule}: {program.num_stages} stages, batches of {sizes} {noun}{extras}"
+    stages = f"{program.num_ranks} stages"
+    if program.num_stages > program.num_ranks:
+        stages = f"{program.num_ranks} ranks of {program.num_stages // program.num_ranks} stages"
+    return f"{options.schedule}: {stages}, batches of {sizes} {noun}{extras}"
 
 
 # --- what is printed
@@ -218,6 +238,8 @@ def _describe(report: CheckReport, program: Program) -> str:
         ("peak saved microbatches", ", ".join(map(str, report.peak_saved_microbatches))),
         ("live weight versions", ", ".join(map(str, report.live_versions)) or "none named"),
     ]
+    if report.num_stages > report.num_ranks:
+        facts.insert(5, ("  of all stages of a rank", ", ".join(map(str, report.peak_saved_on_rank))))
     if any(report.evicted_microbatches):
         facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
     width = max(len(name) for name, _ in facts)
@@ -336,7 +358,16 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
     file.add_argument("--weights", choices=policies, help="weight policy, where the file does not say it")
     preset = parser.add_argument_group("preset")
     preset.add_argument("--schedule", choices=PRESETS, help="which one")
-    preset.add_argument("--stages", type=_count, metavar="P", help="pipeline stages (default: 4)")
+    preset.add_argument("--stages", type=_count, metavar="P", help="pipeline stages, one on each rank (default: 4)")
+    preset.add_argument(
+        "--virtual-stages",
+        type=_count,
+        metavar="V",
+        help="interleaved: cut each into V, dealt out in turn (default: 2)",
+    )
+    preset.add_argument(
+        "--microbatch-group-size", type=_count, metavar="N", help="interleaved: microbatches in a row (default: P)"
+    )
     preset.add_argument(
         "--batches", type=_count, metavar="N", help="where --microbatches is one number (default: 3; pipedream: 2P)"
     )

@@ -24,14 +24,15 @@ class Costs:
             forward.
         backward_input: the input half of a split backward; default half of `backward`. The weight half is the rest.
         recompute: default as long as a forward.
-        step: the optimizer step of a stage.
+        step: the optimizer step of a stage; the STEP of a rank with several stages takes their sum.
         latency: per edge, from the end of the sending to the arrival; both directions.
         bandwidth: per edge and direction.
         forward_bytes: of an activation, per edge.
         backward_bytes: of its gradient, per edge; default as many.
         evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
             occupies its pair; `load` by default as long as `evict`.
-        reduce_grad, reduce_embed, reduce_norm: of the reductions, once all members have reached them.
+        reduce_grad: of the reduction of a stage's gradients; a rank with several stages reduces their sum.
+        reduce_embed, reduce_norm: of the reductions, once all members have reached them.
     """
 
     forward: PerStage = 1.0

@@ -25,6 +25,7 @@ time: each runs until it waits for something whose time is not known yet, and is
 makes it known. Every instruction is executed once: the time is linear in their number, one to two microseconds each.
 """
 
+import math
 from collections import deque
 
 from megatron.pipeline.costs import Costs
@@ -134,6 +135,11 @@ class _Simulation:
         self.rows = program.rows
         num_stages, num_ranks = len(program.rank_of_stage), len(program.rows)
         self.seconds = costs.seconds(num_stages)
+        for kind in (Kind.STEP, Kind.REDUCE_GRAD):  # a rank's, for all its stages; it stands at the lowest
+            times = self.seconds[kind]
+            self.seconds[kind] = [
+                math.fsum(times[each] for each in program.stages_of(rank)) for rank in program.rank_of_stage
+            ]
         self.clock = [0.0] * num_ranks
         self.position = [0] * num_ranks
         self.starts = [[_UNKNOWN] * len(row) for row in program.rows]

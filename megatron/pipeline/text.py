@@ -187,6 +187,10 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
     if not microbatches:
         raise ValueError("no instruction concerns a microbatch, so there is nothing to compute")
     first = stated.get("first_microbatch", min(microbatches))
+    if first > min(microbatches):
+        raise ValueError(
+            f"first_microbatch is {first}, but the rows have microbatch {min(microbatches)}; state the least"
+        )
     return {
         "weights": WeightPolicy.FLUSH,
         "batches": (max(microbatches) + 1 - first,),
@@ -212,10 +216,10 @@ def _derive_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
                     f"row {rank}, instruction {column}, {instruction}: its stage stands in row {owner}, too; "
                     "a stage lives on one rank"
                 )
-    missing = set(range(max(ranks) + 1)) - ranks.keys()
-    if missing:
+    missing = next((number for number, stage in enumerate(sorted(ranks)) if stage != number), None)
+    if missing is not None:
         raise ValueError(
-            f"stage {min(missing)} stands in no row, though stage {max(ranks)} does; number stages from 0 without gaps"
+            f"stage {missing} stands in no row, though stage {max(ranks)} does; number stages from 0 without gaps"
         )
     return tuple(ranks[stage] for stage in range(len(ranks)))
 
@@ -231,3 +235,9 @@ def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
     if not facts["batches"] or min(facts["batches"]) < 1:
         named = _write_value(facts["batches"]) or "none"
         raise ValueError(f"batches are {named}; give the number of microbatches of each, 1 and more")
+    num_microbatches, num_instructions = sum(facts["batches"]), sum(map(len, rows))
+    if num_microbatches > num_instructions:
+        raise ValueError(
+            f"batches hold {num_microbatches} microbatches, but the rows only {num_instructions} instructions; each "
+            "microbatch needs its forward"
+        )

@@ -321,4 +321,4 @@ class Timeline:
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path} is no timeline: {error}") from error

@@ -1,8 +1,8 @@
 """Puts a run together: tokenizer, data, model, optimizer, checkpoint, stage, engine, in the order in which errors are
 cheap.
 
-Files are looked at before the model is built, and the checkpoint is read before the first sample. What the loop needs
-comes back as one record.
+Directories and files are tried before the model is built, and the checkpoint is read before the first sample. What the
+loop needs comes back as one record.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter
 from megatron.training.data import MicrobatchIterator
 from megatron.training.logging import LOSS, Reporter
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
+from megatron.training.outputs import prepare_outputs
 from megatron.training.throughput import flops_per_sample
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
@@ -93,6 +94,7 @@ def assemble(
         forward_step: Megatron's `forward_step(data_iterator, model)`.
         datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
     """
+    prepare_outputs(args)
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
     reporter = Reporter(args)
@@ -121,7 +123,7 @@ def assemble(
     _describe(args, reporter, chunks, position)
     return Run(
         args, chunks, optimizer, scheduler, update, stage, engine, reporter,
-        CheckpointWriter(args.save) if args.save else None, datasets, vocab_size(args, tokenizer),
+        CheckpointWriter(args.save) if args.save is not None else None, datasets, vocab_size(args, tokenizer),
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,

@@ -9,7 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.training.checkpoint.agreement import on_rank_zero
 from megatron.training.data_files import check_indexed_dataset
+from megatron.training.outputs import problem_with_directory
 
 Blend = tuple[list[str], list[float] | None]
 SPLITS = ("training", "validation", "test")
@@ -78,7 +80,8 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
     ranks.
 
     Sets `args.has_split`, a bool for training, validation and test, the same on every rank. Raises ValueError for files
-    that are missing, empty or truncated, and for a training split without documents.
+    that are missing, empty or truncated, for a training split without documents, and for a cache of sample indices that
+    cannot be written.
     """
     blend, per_split = blends(args)
     prefixes = [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]
@@ -106,6 +109,8 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
     args.has_split = _existing_splits(config, wanted)
     if not args.has_split[0] and not args.skip_train:
         raise ValueError("the training split has no documents; change --split or give more text")
+    if not config.mock and (problem := on_rank_zero(lambda: _problem_with_cache(args.data_cache_path))) is not None:
+        raise ValueError(problem)
     builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if config.mock else GPTDataset,
         wanted,
@@ -119,9 +124,23 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
             f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
             f"{error or type(error).__name__}; give more text or shorten --seq-length"
         ) from error
+    except Exception as error:  # megatron.core raises no subclass of it where it cannot write
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise ValueError(
+            f"the sample indices cannot be written: {error.__cause__}; name a directory where files can be created "
+            f"with --data-cache-path"
+        ) from error
     if needs_data(args) and _reads_for_tensor_group():
         _check_lengths(args, datasets, wanted)
     return datasets
+
+
+def _problem_with_cache(path: str | None) -> str | None:
+    """Why sample indices cannot be kept in `path`. One that holds files may have all of them, and need no writing."""
+    if path is None or (os.path.isdir(path) and os.listdir(path)):
+        return None
+    return problem_with_directory("--data-cache-path", path)
 
 
 def _drop_empty_splits(config: GPTDatasetConfig, num_sequences: list[int]) -> None:

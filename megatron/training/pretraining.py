@@ -7,7 +7,7 @@ from datetime import timedelta
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.megatron_stage import ForwardStep
 from megatron.training import initialize
-from megatron.training.arguments import resolve_platform, validate_args
+from megatron.training.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
 from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
@@ -82,11 +82,13 @@ def complete(args: argparse.Namespace) -> list[str]:
     """What follows from the checkpoint and from this machine. Returns notes for the log. Raises ValueError."""
     if args.use_checkpoint_args:
         rank, world_size, _ = initialize.environment_ranks()
+        given = {name: getattr(args, name) for name in args.given if hasattr(args, name)}
         saved = apply_checkpoint_arguments(args)
         if args.use_mp_args_from_checkpoint_args:
             for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
                 setattr(args, name, getattr(saved, name))
-        args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
+        overridden = notes_on_overridden(given, args)
+        args.notes_for_log = overridden + validate_args(args, world_size=world_size, rank=rank)
     notes = args.notes_for_log + resolve_platform(args, initialize.this_platform())
     del args.notes_for_log
     initialize.choose_device(args)

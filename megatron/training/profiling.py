@@ -15,7 +15,7 @@ class Profiler:
         self._profile = None
 
     def before(self, iteration: int) -> None:
-        """Before the batch that starts at `iteration`."""
+        """Before the batch of `iteration`, counted from 0."""
         if not self._on or iteration != self._args.profile_step_start:
             return
         self._running = True
@@ -28,7 +28,7 @@ class Profiler:
             torch.cuda.cudart().cudaProfilerStart()
 
     def after(self, iteration: int) -> None:
-        """After the batch that ended at `iteration`."""
+        """After a batch; `iteration` is the one that comes next."""
         if self._running and iteration >= self._args.profile_step_end:
             self.close()
 

@@ -114,4 +114,4 @@ def test_it_trains():
     expected = reference.train(training, delay=1)
     for outcome in outcomes:
         assert [report.losses["loss"] for report in outcome.reports] == pytest.approx(expected.losses, rel=1e-6)
-    assert [outcome.peak_saved for outcome in outcomes] == [5, 4, 2, 1]
+    assert [outcome.peak_saved[stage] for stage, outcome in enumerate(outcomes)] == [5, 4, 2, 1]

@@ -8,7 +8,7 @@ from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program, Row, WeightPolicy
 from megatron.pipeline.schedules import Schedule
 
-PRESETS = ("gpipe", "flush", "2bw", "pipedream")
+PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved")
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,17 @@ class Run:
 
 @st.composite
 def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
-    name = draw(st.sampled_from(PRESETS))
+    name, num_stages = draw(st.sampled_from(PRESETS)), draw(st.integers(1, max_stages))
     flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
+    if name == "interleaved":
+        flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 3, 4, 1) if num_stages % v == 0]))
     if name != "pipedream":
         flags["tied_embeddings"] = draw(st.booleans())
     if name in ("flush", "2bw"):
         flags["extra_warmup"] = draw(st.booleans())
+    if name in ("flush", "2bw", "interleaved"):
         flags["balance"] = draw(st.booleans())
-    return Schedule.preset(name, num_stages=draw(st.integers(1, max_stages)), **flags)
+    return Schedule.preset(name, num_stages=num_stages, **flags)
 
 
 def fewest_microbatches(schedule: Schedule) -> int:
@@ -48,6 +51,8 @@ def sizes(schedule: Schedule) -> st.SearchStrategy[int]:
     if schedule.weights is WeightPolicy.STASH:
         return st.just(1)
     fewest = fewest_microbatches(schedule)
+    if schedule.num_virtual_stages > 1:
+        return st.integers(1, 4).map(lambda groups: groups * schedule.num_ranks)
     return st.integers(fewest, fewest + 6)
 
 

@@ -173,3 +173,19 @@ def test_text_in_colours():
     """On a terminal, forwards are blue and backwards green."""
     spans = timeline_text(timeline("flush", 1, (1,))).spans
     assert {span.style.bgcolor.name for span in spans} == {"blue", "green4", "red"}
+
+
+def test_stages_of_a_rank_differ_in_shade():
+    """With several stages on a rank, its first one is dark and its last one light, whatever weights they have."""
+    interleaved = timeline("interleaved", 4, (2, 2), num_virtual_stages=2)
+    cells = cells_of(interleaved)
+    assert {(cell.stage, cell.chunk, cell.shade) for cell in cells} == {(0, 0, 1), (1, 0, 1), (2, 1, 0), (3, 1, 0)}
+    figure = draw_timeline([interleaved, timeline("flush", 2, (2, 2))])
+    colours = {tuple(each.get_facecolor()[0]) for each in figure.axes[0].collections if each.get_gid() == "F@0"}
+    assert len(colours) == 2
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1"]
+    (drawn,) = figure.legends
+    entries = [text.get_text() for text in drawn.get_texts()]
+    assert entries[:2] == ["forward, first to last stage of the rank", "forward with weights v0, v1"]
+    text = timeline_text(interleaved, width=200).plain.splitlines()
+    assert text[0].startswith("rank 0 |0F0|0F1|2F0|2F1")

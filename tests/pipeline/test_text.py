@@ -37,7 +37,7 @@ def test_flags_follow_from_the_instructions(run: Run):
     rows = "".join(line + "\n" for line in program.to_csv().splitlines() if not line.startswith("#"))
     given = {"weights": program.weights, "batches": program.batches, "first_batch": program.first_batch}
     read = Program.from_csv(rows, **given)
-    if program.num_stages == 1:  # it ties its embeddings within the stage, and no instruction shows it
+    if program.num_ranks == 1:  # it ties its embeddings within the rank, and no instruction shows it
         program = dataclasses.replace(program, tied_embeddings=False)
     assert read == program
 
@@ -86,6 +86,9 @@ def test_comments_line_ends_and_quotes():
         ("# weights: flush\n0STEP@1\n", "no instruction concerns a microbatch"),
         ("0F0\n1F0,0B0\n", "row 1, instruction 2, 0B0: its stage stands in row 0, too"),
         ("0F0\n2F0\n", "stage 1 stands in no row, though stage 2 does"),
+        ("999999999F0\n", "stage 0 stands in no row, though stage 999999999 does"),
+        ("# batches: 1000000000000\n0F0,0B0\n", "batches hold 1000000000000 microbatches, but the rows only 2 instr"),
+        ("# first_microbatch: 5\n0F0,0B0\n", "first_microbatch is 5, but the rows have microbatch 0"),
         ("", "holds no instructions"),
         (",,\n", "holds no instructions"),
     ],

@@ -54,7 +54,7 @@ def test_other_files_are_refused(tmp_path):
     """JSON of something else, and no JSON at all, are no timelines."""
     for text in ("[]", "not json"):
         (tmp_path / "other").write_text(text)
-        with pytest.raises(ValueError, match="other"):
+        with pytest.raises(ValueError, match="other is no timeline: "):
             Timeline.load(tmp_path / "other")
     assert Timeline.from_dict({"format": FORMAT, "name": "", "rank_of_stage": [0], "batches": [], "first_batch": 0,
                                "first_microbatch": 0, "rows": [[]]}).makespan == 0  # fmt: skip

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -219,7 +220,7 @@ def test_draw_writes_pictures(run, tmp_path):
     (tmp_path / "measured.json").write_text("{}")
     status, _, err = run("draw", *TWO_BW, "--output", tmp_path / "x.png", "--measured", tmp_path / "measured.json")
     assert status == 1
-    assert "measured.json: a timeline has format" in err
+    assert "measured.json is no timeline: a timeline has format" in err
 
 
 def test_weights_and_batches_of_a_compute_only_file(run, tmp_path):
@@ -271,3 +272,36 @@ def test_time_of_a_large_check(run):
     begin = time.process_time()
     assert run("check", "--schedule", "2bw", "--stages", "32", "--microbatches", "64", "--batches", "1")[0] == 0
     assert time.process_time() - begin < 5
+
+
+def test_interleaved_has_several_stages_on_a_rank(run, tmp_path):
+    """--stages counts ranks, and each has --virtual-stages of the model; the check counts what a rank saves."""
+    path = tmp_path / "program.csv"
+    options = ["--schedule", "interleaved", "--stages", "2", "--virtual-stages", "3", "--microbatches", "4"]
+    assert run("show", *options, "--csv", path)[0] == 0
+    assert Program.from_csv(path.read_text()) == build("interleaved", 6, num_virtual_stages=3)
+    out = run("check", *options)[1]
+    assert re.search(r"ranks, stages +2, 6\n", out)
+    assert re.search(r"peak saved microbatches +4, 4, 3, 2, 2, 1\n +of all stages of a rank +7, 5\n", out)
+    assert "proved for every number of batches" in out
+    assert run("check", path)[0] == 0
+    assert run("draw", *options, "--output", tmp_path / "interleaved.png")[0] == 0
+    assert re.search("ranks, stages +4, 8\n", run("check", "--schedule", "interleaved")[1])
+    assert re.search(r"makespan +21\n", run("simulate", *options, "--microbatches", "2", "--batches", "1")[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--schedule", "interleaved", "--microbatches", "6"],
+            "which 6 microbatches do not fill; make the batch a mul",
+        ),
+        (["--schedule", "interleaved", "--microbatch-group-size", "3"], "groups of 3 are smaller than the 4 ranks"),
+        (["--schedule", "flush", "--virtual-stages", "2"], "use order interleaved"),
+    ],
+)
+def test_virtual_stages_that_cannot_be(run, options, message):
+    """What Megatron refuses is refused here, with what to do."""
+    status, _, error = run("check", *options)
+    assert status == 1 and message in error

@@ -217,6 +217,18 @@ def loaded_weights(directory, changes):
     return run.parameters()
 
 
+def save_error(directory, changes):
+    """The error of a save into a directory that cannot be made."""
+    run = _started(changes)
+    try:
+        _save(run, directory)
+        return None
+    except ValueError as error:
+        return str(error)
+    finally:
+        small_run.finish()
+
+
 def fail_to_write(directory, changes, failing_rank, asynchronous):
     """One rank may write no more than 4 KiB a file: the error on each rank, what lies in the directory after it, and
     that the next save works."""

@@ -1,5 +1,6 @@
 """The command line: what parses, what follows from what, and what is refused with which sentence."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -7,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import build_parser, parse_args, reference
+from megatron import backend
+
+backend.install()
+
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+from megatron.training import pretraining
+from megatron.training.arguments import build_parser, parse_args, reference, validate_args
 from megatron.training.arguments.parser import GROUPS
+from megatron.training.arguments.specification import integer, number
+from megatron.training.checkpoint.arguments import apply_saved_arguments
 from tests.training.arguments_helper import CPU, GPU, arguments, words
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +74,11 @@ def test_values_that_follow():
         ("--recompute-granularity selective --recompute-modules mlp", "", "never returns"),
         ("--pipeline-schedule pipedream --global-batch-size 1", "", "add --clip-grad 0"),
         ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
+        (
+            "--pipeline-schedule interleaved",
+            "",
+            "is not trained yet, since a rank holds one stage of the model here; use",
+        ),
         ("--2bw-single-gradient-buffer", "", "needs --pipeline-schedule 2bw"),
         ("--overlap-param-gather", "", "needs --use-distributed-optimizer"),
         ("--min-lr 1", "", "--min-lr 1.0 is greater than --lr 0.001"),
@@ -80,6 +94,13 @@ def test_values_that_follow():
         ("", "--tokenizer-type", "--tokenizer-type is needed"),
         ("--save-interval 5", "", "--save-interval needs --save"),
         ("--finetune", "", "--finetune needs --load"),
+        ("--save=", "", "--save is empty; name a path or leave the flag out"),
+        ("--load=", "", "--load is empty"),
+        ("--pretrained-checkpoint=", "", "--pretrained-checkpoint is empty"),
+        ("--pipeline-timeline=", "", "--pipeline-timeline is empty"),
+        ("--metrics-file=", "", "--metrics-file is empty"),
+        ("--tensorboard-dir=", "", "--tensorboard-dir is empty"),
+        ("--data-cache-path=", "", "--data-cache-path is empty"),
         ("--ckpt-format zarr", "", "use torch_dist"),
         ("--use-mp-args-from-checkpoint-args", "", "needs --use-checkpoint-args"),
         ("--dist-ckpt-strictness raise_all", "", "leave the flag out"),
@@ -90,6 +111,9 @@ def test_values_that_follow():
         ("--bf16 --fp32-residual-connection", "", "--fp32-residual-connection needs CUDA"),
         ("--distributed-backend nccl", "", "--distributed-backend nccl needs CUDA"),
         ("--profile", "", "add --use-pytorch-profiler"),
+        ("--fp16 --loss-scale 0", "", "--loss-scale 0.0 must be greater than 0; leave it out for a dynamic scale"),
+        ("--fp16 --min-loss-scale 100 --initial-loss-scale 10", "", "--min-loss-scale 100.0 is greater than"),
+        ("--pipeline-schedule pipedream --clip-grad 0", "", "pipedream (stash) updates after every microbatch"),
     ],
 )
 def test_errors_are_one_sentence(extra, without, message):
@@ -98,6 +122,108 @@ def test_errors_are_one_sentence(extra, without, message):
         arguments(extra, without=without)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def numeric(*kinds):
+    """The flags of these types that take a number and neither refuse it nor list or ignore its values."""
+    flags = [flag for group in GROUPS for flag in group.flags if flag.type in kinds]
+    return [flag for flag in flags if not (flag.refused or flag.choices or flag.help.startswith("Accepted"))]
+
+
+@pytest.mark.parametrize("name", [flag.name for flag in numeric(integer, number) if flag.nargs != 3])
+def test_every_number_has_a_range(name):
+    """No numeric flag takes -1, whether or not somebody thought of it."""
+    with pytest.raises(ValueError, match=rf"{name} -1(\.0)? must be "):
+        arguments(f"{name} -1", without=name)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
+def test_numbers_are_finite(text):
+    """No flag takes a value that comparisons with a limit let through."""
+    flags = numeric(number)
+    assert len(flags) > 20
+    for flag in flags:
+        with pytest.raises(ValueError, match=f"{flag.name}: '{text}' is not a finite number"):
+            parse_args(words(f"{flag.name}={text}"))
+
+
+@pytest.mark.parametrize(
+    "name, values, allowed",
+    [
+        ("--rotary-base", "0", "greater than 0"),
+        ("--rope-scaling-factor", "0", "greater than 0"),
+        ("--rotary-seq-len-interpolation-factor", "0", "greater than 0"),
+        ("--init-method-std", "0", "greater than 0"),
+        ("--adam-eps", "0", "greater than 0"),
+        ("--log-interval", "0", "greater than 0"),
+        ("--lr-decay-iters", "0", "greater than 0"),
+        ("--hysteresis", "0", "greater than 0"),
+        ("--initial-loss-scale", "0", "greater than 0"),
+        ("--min-loss-scale", "0", "greater than 0"),
+        ("--loss-scale-window", "0 0.5 1000.5", "a whole number greater than 0"),
+        ("--adam-beta1", "1 1.5", "at least 0 and less than 1"),
+        ("--adam-beta2", "1", "at least 0 and less than 1"),
+        ("--sgd-momentum", "1", "at least 0 and less than 1"),
+        ("--hidden-dropout", "1", "at least 0 and less than 1"),
+        ("--lr-warmup-fraction", "1", "at least 0 and less than 1"),
+        ("--rotary-percent", "0 1.5", "greater than 0 and at most 1"),
+        ("--seed", "4294967296", "at least 0 and at most 2**32 - 1"),
+        ("--distributed-timeout-minutes", "0 525601", "greater than 0 and at most 525600, a year"),
+    ],
+)
+def test_ends_of_ranges(name, values, allowed):
+    """Values at or beyond the end of a range are refused, with the range."""
+    for value in values.split():
+        with pytest.raises(ValueError) as error:
+            arguments(f"--fp16 {name} {value}")
+        assert re.fullmatch(rf"{name} {value}(\.0)? must be {re.escape(allowed)}", str(error.value))
+
+
+def test_extreme_values_are_let_through():
+    """What lies just inside a range works."""
+    args = arguments(
+        "--fp16 --seed 4294967295 --adam-beta1 0 --sgd-momentum 0 --hidden-dropout 0 --lr-warmup-iters 0 "
+        "--loss-scale-window 1 --hysteresis 1 --min-loss-scale 8 --initial-loss-scale 8 --weight-decay 0"
+    )
+    assert (args.seed, args.loss_scale_window, args.initial_loss_scale) == (2**32 - 1, 1.0, 8.0)
+    arguments("--fp16 --loss-scale 8 --min-loss-scale 100 --initial-loss-scale 10")  # a static scale has no limits
+
+
+@pytest.mark.parametrize("data", ["--mock-data", "--data-path a"])
+@pytest.mark.parametrize("split", ["a,b,c", "0,0,0", "90,5,5,5", "-90,5,5", "1e2,5,5", "90,,10", "90 5 5", "nan", "."])
+def test_split_that_is_none(split, data):
+    """A split must be one to three shares that megatron.core reads as they are written."""
+    with pytest.raises(ValueError, match=rf"--split {re.escape(split)} must be 1 to 3 shares .* for example 969,30,1"):
+        validate_args(parse_args([*words(data, "--mock-data"), f"--split={split}"]), world_size=1)
+
+
+@pytest.mark.parametrize("split", ["969, 30, 1", "1", "0,1", "99.5,.5,0", "100,0,0", "'99,1,0'"])
+def test_split_is_what_megatron_reads(split):
+    """A split that passes comes out of megatron.core's parser as the same shares."""
+    shares = [float(share) for share in split.strip("'").split(",")]
+    args = parse_args([*words(), "--split", split])
+    validate_args(args, world_size=1)
+    parsed = parse_and_normalize_split(args.split)
+    assert parsed == pytest.approx([share / sum(shares) for share in shares] + [0.0] * (3 - len(shares)))
+
+
+def test_checkpoint_arguments_that_override_flags_are_noted(monkeypatch):
+    """--use-checkpoint-args says which flags of the command line it overrides, and no others."""
+
+    def take_over(args):
+        saved = argparse.Namespace(num_layers=2, hidden_size=64, add_bias_linear=True, swiglu=True, hidden_dropout=0.5)
+        apply_saved_arguments(args, saved, "DIR")
+        return saved
+
+    monkeypatch.setattr(pretraining, "apply_checkpoint_arguments", take_over)
+    monkeypatch.setattr(pretraining.initialize, "choose_device", lambda args: None)
+    args = parse_args(words("--load DIR --use-checkpoint-args --disable-bias-linear --hidden-dropout 0.1"))
+    notes = pretraining.complete(args)
+    assert (args.num_layers, args.swiglu, args.hidden_dropout) == (2, True, 0.1)
+    assert [note for note in notes if "checkpoint" in note] == [
+        "--num-layers 4 has no effect: --use-checkpoint-args takes num_layers 2 from the checkpoint",
+        "--disable-bias-linear has no effect: --use-checkpoint-args takes add_bias_linear True from the checkpoint",
+    ]
 
 
 def test_every_refused_flag_says_what_to_do():
@@ -150,7 +276,9 @@ def test_a_schedule_that_moves_activations_is_refused():
     stages = "--pipeline-schedule bpipe --pipeline-model-parallel-size {}"
     with pytest.raises(ValueError, match=r"which the runtime cannot execute yet; use flush, which computes the same$"):
         arguments(stages.format(4), world_size=4)
-    assert arguments(stages.format(2), world_size=2).pipeline_schedule == "bpipe"
+    args = parse_args(words(stages.format(2)))
+    notes = validate_args(args, world_size=2)
+    assert "--pipeline-schedule bpipe has nothing to move with these stages and batches, so it runs as flush" in notes
 
 
 def test_schedule_is_checked_for_every_batch_size():

@@ -263,6 +263,15 @@ def test_asynchronous_save_holds_the_moment_of_the_call(tmp_path, changes):
     assert all(equal(before, after) for before, after in zip(saved, loaded, strict=True))
 
 
+def test_directory_that_cannot_be_made_is_told_once(tmp_path):
+    """The error of a save names the cause, and not again where the free space should stand."""
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "folder")
+    (message,) = workers.run(1, CASES + "save_error", directory=folder, changes={})
+    assert message.startswith(f"cannot save the checkpoint of iteration 3 in {folder}: ")
+    assert message.count("Not a directory") == 1 and message.endswith("No earlier one existed.")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_write_leaves_everything_as_it_was(tmp_path, failing_rank, asynchronous):

@@ -186,6 +186,19 @@ def test_token_beyond_the_vocabulary_is_named(tmp_path):
         read(1, f"--data-path {prefix} --num-workers 0", steps=1)
 
 
+def test_cache_that_cannot_be_written(tmp_path):
+    """Sample indices that cannot be kept, where the flag says or beside the data, are an error with the remedy."""
+    prefix = write_dataset(tmp_path / "text")
+    (tmp_path / "text").write_text("")  # the default is a folder in this place
+    flags = f"--data-path {prefix} --num-workers 0"
+    for flag, message in (
+        (f"--data-cache-path {prefix}/new", "--data-cache-path .*text/new cannot be written: Not a directory"),
+        ("", "the sample indices cannot be written: .*Not a directory.* with --data-cache-path"),
+    ):
+        with pytest.raises(workers.WorkerError, match=f"ValueError: {message}"):
+            read(1, f"{flags} {flag}", steps=1)
+
+
 def test_a_split_without_documents(tmp_path):
     """Three documents leave none for validation: the run goes on without; no training document is an error."""
     prefix = write_dataset(tmp_path / "text", documents=3)

@@ -56,6 +56,7 @@ class _Count(NamedTuple):
     held: Held
     bound: int | None
     peak: list[int]  # one number
+    scope: str = ""
 
 
 def prove_memory(
@@ -79,7 +80,9 @@ def prove_memory(
     limits = _limits(bounds, num_stages, "stage")
     limits_of_ranks = _limits(bounds_of_ranks, num_ranks, "rank")
     by_stage = [_Count(f"stage {stage}", Held(), limit, [0]) for stage, limit in enumerate(limits)]
-    by_rank = [_Count(f"rank {rank}", Held(), limit, [0]) for rank, limit in enumerate(limits_of_ranks)]
+    by_rank = [
+        _Count(f"rank {rank}", Held(), limit, [0], " over its stages") for rank, limit in enumerate(limits_of_ranks)
+    ]
     peaks_full = [0] * num_stages
     for rank, codes in enumerate(compact.codes):
         _count(compact, rank, len(codes), by_stage, by_rank[rank])
@@ -123,7 +126,8 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: list[_Count],
                 most = count.held.most
                 if most > count.peak[0]:
                     if count.bound is not None and most > count.bound:
-                        reason = f"{count.name} would save {most} microbatches, and its bound is {count.bound}"
+                        saves = f"{count.name} would save {most} microbatches{count.scope}"
+                        reason = f"{saves}, and its bound is {count.bound}"
                         raise compact.error(rank, position, reason)
                     count.peak[0] = most
             num_moves += code != F

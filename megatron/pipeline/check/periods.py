@@ -18,10 +18,10 @@ more; and the drain, shifted, ends drained after each of them, and after none. L
 and so are peaks where nothing moves.
 
 The state at a cut is, for each stage: which facts hold of each microbatch that has been touched and is not complete,
-and the version of its forward; how many of each link of its chain stand, hence which versions are live; the version of
-the next batch; what is away or lent, and how much it holds. For each rank: its reductions that are posted and not
-complete, the moves that its partner has not requested, and those that are still awaited. For each channel: what only
-one of its ends has posted.
+and the version of its forward; which versions are live; the version of the next batch; what is away or lent, and how
+much it holds. For each rank: how many of each link of its chain stand; its reductions that are posted and not complete;
+the moves that its partner has not requested, and those that are still awaited. For each channel: what only one of its
+ends has posted.
 
 How many moves may be under way at worst is no part of the state: an acceptor waits for none, so from its own row alone
 any number may be. What it holds at worst repeats from the second period on, in which the whole first one may be under
@@ -38,7 +38,7 @@ from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
-from megatron.pipeline.check.updates import chain_of_stage
+from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.check.versions import version_of_batch
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.moves import MoveOrder
@@ -152,7 +152,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
     facts = {stage: bytearray(width) for stage in stages}
     added = {stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage)] for stage in stages}
     forward_version: dict[int, int | None] = {}
-    posted = {stage: [0] * NUM_CODES for stage in stages}
+    posted = [0] * NUM_CODES
     row = zip(compact.codes[rank][:end], compact.places[rank][:end], compact.versions[rank][:end], strict=True)
     for code, place, version in row:
         stage, index = divmod(place, width)
@@ -160,7 +160,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         if code == F:
             forward_version[place] = version
         elif code >= REDUCE_GRAD:
-            posted[stage][code] += 1
+            posted[code] += 1
     state: _RankState = {}
     for stage in stages:
         complete = complete_facts(stage_rules(compact, stage))
@@ -173,11 +173,11 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         ]
         if not compact.versioned:
             continue
-        for code in chain_of_stage(compact, stage):
-            state[f"how many {KIND_OF_CODE[code].value} stand at stage {stage}"] = posted[stage][code] - origin.batch
-        oldest, next_version = _versions_at(compact, stage, facts[stage], posted[stage][STEP])
+        oldest, next_version = _versions_at(compact, stage, facts[stage], posted[STEP])
         state[f"the oldest version of stage {stage}"] = oldest - origin.batch
         state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
+    for code in chain_of_rank(compact, rank) if compact.versioned else ():
+        state[f"how many {KIND_OF_CODE[code].value} stand on the rank"] = posted[code] - origin.batch
     return state
 
 

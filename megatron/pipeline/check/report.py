@@ -13,7 +13,7 @@ class CheckReport:
         versioned: whether it names weight versions and updates weights. Without, nothing is said about either.
         peak_saved_microbatches: per stage, the largest number of microbatches between their forward and the end of
             their backward, less those evicted, more those accepted, at the worst timing.
-        peak_saved_on_rank: per rank, the same over all its stages at once.
+        peak_saved_on_rank: per rank, the same over all its stages at once; a microbatch counts once at each of them.
         peak_recomputed_microbatches: per stage, the largest number between their recompute and the end of their
             backward.
         live_versions: per stage, the largest number of weight versions that are live at once; empty where the program

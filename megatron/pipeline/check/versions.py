@@ -1,7 +1,7 @@
 """Proof: every computation uses the weight version that the policy says, and that version is live.
 
-A stage holds, at any time, a set of live versions: those that it entered the program with, and those that its STEPs
-have made since, less those that the policy has retired.
+A stage holds, at any time, a set of live versions: those that it entered the program with, and those that the STEPs of
+its rank have made since, less those that the policy has retired.
 
     policy   forward of batch j at stage s      live
     flush    j                                  the newest
@@ -37,6 +37,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
     forward_version = [0] * (compact.num_stages * num_microbatches)
     stages = [_StageVersions(program, stage) for stage in range(compact.num_stages)]
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
+        stages_here = [stages[stage] for stage in program.stages_of(rank)]
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             reason = ""
             if version is None:
@@ -51,7 +52,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
                 elif code in (B, W):
                     stages[place // num_microbatches].release(version)
             elif code == STEP:
-                reason = stages[place // num_microbatches].step(version)
+                reason = next(filter(None, [stage.step(version) for stage in stages_here]), "")
             if reason:
                 raise compact.error(rank, position, reason)
     return tuple(stage.peak for stage in stages)
@@ -73,8 +74,8 @@ class _StageVersions:
     def __init__(self, program: Program, stage: int) -> None:
         rule = program.weights.rule
         self.program, self.stage = program, stage
-        self.stashes = rule.delay is None
-        self.bound = program.num_stages - stage if self.stashes else rule.delay + 1
+        self.stashes = rule.updates_alone
+        self.bound = rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)
@@ -85,7 +86,8 @@ class _StageVersions:
         if version != wanted:
             return f"{self.program.weights.value} runs batch {batch} here with version {wanted}"
         if version > self.newest:
-            return f"version {version} does not exist yet at this stage: no {self.stage}STEP@{version} stands before it"
+            lowest = self.program.stages_of(self.program.rank_of_stage[self.stage])[0]
+            return f"version {version} does not exist yet at this stage: no {lowest}STEP@{version} stands before it"
         if self.stashes and version < self.newest:
             return f"the newest version at this stage is {self.newest} already"
         self.live[version] += 1

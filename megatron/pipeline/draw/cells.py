@@ -27,6 +27,9 @@ class Cell:
     Attributes:
         completes_batch: it is the last backward of its batch at its stage: the gradient of the batch is complete.
         begins_batch: it is the first forward of its batch at its stage.
+        chunk: the place of its stage among those of its rank; None where the rank has one.
+        shade: 0 (lightest) and up: of its weight version, or of its chunk, the first one darkest, as in Megatron-LM's
+            figures; versions are written below the microbatches, too.
 
     Where every batch is a single microbatch, every cell would do both, which says nothing: there, none does.
     """
@@ -40,11 +43,13 @@ class Cell:
     end: float
     completes_batch: bool
     begins_batch: bool
+    chunk: int | None
+    shade: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimizer step, which makes weight version `version` of a stage."""
+    """An optimizer step, which makes weight version `version` of all stages of a rank."""
 
     rank: int
     stage: int
@@ -72,12 +77,18 @@ def cells_of(timeline: Timeline) -> list[Cell]:
     completing, beginning = set(last_backward.values()), set(first_forward.values())
     if max(timeline.batches, default=1) == 1:
         completing = beginning = set()
+    stages = [timeline.stages_of(rank) for rank in range(timeline.num_ranks)]
     cells = []
     for index, span in enumerate(found):
         what = span.instruction
         times = (span.start, span.end)
         borders_of_batch = (index in completing, index in beginning)
-        cells.append(Cell(span.rank, what.kind, what.stage, what.microbatch, what.version, *times, *borders_of_batch))
+        chunk, shade = None, what.version or 0
+        if len(stages[span.rank]) > 1:
+            chunk = stages[span.rank].index(what.stage)
+            shade = len(stages[span.rank]) - 1 - chunk
+        place = (span.rank, what.kind, what.stage, what.microbatch, what.version)
+        cells.append(Cell(*place, *times, *borders_of_batch, chunk, shade))
     return cells
 
 

@@ -1,11 +1,11 @@
 """A timeline as a picture, in the manner of Figures 1 to 3 of the 2BW paper (`docs/schedules.md` lists the signs).
 
-One row per stage, time to the right. Forwards are blue, backwards green, recomputations violet, bubbles grey; the
+One row per rank, time to the right. Forwards are blue, backwards green, recomputations violet, bubbles grey; the
 number in a cell is its microbatch, and the lightness its weight version, which stands below the number where there is
-room. The hatched backward completes the gradient of a batch; the red mark is the optimizer step that makes the version
-written beside it. A dashed line follows the first forward of each batch down the stages. Arrows between the rows of a
-pair are moves of saved activations. Several timelines stand below
-one another on one scale of time, so that a plan can be compared with its measurement.
+room. On a rank with several stages the lightness is the stage, dark for the first. The hatched backward completes the
+gradient of a batch; the red mark is the optimizer step that makes the version written beside it. A dashed line follows
+the first forward of each batch down the stages. Arrows between the rows of a pair are moves of saved activations.
+Several timelines stand below one another on one scale of time, so that a plan can be compared with its measurement.
 
 matplotlib takes longer to import than all the rest of the room, so it is imported only when something is drawn.
 """

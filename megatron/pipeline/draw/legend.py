@@ -9,7 +9,7 @@ from megatron.pipeline.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHADES = {  # lightest to darkest; a weight version takes one of them in turn
+SHADES = {  # lightest to darkest; a weight version, or a stage of several on a rank, takes one of them in turn
     Kind.FORWARD: ("#c6dcf4", "#8fb9e6", "#5b94d3", "#3873b8"),
     Kind.BACKWARD: ("#cde9c6", "#98d08c", "#66b35c", "#3d9140"),
     Kind.BACKWARD_INPUT: ("#cde9c6", "#98d08c", "#66b35c", "#3d9140"),
@@ -24,30 +24,35 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 REDUCTIONS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM})
 
 
-def shade_of(kind: Kind, version: int | None) -> str:
-    return SHADES[kind][(version or 0) % 4]
+def shade_of(kind: Kind, shade: int) -> str:
+    return SHADES[kind][shade % 4]
 
 
-def ink_on(version: int | None) -> str:
-    """The colour of writing that is legible on a version's shade."""
-    return LIGHT_INK if (version or 0) % 4 == 3 else INK
+def ink_on(shade: int) -> str:
+    """The colour of writing that is legible on a shade."""
+    return LIGHT_INK if shade % 4 == 3 else INK
 
 
 def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, lanes: bool) -> list[tuple]:
-    """Handles and labels for what is drawn; a kind has one swatch for each shade, with its weight versions."""
+    """Handles and labels for what is drawn; a kind has one swatch for each shade, with its weights or stages."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     entries: list[tuple] = []
     for kind, name in NAMES.items():
-        versions = {cell.version for cells in all_cells for cell in cells if cell.kind is kind}
+        drawn = [cell for cells in all_cells for cell in cells if cell.kind is kind]
+        chunks = dict(sorted((cell.chunk, cell.shade) for cell in drawn if cell.chunk is not None))
+        if chunks:
+            swatches = tuple(Patch(facecolor=shade_of(kind, shade)) for shade in list(chunks.values())[:4])
+            entries.append((swatches, f"{name}, first to last stage of the rank"))
+        versions = {cell.version for cell in drawn if cell.chunk is None}
         known = sorted(version for version in versions if version is not None)
         if known:
             named = ", ".join(f"v{version}" for version in known[:4]) + ", ..." * (len(known) > 4)
             swatches = tuple(Patch(facecolor=shade_of(kind, version)) for version in known[:4])
             entries.append((swatches, f"{name} with weights {named}"))
         elif versions:
-            entries.append(((Patch(facecolor=shade_of(kind, None)),), name))
+            entries.append(((Patch(facecolor=shade_of(kind, 0)),), name))
     if any(cell.completes_batch for cells in all_cells for cell in cells):
         hatched = Patch(facecolor=shade_of(Kind.BACKWARD, 0), edgecolor=HATCH, hatch="xxxx", linewidth=0)
         entries.append(((hatched,), "completes the batch's gradient"))

@@ -20,19 +20,19 @@ _INNER = 0.92  # share of a row's height that its cells take
 
 
 def draw_rows(axes: "Axes", timeline: Timeline, cells: list[Cell]) -> None:
-    """Bubbles as one grey bar per row, and the cells on it, in one collection per kind and version."""
+    """Bubbles as one grey bar per row, and the cells on it, in one collection per kind, version and shade."""
     from matplotlib.collections import PolyCollection
 
     ranks = range(timeline.num_ranks)
     bars = [_box(0.0, timeline.end, rank) for rank in ranks]
     axes.add_collection(PolyCollection(bars, facecolors=legend.BUBBLE, edgecolors="none", gid="bubble"))
-    groups: dict[tuple[Kind, int | None], list] = {}
+    groups: dict[tuple[Kind, int | None, int], list] = {}
     for cell in cells:
-        groups.setdefault((cell.kind, cell.version), []).append(_box(cell.start, cell.end, cell.rank))
-    for (kind, version), boxes in groups.items():
+        groups.setdefault((cell.kind, cell.version, cell.shade), []).append(_box(cell.start, cell.end, cell.rank))
+    for (kind, version, shade), boxes in groups.items():
         name = kind.value if version is None else f"{kind.value}@{version}"
-        shade = legend.shade_of(kind, version)
-        axes.add_collection(PolyCollection(boxes, facecolors=shade, edgecolors=legend.EDGE, linewidths=0.5, gid=name))
+        colour = legend.shade_of(kind, shade)
+        axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors=legend.EDGE, linewidths=0.5, gid=name))
     completing = [_box(cell.start, cell.end, cell.rank) for cell in cells if cell.completes_batch]
     hatching = {"facecolors": "none", "edgecolors": legend.HATCH, "linewidths": 0.0, "hatch": "xxxx", "alpha": 0.3}
     axes.add_collection(PolyCollection(completing, gid="completes", **hatching))
@@ -55,7 +55,7 @@ def draw_labels(axes: "Axes", cells: list[Cell], *, points: float, one_based: bo
         size = min(_LARGEST_LABEL, room / (0.62 * len(text) + 0.25))
         if size < _SMALLEST_LABEL:
             continue
-        ink, middle = legend.ink_on(cell.version), (cell.start + cell.end) / 2
+        ink, middle = legend.ink_on(cell.shade), (cell.start + cell.end) / 2
         axes.text(middle, cell.rank - 0.04, text, ha="center", va="center", fontsize=size, color=ink, gid="microbatch")
         if cell.version is not None and room >= 3.6 * len(str(cell.version)) + 6:
             axes.text(middle, cell.rank + 0.40, f"v{cell.version}", color=ink, **below)

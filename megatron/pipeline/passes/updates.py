@@ -4,6 +4,9 @@ The chain that leads to version v is posted right after the last backward of bat
 computing; only the STEP waits for it. So the STEP stands as late as the weight policy allows: at the end of a leg,
 just before the first forward that uses the new version. Where no such forward comes, it closes the program.
 
+A rank with several stages has one chain for all of them, since one optimizer owns their parameters, and one norm and
+one overflow decide about them. It stands at the rank's lowest stage, after the batch's last backward on the rank.
+
 Where each stage uses its newest version (`delay` None) the STEP follows the reductions that it needs at once. The norm
 comes after it, for the report alone, and nobody waits for it.
 """
@@ -31,46 +34,37 @@ def add_updates(legs: Legs, rank: int, outline: Program) -> Legs:
         num_batches = len(outline.batches)
         for index in range(num_batches):
             last_leg_without = min(index + delay, num_batches)  # the leg after it begins with the version's first use
-            result[last_leg_without] += chain.steps(outline.first_batch + index + 1)
+            result[last_leg_without].append(chain.step(outline.first_batch + index + 1))
     return result
 
 
 class _Chain:
-    """What a rank posts when a batch has ended there.
-
-    A rank with several stages takes part in the norm once, at its lowest stage, when all of them have ended the batch.
-    """
+    """What a rank posts when a batch has ended there, at all its stages."""
 
     def __init__(self, rank: int, outline: Program) -> None:
         self._outline = outline
         self._stages = outline.stages_of(rank)
-        sizes = dict(enumerate(outline.batches, start=outline.first_batch))
-        self._backwards_left = {(stage, batch): size for stage in self._stages for batch, size in sizes.items()}
-        self._stages_left = dict.fromkeys(sizes, len(self._stages))
+        sizes = enumerate(outline.batches, start=outline.first_batch)
+        self._backwards_left = {batch: size * len(self._stages) for batch, size in sizes}
 
     def after(self, backward: Instruction) -> Leg:
-        """What follows this backward: nothing, unless it is the batch's last."""
-        batch = self._outline.batch_of(backward.microbatch)
-        place = backward.stage, batch
-        self._backwards_left[place] -= 1
-        if self._backwards_left[place]:
-            return []
-        version = batch + 1
-        chain = [Instruction(kind, backward.stage, version=version) for kind in self._stage_reductions(backward.stage)]
-        self._stages_left[batch] -= 1
-        if not self._stages_left[batch]:
-            if self._outline.weights.rule.delay is None:
-                chain += self.steps(version)
-            if self._outline.global_norm:
-                chain.append(Instruction(Kind.REDUCE_NORM, self._stages[0], version=version))
-        return chain
-
-    def steps(self, version: int) -> Leg:
-        return [Instruction(Kind.STEP, stage, version=version) for stage in self._stages]
-
-    def _stage_reductions(self, stage: int) -> list[Kind]:
+        """What follows this backward: nothing, unless it is the batch's last on the rank."""
         outline, last = self._outline, self._outline.num_stages - 1
+        batch = outline.batch_of(backward.microbatch)
+        self._backwards_left[batch] -= 1
+        if self._backwards_left[batch]:
+            return []
         kinds = [Kind.REDUCE_GRAD] if outline.data_parallel else []
-        if outline.tied_embeddings and outline.crosses(0, last) and stage in (0, last):
+        if outline.tied_embeddings and outline.crosses(0, last) and {0, last} & set(self._stages):
             kinds.append(Kind.REDUCE_EMBED)
-        return kinds
+        if outline.weights.rule.updates_alone:
+            kinds.append(Kind.STEP)
+        if outline.global_norm:
+            kinds.append(Kind.REDUCE_NORM)
+        return [self._link(kind, batch + 1) for kind in kinds]
+
+    def step(self, version: int) -> Instruction:
+        return self._link(Kind.STEP, version)
+
+    def _link(self, kind: Kind, version: int) -> Instruction:
+        return Instruction(kind, self._stages[0], version=version)

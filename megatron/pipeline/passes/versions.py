@@ -11,7 +11,7 @@ from megatron.pipeline.program import Program
 def set_versions(legs: Legs, outline: Program) -> Legs:
     """The legs of a rank, which hold their STEPs already, with a version for each computation."""
     rule = outline.weights.rule
-    newest = [max(outline.entry_versions)] * outline.num_stages
+    newest = max(outline.entry_versions)  # of the rank: a STEP makes a version for all its stages
     version_of: dict[tuple[int, int], int] = {}
     result = []
     for leg in legs:
@@ -19,9 +19,9 @@ def set_versions(legs: Legs, outline: Program) -> Legs:
         for instruction in leg:
             kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
             if kind is Kind.STEP:
-                newest[stage] = instruction.version
+                newest = instruction.version
             elif kind is Kind.FORWARD:
-                version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest[stage])
+                version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest)
             if kind.is_computation:
                 instruction = Instruction(kind, stage, microbatch, version_of[stage, microbatch])
             versioned.append(instruction)

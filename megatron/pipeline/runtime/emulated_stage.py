@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, Microbatch, TensorSpec
 
@@ -56,11 +57,23 @@ class EmulatedTimes:
 
 
 class EmulatedStage:
-    """Stage `index` of `num_stages` that takes `times` and sends `payload_bytes` per microbatch in both directions."""
+    """Stage `index` of `num_stages` that takes `times` and sends `payload_bytes` per microbatch in both directions.
+
+    It saves `activation_bytes` of each microbatch, which it can evict if it has an `activation_memory`.
+    """
 
     loss_names = ("loss",)
 
-    def __init__(self, *, index: int, num_stages: int, times: EmulatedTimes, payload_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        index: int,
+        num_stages: int,
+        times: EmulatedTimes,
+        payload_bytes: int,
+        activation_bytes: int = 0,
+        activation_memory: ActivationMemory | None = None,
+    ) -> None:
         spec = TensorSpec((max(1, payload_bytes // 4),), torch.float32)
         self.index = index
         self.num_stages = num_stages
@@ -68,6 +81,9 @@ class EmulatedStage:
         self.output_spec = None if index == num_stages - 1 else spec
         self._times = times
         self._payload = torch.zeros(spec.shape, dtype=spec.dtype)  # never written: every send may read the same tensor
+        self._activation_bytes = activation_bytes
+        self._memory = activation_memory
+        self._saved: dict[int, Tensor | None] = {}  # microbatch -> the buffer that it was loaded into
         sharpen_sleep()
 
     def load_version(self, version: int) -> None:
@@ -75,6 +91,9 @@ class EmulatedStage:
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         sleep_for(self._times.forward)
+        if self._memory is not None:
+            self._saved[microbatch.index] = None
+            self._memory.hold(self.index, microbatch.index, self._activation_bytes)
         return None if self.output_spec is None else self._payload
 
     def recompute(self, microbatch: Microbatch) -> None:
@@ -82,13 +101,31 @@ class EmulatedStage:
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         sleep_for(self._times.backward)
+        if self._memory is not None:
+            del self._saved[microbatch.index]
+            self._memory.drop(self.index, microbatch.index)
         return None if self.input_spec is None else self._payload
 
     def free_output(self, microbatch: Microbatch) -> None:
         """The payload stays."""
 
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        return self._activation_bytes if microbatch.index in self._saved else 0
+
+    def evict(self, microbatch: Microbatch) -> Tensor:
+        if self._memory is None:
+            raise RuntimeError(f"stage {self.index} has no activation_memory, so nothing of it can move")
+        del self._saved[microbatch.index]
+        self._memory.drop(self.index, microbatch.index)
+        return self._memory.pool.take(self._activation_bytes)
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        assert microbatch.index not in self._saved, f"microbatch {microbatch.index} is here already"
+        self._saved[microbatch.index] = buffer
+
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        return self.forward(microbatch, input)
+        sleep_for(self._times.forward)
+        return None if self.output_spec is None else self._payload
 
     def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
         return {}

@@ -16,6 +16,8 @@ from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.runtime import failure
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.executor import Executor, annotate
@@ -27,11 +29,12 @@ from megatron.pipeline.schedules import Schedule
 class PipelineEngine:
     """Runs `schedule` on this rank's stage (or stages).
 
-    `ranks`: global ranks of this pipeline in pipeline order (default: all ranks). `rank_of_stage`: stage -> position
-    in `ranks` (default: one stage per rank). `backend`: "gloo" or "nccl", for the transfers between stages. `store`:
-    where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
+    `stage`: what the schedule puts on this rank, in ascending order where it is several. `ranks`: global ranks of this
+    pipeline in pipeline order (default: all ranks). `backend`: "gloo" or "nccl", for the transfers between stages.
+    `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
     evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
-    `first_microbatch`: where the run goes on after a checkpoint, else 0.
+    `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one that this rank's
+    stages were built with, if their activations are to be counted and moved between pairs.
 
     Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `wishes` (bits) to have them travel with the
     next norm reduction; `BatchReport.wishes` is their union over all ranks.
@@ -44,7 +47,6 @@ class PipelineEngine:
         update: WeightUpdate,
         *,
         ranks: Sequence[int] | None = None,
-        rank_of_stage: Sequence[int] | None = None,
         timeout: timedelta = timedelta(minutes=10),
         backend: str = "gloo",
         device: torch.device | str = "cpu",
@@ -53,6 +55,7 @@ class PipelineEngine:
         tracer: Tracer | None = None,
         first_batch: int = 0,
         first_microbatch: int = 0,
+        activation_memory: ActivationMemory | None = None,
     ) -> None:
         self.schedule = schedule
         self.tracer = tracer
@@ -66,11 +69,15 @@ class PipelineEngine:
         if global_rank not in ranks:
             raise ValueError(f"rank {global_rank} is not one of the pipeline's ranks {ranks}")
         self._rank = ranks.index(global_rank)
-        rank_of_stage = tuple(range(schedule.num_stages)) if rank_of_stage is None else tuple(rank_of_stage)
-        if max(rank_of_stage) + 1 != len(ranks):
+        rank_of_stage = schedule.rank_of_stage
+        if schedule.num_ranks != len(ranks):
             raise ValueError(
-                f"the schedule has {schedule.num_stages} stages, which do not fit {len(ranks)} pipeline ranks"
+                f"the schedule is for {schedule.num_ranks} ranks, and the pipeline has {len(ranks)}; give it "
+                f"{len(ranks) * schedule.num_virtual_stages} stages"
             )
+        due = [stage for stage, owner in enumerate(rank_of_stage) if owner == self._rank]
+        if (given := [stage.index for stage in self._stages]) != due:
+            raise ValueError(f"the schedule puts stages {due} on this rank; give these in this order, not {given}")
         self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
         self._channels = Channels(
             ranks=ranks,
@@ -81,8 +88,10 @@ class PipelineEngine:
             backend=backend,
             device=self._device,
             store=store or (distributed_c10d._get_default_store() if distributed else None),
+            moves_activations=activation_memory is not None,
             on_error=failure.report,
         )
+        self._activation_memory = activation_memory
         own = self._channels.name_of(self._stages[0].index)
         self._chain, self._late_chain = (
             Chain(
@@ -100,6 +109,7 @@ class PipelineEngine:
             self._channels,
             self._chain,
             self._late_chain,
+            transfers=None if activation_memory is None else ActivationTransfers(self._channels, activation_memory),
             tracer=tracer,
             wishes=lambda: self.wishes,
         )
@@ -125,6 +135,11 @@ class PipelineEngine:
     def saved_microbatches_peak(self) -> dict[int, int]:
         """stage -> the most microbatches that were saved at once, over the run so far."""
         return dict(self._executor.peak_saved_microbatches)
+
+    @property
+    def saved_activation_bytes_peak(self) -> int | None:
+        """The most bytes of activations that this rank saved at once; None where they are not counted."""
+        return None if self._activation_memory is None else self._activation_memory.peak_bytes
 
     @property
     def num_instructions_executed(self) -> int:

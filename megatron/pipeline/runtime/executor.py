@@ -5,7 +5,7 @@ are posted; the instruction that needs a tensor waits for it; the reductions go 
 them. A reduction that stands after its STEP, for which nobody waits but the report, has a thread of its own: in the
 chain it would hold up the next STEP until all ranks have come to it. A kind without a method is an error before
 anything of the row is executed. The executor knows no schedule: what it keeps between rows is what the instructions
-themselves leave behind (posted receives, outputs to send, saved microbatches).
+themselves leave behind (posted receives, outputs to send or to hand to the rank's next stage, saved microbatches).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import pair_of
+from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Microbatch, Stage, WeightUpdate
@@ -36,8 +38,9 @@ class Executor:
     """Executes rows on the stages of one rank.
 
     After a row: `reports` holds the reports of the batches stepped so far (the caller removes them), and
-    `peak_saved_microbatches` the largest number of microbatches that were between the start of their forward and the
-    end of their backward at once, per stage.
+    `peak_saved_microbatches` the largest number of microbatches that were saved at once, per stage: from the start of
+    a forward, or from a posted LOAD or ACCEPT, to the end of a backward or of a transfer. `transfers`: None refuses to
+    move activations.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Executor:
         chain: Chain,
         late_chain: Chain,
         *,
+        transfers: ActivationTransfers | None = None,
         tracer: Tracer | None = None,
         wishes: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -56,6 +60,8 @@ class Executor:
         self._channels = channels
         self._chain = chain
         self._late_chain = late_chain
+        self._transfers = transfers
+        self._num_stages = next(iter(self._stages.values())).num_stages
         self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
         self._wishes = wishes
@@ -64,7 +70,7 @@ class Executor:
         self._last_forward_batch = self._last_backward_batch = -1
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._input_grads: dict[tuple[int, int], Tensor] = {}
-        self._saved: dict[int, set[int]] = {stage: set() for stage in self._stages}
+        self._saved: dict[int, set[tuple[int, int]]] = {stage: set() for stage in self._stages}
         self.peak_saved_microbatches: dict[int, int] = dict.fromkeys(self._stages, 0)
         self.reports: dict[int, BatchReport] = {}
         self.current: Instruction | None = None
@@ -85,6 +91,13 @@ class Executor:
             Kind.REDUCE_NORM: self._reduce_norm,
             Kind.STEP: self._step,
         }
+        if transfers is not None:
+            self._training |= {
+                Kind.EVICT: self._evict,
+                Kind.ACCEPT: self._accept,
+                Kind.RETURN: self._return,
+                Kind.LOAD: self._load,
+            }
         self._evaluation = shared | {Kind.FORWARD: self._forward_only}
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -161,6 +174,8 @@ class Executor:
     def _input_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
         if stage.input_spec is None:
             return None
+        if instruction.stage - 1 in self._stages:
+            return self._outputs.pop((instruction.stage - 1, instruction.microbatch))
         tensor = self._channels.wait(Kind.RECV_F, instruction.stage, instruction.microbatch, instruction)
         self._waited()
         return tensor
@@ -174,10 +189,7 @@ class Executor:
             self._update.begin_batch(self._batches[microbatch.batch])
         stage.load_version(instruction.version)
         input = self._input_of(stage, instruction)
-        saved = self._saved[index]
-        saved.add(instruction.microbatch)
-        if len(saved) > self.peak_saved_microbatches[index]:
-            self.peak_saved_microbatches[index] = len(saved)
+        self._count(index, index, instruction.microbatch)
         output = stage.forward(microbatch, input)
         if output is not None:
             self._outputs[index, instruction.microbatch] = output
@@ -192,6 +204,7 @@ class Executor:
 
     def _recompute(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
+        self._finish_load(stage, instruction)
         stage.load_version(instruction.version)
         stage.recompute(self._microbatches[instruction.microbatch])
 
@@ -202,13 +215,16 @@ class Executor:
         if microbatch.batch > self._last_backward_batch:
             self._last_backward_batch = microbatch.batch
             self._update.begin_backward(self._batches[microbatch.batch])
+        self._finish_load(stage, instruction)
         stage.load_version(instruction.version)
         output_grad = None
-        if stage.output_spec is not None:
+        if index + 1 in self._stages:
+            output_grad = self._input_grads.pop((index + 1, instruction.microbatch))
+        elif stage.output_spec is not None:
             output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
             self._waited()
         input_grad = stage.backward(microbatch, output_grad)
-        self._saved[index].remove(instruction.microbatch)
+        self._saved[index].remove((index, instruction.microbatch))
         if input_grad is not None:
             self._input_grads[index, instruction.microbatch] = input_grad
 
@@ -225,6 +241,43 @@ class Executor:
 
     def _post_receive(self, instruction: Instruction) -> None:
         self._channels.post_receive(instruction.kind, instruction.stage, instruction.microbatch)
+
+    # -- moved activations --------------------------------------------------------------------------------------------
+
+    def _count(self, stage: int, owner: int, microbatch: int) -> None:
+        """`stage` saves a microbatch of the stage `owner` from now on."""
+        saved = self._saved[stage]
+        saved.add((owner, microbatch))
+        num_saved = len(saved) + (0 if self._transfers is None else self._channels.num_moving(stage))
+        if num_saved > self.peak_saved_microbatches[stage]:
+            self.peak_saved_microbatches[stage] = num_saved
+
+    def _pair_of(self, instruction: Instruction) -> int:
+        return pair_of(instruction.stage, self._num_stages) if instruction.peer is None else instruction.peer
+
+    def _evict(self, instruction: Instruction) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        self._transfers.evict(self._stages[stage], self._microbatches[microbatch])
+        self._saved[stage].remove((stage, microbatch))
+
+    def _accept(self, instruction: Instruction) -> None:
+        stage, microbatch, evictor = instruction.stage, instruction.microbatch, self._pair_of(instruction)
+        self._count(stage, evictor, microbatch)
+        self._transfers.accept(stage, microbatch, evictor)
+
+    def _return(self, instruction: Instruction) -> None:
+        self._transfers.give_back(instruction.stage, instruction.microbatch)
+        self._saved[instruction.stage].remove((self._pair_of(instruction), instruction.microbatch))
+
+    def _load(self, instruction: Instruction) -> None:
+        self._count(instruction.stage, instruction.stage, instruction.microbatch)
+        self._transfers.load(instruction.stage, instruction.microbatch)
+
+    def _finish_load(self, stage: Stage, instruction: Instruction) -> None:
+        if self._transfers is not None and self._transfers.finish_load(
+            stage, self._microbatches[instruction.microbatch], instruction
+        ):
+            self._waited()
 
     # -- the chain and the step ---------------------------------------------------------------------------------------
 

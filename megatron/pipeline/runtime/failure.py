@@ -244,10 +244,8 @@ class Guard:
         if story is None and consequence and self._board.is_lost:
             story = self._story_of_lost_store()
         if story is None:
-            own = self._own_story(error)
-            story = self._board.tell(own)
-            if story == own:
-                sys.stderr.write("".join(traceback.format_exception(error)))
+            sys.stderr.write("".join(traceback.format_exception(error)))  # before the story, which ends the job
+            story = self._board.tell(self._own_story(error))
         self._end(story)
 
     def _end(self, story: str) -> None:

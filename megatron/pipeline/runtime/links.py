@@ -47,6 +47,12 @@ class Link(Protocol):
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
 
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        """Like `receive`, into the memory that `make` gives; called when the receive is posted, maybe by a thread."""
+
+    def forward(self, receive: Receive, tag: int) -> None:
+        """Send on what `receive` brings as soon as it is there; nobody else may wait for it."""
+
     def num_unread(self) -> int:
         """Sends whose storage is still held."""
 
@@ -131,42 +137,44 @@ class _GlooReceive:
     def post(self) -> None:
         try:
             self._tensor = self._make()
-            self._work = self._group.recv([self._tensor], _SENDER, self._tag)
-        except Exception as error:
-            self._error = error
+        except RuntimeError as error:  # torch's, out of memory: this rank's own, not a lost peer's
+            self._error = MemoryError(str(error))
+        else:
+            self._post()
         finally:
             self._posted.release()
 
+    def _post(self) -> None:
+        try:
+            self._work = self._group.recv([self._tensor], _SENDER, self._tag)
+        except RuntimeError as error:
+            self._error = error
+
     def wait(self, timeout: timedelta) -> Tensor:
-        with self._posted:
-            if self._error is not None:
-                raise self._error
+        if not self._posted.acquire(timeout=timeout.total_seconds()):
+            raise RuntimeError(f"the link's thread did not post the receive within {timeout.total_seconds():g} s")
+        self._posted.release()
+        if self._error is not None:
+            raise self._error
         self._work.wait(timeout)
         return self._tensor
 
 
-class GlooLink:
-    """CPU tensors over gloo."""
+class _GlooEnd:
+    """One end of a link over gloo, with the thread that posts its transfers."""
 
     def __init__(
         self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
     ) -> None:
         self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
         self._timeout = timeout
+        self._device = device
         self._sends = sends
         self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
 
-    def send(self, tensor: Tensor, tag: int) -> None:
-        self._worker.put((tensor.detach(), tag % _NUM_TAGS))
-
-    def _finish_send(self, item: tuple[Tensor, int]) -> None:
-        alias, tag = item
-        self._group.send([alias], _RECEIVER, tag).wait(self._timeout)
-
-    def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        receive = _GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
-        self._worker.put(receive)
-        return receive
+    def _finish_send(self, item: Any) -> None:
+        """On the link's thread: send what `send` has put there, and return when it has been read."""
+        raise NotImplementedError
 
     def num_unread(self) -> int:
         return self._worker.num_unfinished() if self._sends else 0
@@ -175,18 +183,35 @@ class GlooLink:
         self._worker.close(timeout)
 
 
-class HostStagedLink:
+class GlooLink(_GlooEnd):
+    """CPU tensors over gloo."""
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        self._worker.put((tensor.detach(), tag % _NUM_TAGS))
+
+    def forward(self, receive: Receive, tag: int) -> None:
+        self._worker.put((receive, tag % _NUM_TAGS))
+
+    def _finish_send(self, item: tuple[Tensor | Receive, int]) -> None:
+        source, tag = item
+        alias = source if isinstance(source, Tensor) else source.wait(self._timeout)
+        self._group.send([alias], _RECEIVER, tag).wait(self._timeout)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
+
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        receive = _GlooReceive(self._group, make, tag)
+        self._worker.put(receive)
+        return receive
+
+
+class HostStagedLink(_GlooEnd):
     """CUDA tensors over gloo, through pinned host memory: for ranks that NCCL cannot join."""
 
-    def __init__(
-        self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
-    ) -> None:
-        self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
-        self._timeout = timeout
-        self._device = device
+    def __init__(self, name: str, store: Store, *, device: torch.device, **options: Any) -> None:
+        super().__init__(name, store, device=device, **options)
         self._stream = torch.cuda.Stream(device)
-        self._sends = sends
-        self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
 
     def send(self, tensor: Tensor, tag: int) -> None:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -194,37 +219,45 @@ class HostStagedLink:
         with torch.cuda.stream(self._stream):
             host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)
-        self._worker.put((self._stream.record_event(), host, tag % _NUM_TAGS))
+        self._worker.put((self._stream.record_event(), host, tensor.detach(), tag % _NUM_TAGS))
 
-    def _finish_send(self, item: tuple[Any, Tensor, int]) -> None:
-        copied, host, tag = item
-        copied.synchronize()
+    def forward(self, receive: _HostStagedReceive, tag: int) -> None:
+        self._worker.put((None, receive, None, tag % _NUM_TAGS))
+
+    def _finish_send(self, item: tuple[Any, Any, Tensor | None, int]) -> None:
+        copied, host, _, tag = item  # the third keeps a buffer in use until it has been read
+        if copied is None:
+            host = host.wait_on_host(self._timeout)
+        else:
+            copied.synchronize()
         self._group.send([host], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        def make() -> Tensor:
-            return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
+        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self._device), tag)
 
-        receive = _HostStagedReceive(self._group, make, tag, self._device)
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        receive = _HostStagedReceive(self._group, make, tag)
         self._worker.put(receive)
         return receive
 
-    def num_unread(self) -> int:
-        return self._worker.num_unfinished() if self._sends else 0
-
-    def close(self, timeout: float) -> None:
-        self._worker.close(timeout)
-
 
 class _HostStagedReceive(_GlooReceive):
-    __slots__ = ("_device",)
+    """Arrives in pinned memory; `make` makes the memory on the device."""
 
-    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int, device: torch.device) -> None:
-        super().__init__(group, make, tag)
-        self._device = device
+    __slots__ = ("_target",)
+
+    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int) -> None:
+        def make_both() -> Tensor:
+            self._target = make()
+            return torch.empty(self._target.shape, dtype=self._target.dtype, pin_memory=True)
+
+        super().__init__(group, make_both, tag)
+
+    def wait_on_host(self, timeout: timedelta) -> Tensor:
+        return super().wait(timeout)
 
     def wait(self, timeout: timedelta) -> Tensor:
-        return super().wait(timeout).to(self._device, non_blocking=True)
+        return self._target.copy_(super().wait(timeout), non_blocking=True)
 
 
 class NcclLink:
@@ -238,6 +271,7 @@ class NcclLink:
         member = _SENDER if sends else _RECEIVER
         self._group = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
         self._device = device
+        self._side = torch.cuda.Stream(device)
         self._meet(sends)
         self._worker = _Worker(name, self._finish, on_error) if sends else None
 
@@ -252,13 +286,20 @@ class NcclLink:
         alias = tensor.detach()
         self._worker.put((self._group.send([alias], _RECEIVER, 0), alias))
 
+    def forward(self, receive: _NcclReceive, tag: int) -> None:
+        with torch.cuda.stream(self._side):  # compute does not wait for what only passes through
+            self.send(receive.wait_on_stream(), tag)
+
     def _finish(self, item: tuple[Any, Tensor]) -> None:
         while not item[0].is_completed():
             time.sleep(0.0005)
         item[0].wait()
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self._device), tag)
+
+    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
+        tensor = make()
         return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
 
     def num_unread(self) -> int:
@@ -278,8 +319,12 @@ class _NcclReceive:
         self._waited_since: float | None = None
 
     def wait(self, timeout: timedelta) -> Tensor:
-        self._work.wait()
+        tensor = self.wait_on_stream()
         self._waited_since = time.monotonic()
+        return tensor
+
+    def wait_on_stream(self) -> Tensor:
+        self._work.wait()
         return self._tensor
 
     def is_overdue(self, timeout: timedelta) -> bool | None:
@@ -287,39 +332,6 @@ class _NcclReceive:
         if self._work.is_completed():
             return None
         return self._waited_since is not None and time.monotonic() - self._waited_since > timeout.total_seconds()
-
-
-class LocalLink:
-    """Two stages on one rank: the tensor is handed over."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[int, Tensor] = {}
-
-    def send(self, tensor: Tensor, tag: int) -> None:
-        self._tensors[tag] = tensor.detach()
-
-    def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        return _LocalReceive(self._tensors, tag)
-
-    def num_unread(self) -> int:
-        return len(self._tensors)
-
-    def close(self, timeout: float) -> None:
-        self._tensors.clear()
-
-
-class _LocalReceive:
-    __slots__ = ("_tag", "_tensors")
-
-    def __init__(self, tensors: dict[int, Tensor], tag: int) -> None:
-        self._tensors = tensors
-        self._tag = tag
-
-    def wait(self, timeout: timedelta) -> Tensor:
-        tensor = self._tensors.pop(self._tag, None)
-        if tensor is None:
-            raise RuntimeError("the tensor was not sent yet, and on one rank nothing else can send it")
-        return tensor
 
 
 LINKS: dict[tuple[str, str], type] = {

@@ -23,11 +23,16 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.dropout import SeededDropout
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
 
 ForwardStep = Callable[[Iterator | None, torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple]]]
+
+_HELD_BY_AUTOGRAD = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Modules that megatron.core recomputes through `CheckpointWithoutOutput`."""
 
 
 @dataclass
@@ -36,6 +41,7 @@ class _Saved:
 
     input: Tensor | None
     output: Tensor | None = None  # with its graph; on the last stage the loss
+    kept_input: Any = None  # the input again, if the forward is to be recomputed from it
     data: list[Any] | None = None  # what the forward step drew from the data iterator, if it is to be recomputed
 
     def recorder(self, source: Iterator | None) -> Iterator | None:
@@ -65,6 +71,10 @@ class MegatronStage:
         recompute: the schedule recomputes: forwards keep their input and data only, no graph.
         seed: the run's seed, for dropout.
         loss_names: names of the reported numbers, the same on all ranks.
+        activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
+
+    Raises:
+        ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class MegatronStage:
         recompute: bool = False,
         seed: int = 1234,
         loss_names: tuple[str, ...] = ("lm loss",),
+        activation_memory: ActivationMemory | None = None,
     ) -> None:
         self.model = model
         self.index = parallel_state.get_pipeline_model_parallel_rank() if index is None else index
@@ -102,7 +113,21 @@ class MegatronStage:
         self.input_spec = None if self.index == 0 else spec
         self.output_spec = None if self._is_last else spec
         self._saved: dict[int, _Saved] = {}
+        self._captured = self._capture_in(activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
+
+    def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
+        if memory is None:
+            return NotCaptured(self.index)
+        if self._config.recompute_granularity == "selective":
+            held = _HELD_BY_AUTOGRAD.intersection(self._config.recompute_modules)
+            if held:
+                raise ValueError(
+                    f"--recompute-modules {' '.join(sorted(held))}: megatron.core lets autograd hold their inputs as "
+                    "leaves, which cannot be freed, so activations cannot be moved: recompute core_attn, or do not "
+                    "balance activations."
+                )
+        return CapturedActivations(self.index, self.model, memory)
 
     def _edge(self, seq_length: int, micro_batch_size: int) -> TensorSpec:
         config = self._config
@@ -123,17 +148,21 @@ class MegatronStage:
         """Forward of one microbatch. Returns the detached output; None on the last stage, which records its loss."""
         self._set_training(True)
         saved = self._saved[microbatch.index] = _Saved(input)
-        if self._recompute:
-            with torch.no_grad():
-                output = self._run(microbatch, saved, saved.recorder(self.data_iterator), record=True)
-        else:
-            self._require_input_grad(saved)
-            output = saved.output = self._run(microbatch, saved, self.data_iterator, record=True)
+        with self._captured.capture(microbatch.index):
+            if self._recompute:
+                with torch.no_grad():
+                    output = self._run(microbatch, saved, saved.recorder(self.data_iterator), record=True)
+                saved.kept_input = self._captured.keep(microbatch.index, saved.input)
+            else:
+                self._require_input_grad(saved)
+                output = saved.output = self._run(microbatch, saved, self.data_iterator, record=True)
+        self._captured.seal(microbatch.index, input=saved.input, output=output)
         return None if self._is_last else output.detach()
 
     def recompute(self, microbatch: Microbatch) -> None:
         """Forward again, with graph, from the saved input and data, with the weights that are loaded."""
         saved = self._saved[microbatch.index]
+        saved.input = self._captured.kept(saved.kept_input)
         self._require_input_grad(saved)
         saved.output = self._run(microbatch, saved, saved.replay(), record=False)
         self.free_output(microbatch)
@@ -151,6 +180,7 @@ class MegatronStage:
             else:
                 deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
                 custom_backward(saved.output, output_grad)
+        self._captured.drop(microbatch.index)
         return None if saved.input is None else saved.input.grad
 
     def free_output(self, microbatch: Microbatch) -> None:
@@ -158,6 +188,19 @@ class MegatronStage:
         saved = self._saved.get(microbatch.index)
         if saved is not None and saved.output is not None and not self._is_last:
             deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
+
+    def evict(self, microbatch: Microbatch) -> Tensor:
+        """Move the saved activations of `microbatch` into a buffer of the rank's pool; see `CapturedActivations`."""
+        self.free_output(microbatch)
+        return self._captured.evict(microbatch.index)
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        """Let the backward of an evicted microbatch read its activations from `buffer`."""
+        self._captured.load(microbatch.index, buffer)
+
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        """Bytes saved of `microbatch` in its graph now."""
+        return self._captured.saved_bytes(microbatch.index)
 
     @torch.no_grad()
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:

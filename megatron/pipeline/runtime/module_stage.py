@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations import ActivationStore, RandomState, SavedActivations
+from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
 from megatron.pipeline.runtime.versions import WeightVersions
 
@@ -25,8 +27,8 @@ class ModuleStage:
     `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`. `source(microbatch)`:
     the input tensor of a microbatch, on the first stage. `loss(output, microbatch)`: its scalar mean loss, on the
     last stage. `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program
-    contains R instructions. `loss_scale()`: factor on the loss before the backward; the update must take it out
-    again.
+    contains R instructions. `activation_memory`: the rank's, if activations are to be counted and moved; None: they
+    stay in the graph.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ModuleStage:
         recompute: bool = False,
         loss_name: str = "loss",
         device: torch.device | str = "cpu",
+        activation_memory: ActivationMemory | None = None,
     ) -> None:
         is_first, is_last = index == 0, index == num_stages - 1
         if (source is not None) != is_first or (input_spec is None) != is_first:
@@ -61,6 +64,9 @@ class ModuleStage:
         self._loss = loss
         self._recompute = recompute
         self._device = torch.device(device)
+        self._captured = (
+            NotCaptured(index) if activation_memory is None else CapturedActivations(index, module, activation_memory)
+        )
         self._losses: dict[int, tuple[Tensor, int]] = {}
 
     def load_version(self, version: int) -> None:
@@ -69,13 +75,16 @@ class ModuleStage:
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         saved = SavedActivations(input=None if input is None else input.requires_grad_())
         self.activations.put(microbatch.index, saved)
-        if self._recompute:
-            saved.random_state = RandomState.capture(self._device)
-            with torch.no_grad():
+        with self._captured.capture(microbatch.index):
+            if self._recompute:
+                saved.random_state = RandomState.capture(self._device)
+                with torch.no_grad():
+                    output = self._run(microbatch, input)
+                saved.context = self._captured.keep(microbatch.index, input)
+            else:
                 output = self._run(microbatch, input)
-        else:
-            output = self._run(microbatch, input)
-            saved.root = self._root(output, microbatch)
+                saved.root = self._root(output, microbatch)
+        self._captured.seal(microbatch.index, input=input, output=output)
         if self._loss is None:
             return output.detach()
         self._add_loss(microbatch.batch, output)
@@ -85,6 +94,8 @@ class ModuleStage:
         saved = self.activations.get(microbatch.index)
         now = RandomState.capture(self._device)
         saved.random_state.restore(self._device)
+        if saved.input is not None:
+            saved.input = self._captured.kept(saved.context).detach().requires_grad_()
         saved.root = self._root(self._run(microbatch, saved.input), microbatch)
         now.restore(self._device)
 
@@ -94,10 +105,20 @@ class ModuleStage:
             torch.autograd.backward((saved.root,), (output_grad,))
         else:
             torch.autograd.backward(saved.root)
+        self._captured.drop(microbatch.index)
         return None if saved.input is None else saved.input.grad
 
     def free_output(self, microbatch: Microbatch) -> None:
         """Nothing to do: only the graph's edge is kept."""
+
+    def evict(self, microbatch: Microbatch) -> Tensor:
+        return self._captured.evict(microbatch.index)
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        self._captured.load(microbatch.index, buffer)
+
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        return self._captured.saved_bytes(microbatch.index)
 
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         was_training = self.module.training

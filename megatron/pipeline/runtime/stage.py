@@ -108,6 +108,20 @@ class Stage(Protocol):
         it.
         """
 
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        """Bytes that are saved for the backward of `microbatch` on this stage now; 0 while they are evicted.
+
+        This, `evict` and `load` raise RuntimeError on a stage that was built without an `ActivationMemory`.
+        """
+
+    def evict(self, microbatch: Microbatch) -> Tensor:
+        """Pack what is saved of `microbatch` into a buffer, uint8 [bytes], of one size for all microbatches, and free
+        it.
+        """
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        """Take back what `evict` packed. The backward reads from `buffer`; nobody may write to it before that ended."""
+
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters; called before every forward, recompute and backward."""
 

@@ -13,23 +13,42 @@ from megatron.pipeline.passes import Legs
 
 
 class Order(ABC):
-    """The order of computations at each stage of a pipeline.
+    """The order of computations on each rank of a pipeline.
 
     Attributes:
         drains: no stage begins a batch before the one before it is through the pipeline.
         extends_warmup: the order knows how to start further ahead (`extra_warmup`).
+        interleaves: the order knows what to do with several stages on each rank (`num_virtual_stages`).
+        num_stages: of the whole pipeline. Where each rank has one, a rank has the number of its stage.
+        num_virtual_stages: stages of each rank. Chunk c of rank r is stage c * num_ranks + r.
+        num_ranks: of the pipeline.
+        microbatch_group_size: microbatches that a rank takes through one of its stages before it turns to the next;
+            None: the order's own choice.
     """
 
     drains: ClassVar[bool] = False
     extends_warmup: ClassVar[bool] = False
+    interleaves: ClassVar[bool] = False
 
-    def __init__(self, num_stages: int, *, extra_warmup: bool = False) -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        *,
+        num_virtual_stages: int = 1,
+        microbatch_group_size: int | None = None,
+        extra_warmup: bool = False,
+    ) -> None:
         self.num_stages = num_stages
+        self.num_virtual_stages = num_virtual_stages
+        self.num_ranks = num_stages // num_virtual_stages
+        self.microbatch_group_size = microbatch_group_size
         self.extra_warmup = extra_warmup
 
     @abstractmethod
-    def legs(self, stage: int, batches: Sequence[range]) -> Legs:
-        """What a stage computes on the microbatches of `batches`, which follow one another without a drain.
+    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+        """What a rank computes on the microbatches of `batches`, which follow one another without a drain.
+
+        An order with one stage on each rank may call its argument the stage.
 
         Returns:
             For each batch the computations from its first forward up to where the first forward of the next batch
@@ -38,7 +57,14 @@ class Order(ABC):
 
     @abstractmethod
     def max_in_flight(self, stage: int) -> int | None:
-        """The most microbatches that are between their forward and the end of their backward; None: all of a batch."""
+        """The most microbatches between their forward and the end of their backward at a stage; None: a whole batch."""
+
+    def max_in_flight_on_rank(self, rank: int) -> int | None:
+        """The same over all stages of a rank together; a microbatch counts once at each stage."""
+        return self.max_in_flight(rank)
+
+    def validate(self, num_microbatches: int) -> None:  # noqa: B027  most orders take any batch
+        """Raises ValueError where the order has no place for a batch of this size."""
 
 
 def forward(stage: int, microbatch: int) -> Instruction:

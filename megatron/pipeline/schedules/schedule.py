@@ -6,9 +6,9 @@ the order, then one pass for each concern.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import Kind
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes import Legs
 from megatron.pipeline.passes.balance import add_balance, balanced_bounds
@@ -30,9 +30,13 @@ class Schedule:
     """What to build programs from. Equal schedules build equal programs.
 
     Attributes:
-        order: a name in `ORDERS`: `gpipe` or `1f1b`.
+        order: a name in `ORDERS`: `gpipe`, `1f1b` or `interleaved`.
         weights: the weight policy.
-        num_stages: stages of the pipeline, one on each rank.
+        num_stages: stages of the whole pipeline, over all ranks, as in `Program`.
+        num_virtual_stages: stages on each rank, Megatron's v (interleaved only). Rank r has the stages r,
+            r + num_ranks, r + 2 * num_ranks, ...
+        microbatch_group_size: microbatches that a rank takes through one of its stages before it turns to the next,
+            num_ranks and more (interleaved only). None: num_ranks, as in Megatron.
         recompute: recompute the activations of a microbatch before its backward.
         extra_warmup: start twice as far ahead, to hide transfers (1f1b only).
         balance: move saved activations between the stages of a pair, so that all save about as much (BPipe).
@@ -46,6 +50,8 @@ class Schedule:
     order: str
     weights: WeightPolicy
     num_stages: int
+    num_virtual_stages: int = 1
+    microbatch_group_size: int | None = None
     recompute: bool = False
     extra_warmup: bool = False
     balance: bool = False
@@ -58,6 +64,7 @@ class Schedule:
             raise ValueError(f"there is no order {self.order!r}; choose from {', '.join(ORDERS)}")
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
+        self._validate_virtual_stages()
         if ORDERS[self.order].drains and not self.weights.rule.drains:
             raise ValueError(
                 f"{self.order} drains in every batch, so the versions of {self.weights.value} would buy nothing; "
@@ -67,27 +74,47 @@ class Schedule:
             raise ValueError(f"{self.order} has no warm-up that could be extended; drop extra_warmup")
         if self.weights.rule.updates_alone and self.extra_warmup:
             raise ValueError(
-                f"{self.weights.value} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
+                f"{self._name} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
             )
         if self.balance and self._order.max_in_flight(0) is None:
             raise ValueError(
                 f"{self.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or "
-                "use order 1f1b"
+                "use order 1f1b or interleaved"
             )
         if self.balance and self.weights.rule.updates_alone:
             raise ValueError(
-                f"{self.weights.value} may drain after every microbatch, so no eviction can be planned ahead; drop "
+                f"{self._name} may drain after every microbatch, so no eviction can be planned ahead; drop "
                 "balance, or use flush or 2bw"
             )
         if self.weights.rule.updates_alone and self.tied_embeddings:
             raise ValueError(
-                f"under {self.weights.value} every stage updates at its own time, so the first and the last one "
+                f"under {self._name} every stage updates at its own time, so the first and the last one "
                 "cannot share an embedding; untie the embeddings, or use flush or 2bw"
             )
 
+    def _validate_virtual_stages(self) -> None:
+        interleaves, group = ORDERS[self.order].interleaves, self.microbatch_group_size
+        if self.num_virtual_stages < 1 or self.num_stages % self.num_virtual_stages:
+            raise ValueError(
+                f"{self.num_stages} stages cannot be dealt out {self.num_virtual_stages} to a rank; make num_stages a "
+                "multiple of num_virtual_stages"
+            )
+        if self.num_virtual_stages > 1 and not interleaves:
+            raise ValueError(
+                f"{self.order} has one stage on each rank, not {self.num_virtual_stages}; use order interleaved, or "
+                "drop num_virtual_stages"
+            )
+        if group is not None and not interleaves:
+            raise ValueError(f"{self.order} takes no groups of microbatches; drop microbatch_group_size")
+        if group is not None and group < self.num_ranks:
+            raise ValueError(
+                f"microbatch groups of {group} are smaller than the {self.num_ranks} ranks, so a rank would wait for "
+                f"what it has not yet sent; make microbatch_group_size {self.num_ranks} or more"
+            )
+
     @classmethod
-    def preset(cls, name: str, *, num_stages: int, **flags: bool) -> "Schedule":
-        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream or bpipe.
+    def preset(cls, name: str, *, num_stages: int, **choices: bool | int | None) -> "Schedule":
+        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved or bpipe.
 
         Raises:
             ValueError: another name, or as the constructor.
@@ -95,10 +122,20 @@ class Schedule:
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         order, weights = PRESETS[name]
-        flags["balance"] = flags.get("balance", False) or name in BALANCED_PRESETS
-        return cls(order=order, weights=weights, num_stages=num_stages, **flags)
+        choices["balance"] = choices.get("balance", False) or name in BALANCED_PRESETS
+        return cls(order=order, weights=weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline, Megatron's p."""
+        return self.num_stages // self.num_virtual_stages
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage: they are dealt out in turn."""
+        return tuple(range(self.num_ranks)) * self.num_virtual_stages
 
     def validate(self, num_microbatches: int) -> None:
         """Raises ValueError where a batch of this size cannot be run."""
@@ -107,8 +144,8 @@ class Schedule:
         rule = self.weights.rule
         if rule.updates_alone and num_microbatches != 1:
             raise ValueError(
-                f"{self.weights.value} updates after every microbatch, so a batch is one microbatch, not "
-                f"{num_microbatches}; make the global batch size the micro batch size times the data-parallel size"
+                f"{self._name} updates after every microbatch, so a batch is one microbatch, not {num_microbatches}; "
+                "give each batch one (in training: global batch size = micro batch size x data parallel size)"
             )
         if rule.delay and num_microbatches < (fewest := self._order.max_in_flight(0)):
             warmup = " and extra warm-up" if self.extra_warmup else ""
@@ -117,27 +154,40 @@ class Schedule:
                 f"microbatches, as many as are in flight, not {num_microbatches}: a batch would begin before its "
                 "weights are made; use larger batches, fewer stages, or flush"
             )
+        self._order.validate(num_microbatches)
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
-        saved = self._saved_microbatches(batches)
-        bounds = self._bounds if self.balance else saved
-        evicting = self.evicting_stages(batches)
-        accepting = {pair_of(stage, self.num_stages) for stage in evicting}
+        limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
+        own = _cut(limits, self._most_together(batches))
+        if not self.balance:
+            return own
+        accepting, on_rank = self._accepting_ranks(batches), self.max_saved_on_rank(batches)
         return tuple(
-            bound if stage in accepting else min(own, bound)
-            for stage, (own, bound) in enumerate(zip(saved, bounds, strict=True))
+            on_rank[rank] if rank in accepting else min(own[stage], on_rank[rank])
+            for stage, rank in enumerate(self.rank_of_stage)
         )
 
-    def evicting_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The stages that move saved activations away in a program of these batches; none: there is nothing to balance.
+    def max_saved_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The same for each rank, over all its stages; a microbatch counts once at each of them."""
+        own = self._in_flight_on_rank(batches)
+        if not self.balance:
+            return own
+        accepting = self._accepting_ranks(batches)
+        return tuple(
+            bound if rank in accepting else min(own[rank], bound) for rank, bound in enumerate(self._bounds_of_ranks)
+        )
 
-        That is so without `balance`, and with it for fewer than 4 stages, or batches too small to fill the pipeline.
+    def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that move saved activations away in a program of these batches; none: there is nothing to balance.
+
+        That is so without `balance`, and with it for few ranks (1F1B: fewer than 4), or batches too small to fill the
+        pipeline.
         """
         if not self.balance:
             return ()
-        pairs = enumerate(zip(self._saved_microbatches(batches), self._bounds, strict=True))
-        return tuple(stage for stage, (own, bound) in pairs if own > bound)
+        pairs = enumerate(zip(self._in_flight_on_rank(batches), self._bounds_of_ranks, strict=True))
+        return tuple(rank for rank, (own, bound) in pairs if own > bound)
 
     @property
     def report_lag(self) -> int:
@@ -180,14 +230,14 @@ class Schedule:
         for num_microbatches in batches:
             self.validate(num_microbatches)
         outline = self._outline(batches, first_batch=first_batch, first_microbatch=first_microbatch)
-        ordered = [self._order_legs(stage, outline) for stage in range(self.num_stages)]
+        ordered = [self._order_legs(rank, outline) for rank in range(self.num_ranks)]
         if self.balance:
-            ordered = add_balance(ordered, outline, self._bounds)
+            ordered = add_balance(ordered, outline, self._bounds_of_ranks)
         legs_of_rank = []
-        for stage, legs in enumerate(ordered):
+        for rank, legs in enumerate(ordered):
             if self.recompute:
                 legs = add_recompute(legs)
-            legs = add_updates(legs, stage, outline)
+            legs = add_updates(legs, rank, outline)
             legs_of_rank.append(set_versions(legs, outline))
         return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline))
 
@@ -214,8 +264,8 @@ class Schedule:
         if num_microbatches < 1:
             raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
         outline = Program(
-            rows=((),) * self.num_stages,
-            rank_of_stage=self._rank_of_stage,
+            rows=((),) * self.num_ranks,
+            rank_of_stage=self.rank_of_stage,
             batches=(num_microbatches,),
             weights=self.weights,
             first_batch=version,
@@ -223,10 +273,11 @@ class Schedule:
             forward_only=True,
         )
         microbatches = range(first_microbatch, first_microbatch + num_microbatches)
-        legs_of_rank = [
-            [[Instruction(Kind.FORWARD, stage, microbatch, version) for microbatch in microbatches]]
-            for stage in range(self.num_stages)
-        ]
+        legs_of_rank = []
+        for rank in range(self.num_ranks):
+            computations = (each for leg in self._order.legs(rank, [microbatches]) for each in leg)
+            forwards = [each for each in computations if each.kind is Kind.FORWARD]
+            legs_of_rank.append([[replace(each, version=version) for each in forwards]])
         return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
 
     def stream(self, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramStream:
@@ -236,28 +287,39 @@ class Schedule:
     # --- parts
 
     @property
+    def _name(self) -> str:
+        """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
+        weights = self.weights.value
+        chosen = [name for name, choice in PRESETS.items() if choice == (self.order, self.weights)]
+        names = [name for name in chosen if name != weights and name not in BALANCED_PRESETS]
+        return f"{names[0]} ({weights})" if names else weights
+
+    @property
     def _order(self) -> Order:
-        return ORDERS[self.order](self.num_stages, extra_warmup=self.extra_warmup)
+        return ORDERS[self.order](
+            self.num_stages,
+            num_virtual_stages=self.num_virtual_stages,
+            microbatch_group_size=self.microbatch_group_size,
+            extra_warmup=self.extra_warmup,
+        )
 
     @property
-    def _bounds(self) -> tuple[int, ...]:
-        """With `balance`, the most microbatches that each stage may hold."""
-        return balanced_bounds([self._order.max_in_flight(stage) for stage in range(self.num_stages)])
+    def _bounds_of_ranks(self) -> tuple[int, ...]:
+        """With `balance`, the most microbatches that each rank may hold, over all its stages."""
+        return balanced_bounds([self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)])
 
-    def _saved_microbatches(self, batches: Sequence[int]) -> list[int]:
-        """The most microbatches of each stage that are between their forward and the end of their backward."""
-        together = max(batches) if self.weights.rule.drains else sum(batches)
-        limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
-        return [together if limit is None else min(limit, together) for limit in limits]
+    def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """For each rank, the most microbatches between forward and end of backward, over all its stages."""
+        limits = [self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
+        return _cut(limits, self._most_together(batches) * self.num_virtual_stages)
 
-    @property
-    def _rank_of_stage(self) -> tuple[int, ...]:
-        return tuple(range(self.num_stages))
+    def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
+        return {pair_of(rank, self.num_ranks) for rank in self.evicting_ranks(batches)}
 
     def _outline(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
         return Program(
-            rows=((),) * self.num_stages,
-            rank_of_stage=self._rank_of_stage,
+            rows=((),) * self.num_ranks,
+            rank_of_stage=self.rank_of_stage,
             batches=tuple(batches),
             weights=self.weights,
             first_batch=first_batch,
@@ -267,11 +329,19 @@ class Schedule:
             data_parallel=self.data_parallel,
         )
 
-    def _order_legs(self, stage: int, outline: Program) -> Legs:
-        """The order of a stage: all batches in one stretch, or each in its own where the policy drains."""
+    def _most_together(self, batches: Sequence[int]) -> int:
+        """The most microbatches that can be under way at once in a program of these batches."""
+        return max(batches) if self.weights.rule.drains else sum(batches)
+
+    def _order_legs(self, rank: int, outline: Program) -> Legs:
+        """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
         order, first = self._order, outline.first_batch
         batches = [outline.microbatches_of(batch) for batch in range(first, first + len(outline.batches))]
         if not self.weights.rule.drains:
-            return order.legs(stage, batches)
-        stretches = [order.legs(stage, [batch]) for batch in batches]
+            return order.legs(rank, batches)
+        stretches = [order.legs(rank, [batch]) for batch in batches]
         return [*(leg + drain for leg, drain in stretches), []]
+
+
+def _cut(limits: Sequence[int | None], most: int) -> tuple[int, ...]:
+    return tuple(most if limit is None else min(limit, most) for limit in limits)

@@ -60,7 +60,7 @@ class ProgramStream:
     def drain(self) -> Sequence[Row]:
         """What is left of the batches that were started, as one row for each rank. The stream may then go on."""
         if not self._sizes:
-            return ((),) * self._schedule.num_stages
+            return ((),) * self._schedule.num_ranks
         window = self._window()
         self._sizes = ()
         self._drained_at = self.next_batch
@@ -88,7 +88,11 @@ class ProgramStream:
 def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> ProgramInLegs:
     """The program of `batches`. `first_batch` is 0 or 1: only batch 0 has no version before its own."""
     built = schedule.build_in_legs(batches, first_batch=first_batch)
-    check(built.program, max_saved=schedule.max_saved_microbatches(batches))
+    check(
+        built.program,
+        max_saved=schedule.max_saved_microbatches(batches),
+        max_saved_on_rank=schedule.max_saved_on_rank(batches),
+    )
     return built
 
 

@@ -2,6 +2,6 @@
 
 from megatron.training.arguments.parser import build_parser, parse_args
 from megatron.training.arguments.platform import Platform, resolve_platform
-from megatron.training.arguments.rules import validate_args
+from megatron.training.arguments.rules import notes_on_overridden, validate_args
 
-__all__ = ["Platform", "build_parser", "parse_args", "resolve_platform", "validate_args"]
+__all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "resolve_platform", "validate_args"]

@@ -4,7 +4,7 @@ from megatron.training.arguments.specification import Flag, Group, integer, refu
 
 _EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a dense model."
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
-_VIRTUAL = "interleaved virtual stages are not built; use --pipeline-schedule 2bw, which has no bubble."
+_VIRTUAL = "a rank trains one stage of the model so far; use --pipeline-schedule 2bw, which has no bubble."
 _CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
 _OFFLOAD = "moving state to host memory is not supported; use --use-distributed-optimizer or recomputation."

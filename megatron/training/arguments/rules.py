@@ -5,9 +5,11 @@ a rule uses what an earlier one has filled in (degrees before batches, batches b
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from megatron.training.arguments import rules_model, rules_run
+from megatron.training.arguments.parser import GROUPS
 
 RULES: tuple[Callable[[argparse.Namespace], None], ...] = (*rules_model.RULES, *rules_run.RULES)
 
@@ -24,4 +26,19 @@ def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -
         rule(args)
     notes = args.notes
     del args.notes
+    return notes
+
+
+def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """Notes for the log about flags that --use-checkpoint-args overrode.
+
+    Args:
+        given: the values that the command line named, by destination.
+        args: the arguments after the checkpoint's were taken over.
+    """
+    notes = []
+    for flag in (flag for group in GROUPS for flag in group.flags):
+        if flag.dest in given and given[flag.dest] != (taken := getattr(args, flag.dest)):
+            shown = flag.name if flag.stores is not None else f"{flag.name} {given[flag.dest]}"
+            notes.append(f"{shown} has no effect: --use-checkpoint-args takes {flag.dest} {taken} from the checkpoint")
     return notes

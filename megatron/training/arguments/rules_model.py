@@ -2,6 +2,8 @@
 
 import argparse
 
+from megatron.training.arguments.ranges import flag, ranges
+
 REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -12,50 +14,10 @@ REQUIRED = (
 )
 
 
-def flag(name: str) -> str:
-    """`num_layers` as the user wrote it: `--num-layers`."""
-    return "--" + name.replace("_", "-")
-
-
 def required(args: argparse.Namespace) -> None:
     missing = [flag(name) for name in REQUIRED if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed")
-
-
-def positive(args: argparse.Namespace) -> None:
-    for name in (
-        *REQUIRED,
-        "ffn_hidden_size",
-        "kv_channels",
-        "num_query_groups",
-        "global_batch_size",
-        "train_iters",
-        "train_samples",
-        "save_interval",
-        "eval_interval",
-        "log_interval",
-        "exit_interval",
-        "exit_duration_in_mins",
-        "make_vocab_size_divisible_by",
-        "vocab_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "distributed_timeout_minutes",
-        "recompute_num_layers",
-        "lr",
-        "pipeline_timeline_iterations",
-        "tensorboard_log_interval",
-    ):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{flag(name)} {value} must be greater than 0")
-    for name in ("attention_dropout", "hidden_dropout"):
-        if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"{flag(name)} {getattr(args, name)} must be at least 0 and less than 1")
-    for name in ("weight_decay", "clip_grad", "min_lr", "eval_iters", "num_workers", "init_method_std", "adam_eps"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"{flag(name)} {getattr(args, name)} must not be negative")
 
 
 def degrees(args: argparse.Namespace) -> None:
@@ -133,8 +95,6 @@ def positions(args: argparse.Namespace) -> None:
             f"--seq-length {args.seq_length} is beyond --max-position-embeddings "
             f"{args.max_position_embeddings}; raise the latter or shorten the sequences"
         )
-    if not 0 < args.rotary_percent <= 1:
-        raise ValueError(f"--rotary-percent {args.rotary_percent} must be greater than 0 and at most 1")
     if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
         raise ValueError(
             f"rotary embeddings need an even number of channels, not {args.kv_channels} x "
@@ -153,8 +113,6 @@ def layers(args: argparse.Namespace) -> None:
                 "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
                 "--pipeline-model-parallel-size greater than 1"
             )
-        if min(x for x in (first, last) if x is not None) < 1:
-            raise ValueError("the first and the last stage need at least one layer each")
         middle = p - (first is not None) - (last is not None)
         rest = num_layers - (first or 0) - (last or 0)
         if (middle == 0 and rest != 0) or (middle > 0 and (rest < middle or rest % middle)):
@@ -206,6 +164,11 @@ def precision(args: argparse.Namespace) -> None:
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
     if args.fp16 and args.loss_scale is None:
+        if args.min_loss_scale > args.initial_loss_scale:
+            raise ValueError(
+                f"--min-loss-scale {args.min_loss_scale} is greater than --initial-loss-scale "
+                f"{args.initial_loss_scale}; lower the former or raise the latter"
+            )
         args.check_for_nan_in_loss_and_grad = False  # to a dynamic loss scale an overflow is a signal, not an error
 
 
@@ -236,7 +199,7 @@ def recompute(args: argparse.Namespace) -> None:
 
 RULES = (
     required,
-    positive,
+    ranges,
     degrees,
     heads,
     feed_forward,

@@ -2,9 +2,20 @@
 
 import argparse
 import importlib.util
+import re
 
-from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
 from megatron.training.batch_sizes import BatchSizes
+
+_PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
+          "data_cache_path")  # fmt: skip
+
+
+def paths(args: argparse.Namespace) -> None:
+    """An empty path (of a shell variable that is not set) neither names a place nor leaves the flag out."""
+    for name in _PATHS:
+        if getattr(args, name) == "":
+            raise ValueError(f"--{name.replace('_', '-')} is empty; name a path or leave the flag out")
 
 
 def length(args: argparse.Namespace) -> None:
@@ -35,7 +46,12 @@ def batches(args: argparse.Namespace) -> None:
 
 def schedule(args: argparse.Namespace) -> None:
     """The schedule accepts every batch size of the run."""
-    _, weights = PRESETS[args.pipeline_schedule]
+    order, weights = PRESETS[args.pipeline_schedule]
+    if ORDERS[order].interleaves:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} is not trained yet, since a rank holds one stage of the "
+            "model here; use 2bw, which has no bubble at all, or flush"
+        )
     if args.pipeline_2bw_single_gradient_buffer and not weights.rule.delay:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
     if weights.rule.updates_alone:
@@ -43,11 +59,16 @@ def schedule(args: argparse.Namespace) -> None:
     program = pipeline_schedule(args)
     for num_microbatches in sorted(set(args.batch_sizes.all_num_microbatches())):
         program.validate(num_microbatches)
-        if program.evicting_stages((num_microbatches,)):
+        if program.evicting_ranks((num_microbatches,)):
             raise ValueError(
                 f"--pipeline-schedule {args.pipeline_schedule} moves saved activations between ranks, which the "
                 "runtime cannot execute yet; use flush, which computes the same"
             )
+    if program.balance:
+        args.notes.append(
+            f"--pipeline-schedule {args.pipeline_schedule} has nothing to move with these stages and batches, so it "
+            "runs as flush"
+        )
 
 
 def pipeline_schedule(args: argparse.Namespace) -> Schedule:
@@ -119,11 +140,8 @@ def learning_rate(args: argparse.Namespace) -> None:
         if getattr(args, f"{name}_{wrong}"):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag}-{wrong} does not fit --train-{right}; use --{flag}-{right}")
-    if args.lr_warmup_fraction is not None:
-        if args.lr_warmup_iters or args.lr_warmup_samples:
-            raise ValueError("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples exclude each other")
-        if not 0 <= args.lr_warmup_fraction < 1:
-            raise ValueError(f"--lr-warmup-fraction {args.lr_warmup_fraction} must be at least 0 and less than 1")
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        raise ValueError("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples exclude each other")
     if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
         raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{right}")
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
@@ -156,9 +174,25 @@ def data(args: argparse.Namespace) -> None:
         raise ValueError("--split belongs to --data-path; data given per split is not split again")
     if args.split is None and not splits_itself:
         args.split = "969, 30, 1"
+    if args.split is not None:
+        _split(args.split)
     if args.dataloader_type != "single":
         raise ValueError(
             f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
+        )
+
+
+def _split(text: str) -> None:
+    """megatron.core picks the digits and points out of the text, so a sign or an exponent would change the shares."""
+    shares = [share.strip() for share in text.strip("'\"").split(",")]  # scripts' arrays leave quotes in their words
+    if (
+        len(shares) > 3
+        or not all(re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", share) for share in shares)
+        or not any(map(float, shares))
+    ):
+        raise ValueError(
+            f"--split {text} must be 1 to 3 shares (training, validation, test), separated by commas, each a decimal "
+            "number and not all 0; for example 969,30,1"
         )
 
 
@@ -210,4 +244,4 @@ def logging(args: argparse.Namespace) -> None:
         raise ValueError("--log-progress needs --save")
 
 
-RULES = (length, batches, schedule, optimizer, learning_rate, loss, data, tokenizer, checkpoint, logging)
+RULES = (paths, length, batches, schedule, optimizer, learning_rate, loss, data, tokenizer, checkpoint, logging)

@@ -8,6 +8,7 @@ the refusals are all derived from these records (parser.py, refusals in rules.py
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +122,11 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A real number, with a message that says what was wrong."""
+    """A finite real number, with a message that says what was wrong."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a finite number")
+    return value

@@ -5,8 +5,9 @@ name one that is not whole.
 
 Solution: a checkpoint is written into `.iter_0000010.incomplete`, made durable, and renamed to `iter_0000010`; only
 then is `latest_checkpointed_iteration.txt` replaced, by a rename as well. A checkpoint of the same iteration that is
-already there is moved aside to `.iter_0000010.replaced` and removed last; `recover` moves it back where a kill came
-between the two renames. Only one rank (rank 0) calls the functions that change anything. Names and tracker are those of
+already there is moved aside to `.iter_0000010.replaced` and removed last. Where a kill came between the two renames it
+is found under that name, also in a directory that may only be read, and `recover` moves it back. Only one rank (rank 0)
+calls the functions that change anything. Names and tracker are those of
 Megatron-LM, so each program finds the checkpoints of the other.
 """
 
@@ -22,7 +23,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\.incomplete")
-_REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
+_REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,25 @@ def iteration_directory(root: Path | str, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def _replaced_directory(root: Path | str, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` lies while a new one takes its place."""
+    return Path(root) / f".iter_{iteration:07d}.replaced"
+
+
+def _existing_directory(root: Path, iteration: int) -> Path:
+    """Directory of the checkpoint of `iteration`, or its other name where a kill came between the renames."""
+    path, replaced = iteration_directory(root, iteration), _replaced_directory(root, iteration)
+    return replaced if replaced.is_dir() and not path.exists() else path
+
+
 def complete_iterations(root: Path | str) -> list[int]:
     """Iterations with a whole checkpoint, ascending: `metadata.json` is the last file that a save writes."""
     root = Path(root)
     if not root.is_dir():
         return []
-    matches = [(_ITERATION.fullmatch(entry.name), entry) for entry in root.iterdir()]
-    return sorted(int(match[1]) for match, entry in matches if match and (entry / "metadata.json").is_file())
+    names = [entry.name for entry in root.iterdir()]
+    iterations = {int(match[1]) for name in names if (match := _ITERATION.fullmatch(name) or _REPLACED.fullmatch(name))}
+    return sorted(each for each in iterations if (_existing_directory(root, each) / "metadata.json").is_file())
 
 
 def other_iterations_hint(root: Path | str, iteration: int | None) -> str:
@@ -93,7 +106,7 @@ def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation |
         if not complete:
             return None
         named = complete[-1]
-    path = iteration_directory(root, named)
+    path = _existing_directory(root, named)
     return CheckpointLocation(root, _require(path, root, named), named)
 
 
@@ -120,10 +133,11 @@ def recover(root: Path | str) -> None:
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry)
         elif match := _REPLACED.fullmatch(entry.name):
-            if (root / match[1]).exists():
+            path = iteration_directory(root, int(match[1]))
+            if path.exists():
                 shutil.rmtree(entry)
             else:
-                os.rename(entry, root / match[1])
+                os.rename(entry, path)
 
 
 def begin(root: Path | str, iteration: int) -> Path:
@@ -140,7 +154,7 @@ def commit(root: Path | str, staging: Path, iteration: int) -> Path:
     """Make a completely written checkpoint visible, and then the latest one. Its files must have been synced."""
     root, final = Path(root), iteration_directory(root, iteration)
     sync_directory(staging)
-    replaced = root / f".{final.name}.replaced"
+    replaced = _replaced_directory(root, iteration)
     if final.exists():
         os.rename(final, replaced)
     os.rename(staging, final)

@@ -209,10 +209,10 @@ class CheckpointWriter:
             latest = None
         intact = f"The checkpoint of iteration {latest} is intact" if latest is not None else "No earlier one existed"
         try:
-            free = f"{_free_bytes(self.root):,} bytes are free there"
-        except OSError as error:
-            free = str(error)
-        return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason} ({free}). {intact}."
+            free = f" ({_free_bytes(self.root):,} bytes are free there)"
+        except OSError:  # the reason says it
+            free = ""
+        return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason}{free}. {intact}."
 
 
 def _without_arguments(common_state: dict) -> dict:

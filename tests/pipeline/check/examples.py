@@ -28,16 +28,34 @@ def saved_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:
     p, largest = schedule.num_stages, max(batches)
     if schedule.order == "gpipe":
         return [largest] * p
+    if schedule.num_virtual_stages > 1:
+        return interleaved_bounds(schedule.num_ranks, schedule.num_virtual_stages, largest)
     bounds = [2 * (p - stage) - 1 if schedule.extra_warmup else p - stage for stage in range(p)]
     return [min(bound, largest) for bound in bounds] if schedule.weights is WeightPolicy.FLUSH else bounds
+
+
+def interleaved_bounds(p: int, v: int, m: int) -> list[int]:
+    """Megatron's turns in groups of p, counted: the k-th forward and backward of a rank, and its warm-up."""
+    peaks = [0] * (p * v)
+    for rank in range(p):
+        saved, ahead = [0] * v, min(2 * (p - rank - 1) + (v - 1) * p, m * v)
+        for k in range(m * v):
+            saved[k % (p * v) // p] += 1
+            for chunk in range(v):
+                peaks[chunk * p + rank] = max(peaks[chunk * p + rank], saved[chunk])
+            if k >= ahead:
+                saved[v - 1 - (k - ahead) % (p * v) // p] -= 1
+    return peaks
 
 
 @st.composite
 def schedules(draw: st.DrawFn, max_stages: int = 8) -> Schedule:
     """Any schedule: order, policy, and what its chain contains."""
     num_stages = draw(st.integers(1, max_stages))
-    name = draw(st.sampled_from(["gpipe", "flush", "2bw", "pipedream"]))
+    name = draw(st.sampled_from(["gpipe", "flush", "2bw", "pipedream", "interleaved"]))
     flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
+    if name == "interleaved":
+        flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 3, 4, 1) if num_stages % v == 0]))
     if name != "pipedream":
         flags["tied_embeddings"] = draw(st.booleans())
     if name in ("flush", "2bw"):
@@ -56,6 +74,8 @@ def cases(
     elif schedule.weights is WeightPolicy.TWO_BW:
         fewest = 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
         sizes = st.integers(fewest, max(fewest, max_microbatches))
+    elif schedule.num_virtual_stages > 1:
+        sizes = st.integers(1, max(1, max_microbatches // schedule.num_ranks)).map(lambda n: n * schedule.num_ranks)
     else:
         sizes = st.integers(1, max_microbatches)
     batches = tuple(draw(st.lists(sizes, min_size=1, max_size=max_batches)))

@@ -80,19 +80,19 @@ class Channel:
 
 
 class Machine:
-    """One process that runs all ranks in turn. Assumes one stage a rank."""
+    """One process that runs all ranks in turn."""
 
     def __init__(self, program: Program, bounds: list[int], symbols: Symbols) -> None:
         self.program, self.bounds, self.symbols = program, bounds, symbols
         self.channels: dict[tuple[str, int, int], Channel] = {}
-        last = program.num_stages - 1
-        self.groups = {Kind.REDUCE_EMBED: [0, last], Kind.REDUCE_NORM: list(range(last + 1))}
+        ends = [program.rank_of_stage[0], program.rank_of_stage[-1]]
+        self.groups = {Kind.REDUCE_EMBED: ends, Kind.REDUCE_NORM: list(range(program.num_ranks))}
         self.chains: list[list[tuple[Kind, int]]] = [[] for _ in program.rows]  # posted
         self.done = [0] * len(program.rows)  # reductions that have completed, per rank
         self.made: dict[tuple[int, int], int] = {}
 
     def run(self) -> dict[tuple[int, int], int]:
-        ranks = [self.rank(stage, row) for stage, row in enumerate(self.program.rows)]
+        ranks = [self.rank(rank, row) for rank, row in enumerate(self.program.rows)]
         going = list(ranks)
         while going:
             progress = self.reduce()
@@ -133,9 +133,9 @@ class Machine:
             progress = True
         return progress
 
-    def rank(self, stage: int, row: tuple[Instruction, ...]) -> Iterator[bool]:
+    def rank(self, rank: int, row: tuple[Instruction, ...]) -> Iterator[bool]:
         """Execute a row; yields True after an instruction, False while it waits."""
-        state = StageMachine(self, stage)
+        state = RankMachine(self, rank)
         for instruction in row:
             while not state.try_to_execute(instruction):
                 yield False
@@ -143,10 +143,92 @@ class Machine:
         state.end()
 
 
+def require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Wrong(reason)
+
+
+class RankMachine:
+    """The stages of a rank, and the one chain of reductions and the one optimizer that they share."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self.machine, self.program, self.chain = machine, machine.program, machine.chains[rank]
+        self.rank = rank
+        self.stages: dict[int, StageMachine] = {}
+        for stage, owner in enumerate(machine.program.rank_of_stage):
+            if owner == rank:
+                self.stages[stage] = StageMachine(machine, stage, self)
+        self.position_of_version: dict[int, int] = {}
+        self.reduced: dict[int, list[Kind]] = {}
+
+    def try_to_execute(self, instruction: Instruction) -> bool:
+        """False if it has to wait."""
+        require(instruction.stage in self.stages, "a stage of another rank")
+        if instruction.kind is Kind.STEP:
+            require(instruction.stage == min(self.stages), "a step of one stage alone")
+            return self.step(instruction.version)
+        if instruction.kind in REDUCTIONS:
+            require(instruction.stage == min(self.stages), "a reduction of one stage alone")
+            self.reduce(instruction.kind, instruction.version)
+            return True
+        return self.stages[instruction.stage].try_to_execute(instruction)
+
+    def reduce(self, kind: Kind, version: int) -> None:
+        index = version - 1 - self.program.first_batch
+        require(0 <= index < len(self.program.batches), "a version that the program does not make")
+        for stage in self.stages.values():
+            complete = stage.sums.get(version - 1, Counter()).total() == self.program.batches[index]
+            require(complete, "a reduction of an incomplete gradient")
+        self.chain.append((kind, version))
+        self.position_of_version[version] = len(self.chain)
+        require(
+            not any(kind in kinds for later, kinds in self.reduced.items() if later > version), "a group out of order"
+        )
+        self.reduced.setdefault(version, []).append(kind)
+        require(self.reduced[version] == self.flags()[: len(self.reduced[version])], "reductions in another order")
+        if self.program.weights is WeightPolicy.STASH and kind is Kind.REDUCE_NORM:
+            weights = next(iter(self.stages.values())).weights
+            require(version in weights or version < max(weights), "the report comes before the step")
+
+    def step(self, version: int) -> bool:
+        needed = [
+            kind
+            for kind in self.flags()
+            if kind is not Kind.REDUCE_NORM or self.program.weights is not WeightPolicy.STASH
+        ]
+        require(self.reduced.get(version, []) == needed, "a step without its reductions")
+        if self.machine.done[self.rank] < self.position_of_version.get(version, 0):
+            return False
+        for stage in self.stages.values():
+            stage.step(version)
+        self.reduced.setdefault(version, [])
+        return True
+
+    def end(self) -> None:
+        for stage in self.stages.values():
+            stage.end()
+        every = {
+            batch + 1: self.flags()
+            for batch in range(self.program.first_batch, self.program.first_batch + len(self.program.batches))
+        }
+        require(self.reduced == every, "a reduction is missing or there is one too many")
+
+    def flags(self) -> list[Kind]:
+        program = self.program
+        ends = {program.rank_of_stage[0], program.rank_of_stage[-1]}
+        wanted = [
+            program.data_parallel,
+            program.tied_embeddings and len(ends) > 1 and self.rank in ends,
+            program.global_norm,
+        ]
+        return [kind for kind, is_wanted in zip(REDUCTIONS, wanted, strict=True) if is_wanted]
+
+
 class StageMachine:
     """What a stage holds, and what its instructions do to it."""
 
-    def __init__(self, machine: Machine, stage: int) -> None:
+    def __init__(self, machine: Machine, stage: int, rank: RankMachine) -> None:
+        self.rank = rank
         self.machine, self.stage, self.program, self.symbols = machine, stage, machine.program, machine.symbols
         self.is_first, self.is_last = stage == 0, stage == machine.program.num_stages - 1
         self.weights = {version: self.symbols("entry", stage, version) for version in self.program.entry_versions}
@@ -159,8 +241,6 @@ class StageMachine:
         self.input_gradients: dict[int, int] = {}
         self.forwarded: set[int] = set()
         self.sums: dict[int, Counter] = {}
-        self.position_of_version: dict[int, int] = {}
-        self.reduced: dict[int, list[Kind]] = {}
 
     def try_to_execute(self, instruction: Instruction) -> bool:
         """False if it has to wait."""
@@ -170,10 +250,8 @@ class StageMachine:
         if kind is Kind.BACKWARD:
             return self.backward(microbatch, version)
         if kind is Kind.RECOMPUTE:
-            self.require(microbatch in self.saved and microbatch not in self.recomputed, "recompute without forward")
-            self.require(
-                self.saved[microbatch][0] == version and version in self.weights, "recompute with other weights"
-            )
+            require(microbatch in self.saved and microbatch not in self.recomputed, "recompute without forward")
+            require(self.saved[microbatch][0] == version and version in self.weights, "recompute with other weights")
             self.recomputed.add(microbatch)
         elif kind is Kind.SEND_F:
             self.channel("F", self.stage, self.stage + 1).sent.append(self.take(self.outputs, microbatch))
@@ -183,17 +261,17 @@ class StageMachine:
             self.receive("F", self.stage - 1, self.inputs, microbatch)
         elif kind is Kind.RECV_B:
             self.receive("B", self.stage + 1, self.gradients, microbatch)
-        elif kind in REDUCTIONS:
-            self.reduce(kind, version)
-        elif kind is Kind.STEP:
-            return self.step(version)
         return True
 
     def forward(self, microbatch: int, version: int) -> bool:
-        self.require(microbatch not in self.forwarded, "a forward twice")
-        self.require(version in self.weights, "weights are not there")
+        require(microbatch not in self.forwarded, "a forward twice")
+        require(version in self.weights, "weights are not there")
         if self.is_first:
             value = self.symbols("data", microbatch)
+        elif self.stage - 1 in self.rank.stages:
+            value = self.rank.stages[self.stage - 1].outputs.pop(microbatch, None)
+            if value is None:
+                return False
         else:
             value = self.tensor(self.inputs, microbatch)
             if value is None:
@@ -201,16 +279,20 @@ class StageMachine:
             del self.inputs[microbatch]
         self.forwarded.add(microbatch)
         self.saved[microbatch] = (version, value)
-        self.require(len(self.saved) <= self.machine.bounds[self.stage], "too many microbatches are saved")
+        require(len(self.saved) <= self.machine.bounds[self.stage], "too many microbatches are saved")
         self.outputs[microbatch] = self.symbols("F", microbatch, self.weights[version], value)
         return True
 
     def backward(self, microbatch: int, version: int) -> bool:
-        self.require(microbatch in self.saved, "a backward without forward")
-        self.require((microbatch in self.recomputed) == self.program.recompute, "nothing recomputed")
-        self.require(version in self.weights, "weights are not there")
+        require(microbatch in self.saved, "a backward without forward")
+        require((microbatch in self.recomputed) == self.program.recompute, "nothing recomputed")
+        require(version in self.weights, "weights are not there")
         if self.is_last:
             gradient = self.symbols("loss", microbatch, self.take(self.outputs, microbatch))
+        elif self.stage + 1 in self.rank.stages:
+            gradient = self.rank.stages[self.stage + 1].input_gradients.pop(microbatch, None)
+            if gradient is None:
+                return False
         else:
             gradient = self.tensor(self.gradients, microbatch)
             if gradient is None:
@@ -218,8 +300,8 @@ class StageMachine:
             del self.gradients[microbatch]
         _, value = self.saved.pop(microbatch)
         batch = self.program.batch_of(microbatch)
-        self.require(
-            batch + 1 not in self.position_of_version and batch + 1 not in self.reduced,
+        require(
+            batch + 1 not in self.rank.position_of_version and batch + 1 not in self.rank.reduced,
             "a gradient comes after its reduction",
         )
         result = self.symbols("B", microbatch, self.weights[version], value, gradient)
@@ -228,38 +310,12 @@ class StageMachine:
             self.input_gradients[microbatch] = result
         return True
 
-    def reduce(self, kind: Kind, version: int) -> None:
-        index = version - 1 - self.program.first_batch
-        self.require(0 <= index < len(self.program.batches), "a version that the program does not make")
-        self.require(
-            self.sums.get(version - 1, Counter()).total() == self.program.batches[index],
-            "a reduction of an incomplete gradient",
-        )
-        self.machine.chains[self.stage].append((kind, version))
-        self.position_of_version[version] = len(self.machine.chains[self.stage])
-        self.require(
-            not any(kind in kinds for later, kinds in self.reduced.items() if later > version), "a group out of order"
-        )
-        self.reduced.setdefault(version, []).append(kind)
-        self.require(self.reduced[version] == self.flags()[: len(self.reduced[version])], "reductions in another order")
-        if self.program.weights is WeightPolicy.STASH and kind is Kind.REDUCE_NORM:
-            self.require(version in self.weights or version < max(self.weights), "the report comes before the step")
-
-    def step(self, version: int) -> bool:
-        needed = [
-            kind
-            for kind in self.flags()
-            if kind is not Kind.REDUCE_NORM or self.program.weights is not WeightPolicy.STASH
-        ]
-        self.require(self.reduced.get(version, []) == needed, "a step without its reductions")
-        if self.machine.done[self.stage] < self.position_of_version.get(version, 0):
-            return False
+    def step(self, version: int) -> None:
         newest = max(self.weights)
-        self.require(version == newest + 1, "a step out of order")
+        require(version == newest + 1, "a step out of order")
         self.weights[version] = self.symbols(
             "step", self.weights[newest], self.symbols.gradient_sum(self.sums.get(version - 1, Counter()))
         )
-        self.reduced.setdefault(version, [])
         self.machine.made[self.stage, version] = self.weights[version]
         keep = {
             WeightPolicy.FLUSH: {version},
@@ -268,50 +324,28 @@ class StageMachine:
         }[self.program.weights]
         if self.program.weights is WeightPolicy.STASH:
             keep |= {used for used, _ in self.saved.values()}
-            self.require(len(keep) <= self.program.num_stages - self.stage, "too many versions are stashed")
+            require(len(keep) <= self.program.num_stages - self.stage, "too many versions are stashed")
         for old in set(self.weights) - keep:
             del self.weights[old]
-        return True
 
     def end(self) -> None:
-        self.require(
-            not (self.saved or self.inputs or self.gradients or self.input_gradients), "something is left behind"
-        )
-        self.require(not self.outputs, "an output is left behind")
-        every = {
-            batch + 1: self.flags()
-            for batch in range(self.program.first_batch, self.program.first_batch + len(self.program.batches))
-        }
-        self.require(self.reduced == every, "a reduction is missing or there is one too many")
-
-    def flags(self) -> list[Kind]:
-        program = self.program
-        wanted = [
-            program.data_parallel,
-            program.tied_embeddings and program.num_stages > 1 and (self.is_first or self.is_last),
-            program.global_norm,
-        ]
-        return [kind for kind, is_wanted in zip(REDUCTIONS, wanted, strict=True) if is_wanted]
+        require(not (self.saved or self.inputs or self.gradients or self.input_gradients), "something is left behind")
+        require(not self.outputs, "an output is left behind")
 
     def channel(self, kind: str, source: int, target: int) -> Channel:
         return self.machine.channels.setdefault((kind, source, target), Channel())
 
     def receive(self, kind: str, source: int, posted: dict[int, tuple[Channel, int]], microbatch: int) -> None:
-        self.require(microbatch not in posted, "a receive twice")
+        require(microbatch not in posted, "a receive twice")
         channel = self.channel(kind, source, self.stage)
         posted[microbatch] = (channel, channel.num_received)
         channel.num_received += 1
 
     def tensor(self, posted: dict[int, tuple[Channel, int]], microbatch: int) -> int | None:
-        self.require(microbatch in posted, "a tensor is needed before its receive is posted")
+        require(microbatch in posted, "a tensor is needed before its receive is posted")
         channel, nth = posted[microbatch]
         return channel.sent[nth] if nth < len(channel.sent) else None
 
     def take(self, values: dict[int, int], microbatch: int) -> int:
-        self.require(microbatch in values, "it sends what it does not have")
+        require(microbatch in values, "it sends what it does not have")
         return values.pop(microbatch)
-
-    @staticmethod
-    def require(condition: bool, reason: str) -> None:
-        if not condition:
-            raise Wrong(reason)

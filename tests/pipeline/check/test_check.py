@@ -18,7 +18,7 @@ def test_every_built_program_is_proved(case: Case):
     """Over p, m, ramp-up, policies, chains and starts: what is built holds every claim, in the papers' bounds."""
     schedule, program = case
     report = check(program, max_saved=saved_bounds(schedule, program.batches))
-    assert report.versioned and report.communicates == (schedule.num_stages > 1)
+    assert report.versioned and report.communicates == (schedule.num_ranks > 1)
     assert report.num_instructions == sum(map(len, program.rows))
 
 

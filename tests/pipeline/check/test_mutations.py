@@ -41,7 +41,7 @@ def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     assert_placed(caught.value, mutant, f"{what}: {wrong}")
 
 
-@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream"])
+@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream", "interleaved"])
 def test_every_single_mutation_of_a_program_is_rejected(name: str):
     """Not a sample: each instruction of a program with a full chain is dropped, doubled and re-versioned."""
     program = full_program(name)
@@ -67,7 +67,7 @@ def test_every_single_mutation_of_an_evaluation_is_rejected():
                 assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
 
 
-@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream"])
+@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream", "interleaved"])
 def test_every_adjacent_swap_is_judged_as_the_oracle_judges_it(name: str):
     """Not a sample either: each pair of neighbours in every row."""
     program = full_program(name)
@@ -90,11 +90,14 @@ def test_every_adjacent_swap_is_judged_as_the_oracle_judges_it(name: str):
 
 def full_schedule(name: str) -> Schedule:
     flags = {} if name == "pipedream" else {"tied_embeddings": True}
+    if name == "interleaved":
+        return Schedule.preset(name, num_stages=4, num_virtual_stages=2, recompute=True, data_parallel=True, **flags)
     return Schedule.preset(name, num_stages=3, recompute=True, data_parallel=True, **flags)
 
 
 def full_program(name: str) -> Program:
-    return full_schedule(name).build((1,) * 7 if name == "pipedream" else (3, 4, 5))
+    batches = {"pipedream": (1,) * 7, "interleaved": (4, 2)}
+    return full_schedule(name).build(batches.get(name, (3, 4, 5)))
 
 
 def replacements(instruction: Instruction) -> list[list[Instruction]]:

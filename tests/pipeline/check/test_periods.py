@@ -27,7 +27,7 @@ def periodic(
 def test_every_built_period_repeats(schedule: Schedule):
     """Fill, n periods and drain of every schedule are proved for every n, and keep the papers' bounds."""
     p = schedule.num_stages
-    num_microbatches = 2 * p - 1 if schedule.extra_warmup else p
+    num_microbatches = 2 * p - 1 if schedule.extra_warmup else p  # of interleaved: a multiple of its ranks, too
     if schedule.weights is WeightPolicy.STASH:
         num_microbatches = 1
     bounds = saved_bounds(schedule, (num_microbatches,))

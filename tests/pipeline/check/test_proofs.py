@@ -222,17 +222,34 @@ def test_compute_only_programs():
 
 
 def test_several_stages_on_a_rank():
-    """Stages on a rank exchange tensors without transfers, in the row's order; their norm is taken at the lowest."""
-    forward = "0F0@0 1F0@0 "
-    chain = "1REDUCE_GRAD@1 0REDUCE_GRAD@1 0REDUCE_NORM@1 "
+    """Stages on a rank exchange tensors without transfers, in the row's order; they have one chain, at the lowest."""
+    computations, chain = "0F0@0 1F0@0 1B0@0 0B0@0 ", "0REDUCE_GRAD@1 0REDUCE_NORM@1 0STEP@1"
     fields = {"rank_of_stage": (0, 0), "data_parallel": True}
-    check(written(forward + "1B0@0 0B0@0 " + chain + "1STEP@1 0STEP@1", **fields))
-    error = rejected(written("1F0@0 0F0@0 1B0@0 0B0@0 " + chain + "1STEP@1 0STEP@1", **fields))
+    assert check(written(computations + chain, **fields)).live_versions == (1, 1)
+    error = rejected(written("1F0@0 0F0@0 1B0@0 0B0@0 " + chain, **fields))
     assert error.reason.startswith("deadlock: rank 0 waits at 1F0@0 for 0F0 of rank 0")
-    early = "0REDUCE_GRAD@1 0REDUCE_NORM@1 1REDUCE_GRAD@1 1STEP@1 0STEP@1"
-    assert "no 1REDUCE_GRAD@1 stands before it" in rejected(written(forward + "1B0@0 0B0@0 " + early, **fields)).reason
-    early = "1REDUCE_GRAD@1 1STEP@1 0REDUCE_GRAD@1 0REDUCE_NORM@1 0STEP@1"
-    assert "no 0REDUCE_NORM@1 stands before it" in rejected(written(forward + "1B0@0 0B0@0 " + early, **fields)).reason
+    for wrong, reason in [
+        (computations + chain + " 1STEP@1", "is for all its stages and stands at the lowest, stage 0"),
+        (computations + chain.replace("0REDUCE_NORM", "1REDUCE_NORM"), "stands at the lowest, stage 0"),
+        (computations.replace("0B0@0 ", "") + "0REDUCE_GRAD@1 0B0@0", "has backwards to come on this rank"),
+        (computations + "0REDUCE_GRAD@1 0STEP@1 0REDUCE_NORM@1", "no 0REDUCE_NORM@1 stands before it"),
+        (computations + chain.replace(" 0STEP@1", ""), "0STEP@1 is missing"),
+        (computations.replace("1F0@0 1B0@0", "1F0@1 1B0@1") + chain, "flush runs batch 0 here with version 0"),
+    ]:
+        assert reason in rejected(written(wrong, **fields)).reason
+    with pytest.raises(ValueError, match="give each rank one stage"):
+        check(written(computations + "0STEP@1", rank_of_stage=(0, 0), weights="stash"))
+
+
+def test_a_rank_saves_what_its_stages_save_together():
+    """Two stages with a peak of two each need not have it at one moment; the rank's bound is about one moment."""
+    row = "0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1"
+    report = check(written(row, batches=(2,), rank_of_stage=(0, 0)), max_saved=[2, 1], max_saved_on_rank=[3])
+    assert (report.peak_saved_microbatches, report.peak_saved_on_rank) == ((2, 1), (3,))
+    error = rejected(written(row, batches=(2,), rank_of_stage=(0, 0)), max_saved_on_rank=[2])
+    assert (error.position, error.reason) == (4, "rank 0 would save 3 microbatches over its stages, and its bound is 2")
+    with pytest.raises(ValueError, match="give one for each rank"):
+        check(written(row, batches=(2,), rank_of_stage=(0, 0)), max_saved_on_rank=[3, 3])
 
 
 def test_interleaved_compute_only():

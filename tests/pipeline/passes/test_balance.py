@@ -91,7 +91,7 @@ def test_bpipe_keeps_the_bound(num_stages: int, batches: list[int], recompute: b
     early = (stage for stage in range(num_stages) if stage <= (num_stages - 4) / 2)
     evicting = tuple(stage for stage in early if min(num_stages - stage, max(batches)) > bound)
     assert tuple(s for s, count in enumerate(report.evicted_microbatches) if count) == evicting
-    assert schedule.evicting_stages(batches) == evicting
+    assert schedule.evicting_ranks(batches) == evicting
 
 
 @settings(max_examples=25, deadline=None)
@@ -183,6 +183,38 @@ def words(all_legs: Legs) -> list[Word]:
         result += [("|", index)] if index else []
         result += [(each.kind.value, each.microbatch) for each in leg]
     return result
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_virtual_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_interleaved_keeps_the_bound_of_ranks(num_ranks: int, num_virtual_stages: int, num_groups: int):
+    """On p ranks with v stages each no rank holds more than pv+1, for any number of batches."""
+    schedule = Schedule.preset(
+        "interleaved",
+        num_stages=num_ranks * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        balance=True,
+    )
+    batches = (num_groups * num_ranks,) * 3
+    bounds = {
+        "max_saved": schedule.max_saved_microbatches(batches),
+        "max_saved_on_rank": schedule.max_saved_on_rank(batches),
+    }
+    assert all(bound <= num_ranks * num_virtual_stages + 1 for bound in bounds["max_saved_on_rank"])
+    report = check(schedule.build(batches), **bounds)
+    check_periodic(schedule.build_periodic(batches[0]), **bounds)
+    evicting = {stage % num_ranks for stage, count in enumerate(report.evicted_microbatches) if count}
+    assert evicting == set(schedule.evicting_ranks(batches))
+
+
+def test_interleaved_evicts_twice_in_its_warm_up():
+    """4 ranks with 2 stages each share bound 9, and rank 0 is to save 11."""
+    schedule = Schedule.preset("interleaved", num_stages=8, num_virtual_stages=2, balance=True)
+    row = [str(each) for each in schedule.build((8,)).rows[0] if each.kind in (Kind.FORWARD, Kind.EVICT, Kind.BACKWARD)]
+    warm_up = row[: next(place for place, each in enumerate(row) if "B" in each)]
+    assert [each for each in warm_up if "EVICT" in each] == ["0EVICT3", "0EVICT4"]
+    assert schedule.max_saved_on_rank((8,)) == (9, 9, 7, 9)
 
 
 @pytest.mark.parametrize(("num_stages", "most"), [(4, 14), (5, 13), (6, 11), (7, 10), (8, 10)])

@@ -50,11 +50,23 @@ def test_one_stage_ties_its_embeddings_by_itself():
     assert texts(add_updates(legs("0B0", ""), 0, program))[0] == "0B0 0REDUCE_NORM@1 0STEP@1"
 
 
-def test_several_stages_on_a_rank_take_part_in_one_norm():
-    """Each stage reduces its gradients when it has them; the rank joins the norm when all of them have ended."""
+def test_several_stages_on_a_rank_have_one_chain():
+    """It stands at the lowest stage, after the batch's last backward on the rank, whichever stage has that."""
     program = outline("flush", num_stages=2, rank_of_stage=(0, 0), batches=(1,), data_parallel=True)
-    result = add_updates(legs("0F0 1F0 1B0 0B0", ""), 0, program)
-    assert texts(result)[0] == "0F0 1F0 1B0 1REDUCE_GRAD@1 0B0 0REDUCE_GRAD@1 0REDUCE_NORM@1 0STEP@1 1STEP@1"
+    chain = "0REDUCE_GRAD@1 0REDUCE_NORM@1 0STEP@1"
+    for order in ("0F0 1F0 1B0 0B0", "0F0 1F0 0B0 1B0"):
+        assert texts(add_updates(legs(order, ""), 0, program))[0] == f"{order} {chain}"
+
+
+def test_ranks_of_the_first_and_the_last_stage_tie_their_embeddings():
+    """With two stages on each of three ranks, the last stage is on the last rank, and the middle rank has none."""
+    program = outline("flush", num_stages=6, rank_of_stage=(0, 1, 2) * 2, batches=(1,), tied_embeddings=True)
+    chains = [texts(add_updates(legs(f"{rank + 3}B0 {rank}B0", ""), rank, program))[0] for rank in range(3)]
+    assert chains == [
+        "3B0 0B0 0REDUCE_EMBED@1 0REDUCE_NORM@1 0STEP@1",
+        "4B0 1B0 1REDUCE_NORM@1 1STEP@1",
+        "5B0 2B0 2REDUCE_EMBED@1 2REDUCE_NORM@1 2STEP@1",
+    ]
 
 
 def test_a_split_backward_ends_with_its_weight_half():

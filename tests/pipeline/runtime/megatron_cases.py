@@ -20,7 +20,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import BatchInfo
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import PRESETS, Schedule
 from tests.pipeline.runtime.megatron_model import (
     SEQUENCE,
     VOCABULARY,
@@ -78,38 +78,45 @@ def scheduler(case: Case, optimizer) -> OptimizerParamScheduler:
     )
 
 
-def build(case: Case) -> tuple[MegatronStage, MegatronWeightUpdate]:
-    """Stage and update of this rank."""
-    model = gpt_model(case)
-    config = model.config
-    wrapped = Float16Module(config, model) if config.fp16 or config.bf16 else model
+def build(case: Case) -> tuple[list[MegatronStage], MegatronWeightUpdate]:
+    """Stages and update of this rank."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
     )
-    chunk = DistributedDataParallel(config, ddp_config, wrapped)
-    optimizer = get_megatron_optimizer(optimizer_config(case), [chunk])
-    weights = {"flush": "flush", "gpipe": "flush", "2bw": "2bw", "pipedream": "stash"}[case.schedule]
+    chunks = []
+    for number in range(case.v):
+        model = gpt_model(case, number)
+        config = model.config
+        wrapped = Float16Module(config, model) if config.fp16 or config.bf16 else model
+        chunks.append(DistributedDataParallel(config, ddp_config, wrapped))
+    optimizer = get_megatron_optimizer(optimizer_config(case), chunks)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
     update = MegatronWeightUpdate(
-        [chunk],
+        chunks,
         optimizer,
         scheduler(case, optimizer),
-        weights=weights,
+        weights=PRESETS[case.schedule][1],
         num_stages=case.p,
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stage=rank,
         single_gradient_buffer=case.single_gradient_buffer,
     )
     replica = parallel_state.get_data_parallel_rank()
-    stage = MegatronStage(
-        chunk,
-        forward_step(case),
-        update,
-        seq_length=SEQUENCE,
-        micro_batch_size=case.micro_batch_size,
-        data_iterator=training_data(case, replica),
-        evaluation_iterator=evaluation_data(case, replica),
-        recompute=case.recompute,
-    )
-    return stage, update
+    stages = [
+        MegatronStage(
+            chunk,
+            forward_step(case),
+            update,
+            index=number * case.p + rank,
+            num_stages=case.p * case.v,
+            seq_length=SEQUENCE,
+            micro_batch_size=case.micro_batch_size,
+            data_iterator=training_data(case, replica),
+            evaluation_iterator=evaluation_data(case, replica),
+            recompute=case.recompute,
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    return stages, update
 
 
 def batch_info(case: Case, batch: int) -> BatchInfo:
@@ -136,11 +143,19 @@ def full_tensors(case: Case, model: GPTModel, values: dict[str, torch.Tensor] | 
     return result
 
 
-def _result(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, reports: list) -> dict:
-    model = unwrap_model(stage.model)
+def _weights(case: Case, stages: list[MegatronStage], update: MegatronWeightUpdate, version: int) -> dict:
+    """Global name -> full tensor of a live version, of all chunks."""
+    tensors, result = update.versions.tensors(version), {}
+    for number, stage in enumerate(stages):
+        prefix = f"model{number}." if len(stages) > 1 else ""
+        local = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        result |= full_tensors(case, unwrap_model(stage.model), local)
+    return result
+
+
+def _result(case: Case, stages: list[MegatronStage], update: MegatronWeightUpdate, reports: list) -> dict:
     live = update.versions.live()
-    newest = full_tensors(case, model, update.versions.tensors(live[-1]))
-    older = full_tensors(case, model, update.versions.tensors(live[0]))
+    newest, older = (_weights(case, stages, update, version) for version in (live[-1], live[0]))
     return {
         "batches": [
             {
@@ -164,25 +179,26 @@ def _result(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, repo
 # Training.
 
 
-def engine_of(case: Case, stage: MegatronStage, update: MegatronWeightUpdate, **options):
+def engine_of(case: Case, stages: list[MegatronStage], update: MegatronWeightUpdate, **options):
     schedule = Schedule.preset(
         case.schedule,
-        num_stages=case.p,
+        num_stages=case.p * case.v,
+        num_virtual_stages=case.v,
         recompute=case.recompute,
         tied_embeddings=case.tied,
         data_parallel=case.d > 1,
         extra_warmup=case.extra_warmup,
     )
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    return PipelineEngine(schedule, stage, update, ranks=ranks, **options)
+    return PipelineEngine(schedule, stages, update, ranks=ranks, **options)
 
 
 def train(**options) -> dict:
     """Train one case on this rank's place in it; the result is as `reference` gives it, and more."""
     case = Case(**options)
     with parallel(case):
-        stage, update = build(case)
-        engine = engine_of(case, stage, update)
+        stages, update = build(case)
+        engine = engine_of(case, stages, update)
         reports, evaluations = [], []
         for batch in range(len(case.batches)):
             info = batch_info(case, batch)
@@ -192,7 +208,7 @@ def train(**options) -> dict:
                 evaluations.append(engine.evaluate(2))
         reports += engine.drain()
         engine.close()
-        result = _result(case, stage, update, reports)
+        result = _result(case, stages, update, reports)
         result["evaluations"] = evaluations
         result["saved_peak"] = engine.saved_microbatches_peak
         return result
@@ -250,8 +266,8 @@ def resume(border: int, **options) -> dict:
     case = Case(**options)
     reports = []
     with parallel(case):
-        stage, update = build(case)
-        engine = engine_of(case, stage, update)
+        stages, update = build(case)
+        engine = engine_of(case, stages, update)
         for batch in range(border):
             info = batch_info(case, batch)
             reports += engine.run_batch(info.num_microbatches, info.num_samples)
@@ -269,7 +285,7 @@ def resume(border: int, **options) -> dict:
         )
         next_microbatch = engine.next_microbatch
     with parallel(case):
-        stage, update = build(case)
+        stages, update = build(case)
         update.versions.restore(saved["versions"])
         update.optimizer.load_state_dict(saved["optimizer"])
         if case.distributed_optimizer:
@@ -277,11 +293,12 @@ def resume(border: int, **options) -> dict:
         update.scheduler.load_state_dict(saved["scheduler"])
         update.load_state_dict(saved["update"])
         for _ in range(next_microbatch):
-            next(stage.data_iterator)
-        engine = engine_of(case, stage, update, first_batch=border, first_microbatch=next_microbatch)
+            for stage in stages:
+                next(stage.data_iterator)
+        engine = engine_of(case, stages, update, first_batch=border, first_microbatch=next_microbatch)
         for batch in range(border, len(case.batches)):
             info = batch_info(case, batch)
             reports += engine.run_batch(info.num_microbatches, info.num_samples)
         reports += engine.drain()
         engine.close()
-        return _result(case, stage, update, reports)
+        return _result(case, stages, update, reports)

@@ -25,6 +25,7 @@ class Case:
 
     schedule: str = "flush"
     p: int = 1
+    v: int = 1  # chunks of the model on each rank
     t: int = 1
     d: int = 1
     batches: tuple[int, ...] = (4, 4, 4, 4, 4, 4)  # microbatches of the whole job, over all replicas
@@ -47,6 +48,7 @@ class Case:
     distributed_optimizer: bool = False
     sequence_parallel: bool = False
     recompute_granularity: str | None = None
+    recompute_modules: tuple[str, ...] | None = None
     recompute: bool = False  # R instructions
     single_gradient_buffer: bool = False
     token_form: bool = False  # the loss function returns (sum, num_tokens, numbers)
@@ -76,6 +78,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         ffn_hidden_size=2 * case.hidden,
         tensor_model_parallel_size=case.t,
         pipeline_model_parallel_size=case.p,
+        virtual_pipeline_model_parallel_size=case.v if case.v > 1 else None,
         pipeline_dtype=case.torch_dtype,
         params_dtype=case.torch_dtype,
         fp16=case.dtype == "float16",
@@ -88,6 +91,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
         add_bias_linear=not case.swiglu,
         recompute_granularity=case.recompute_granularity,
+        recompute_modules=None if case.recompute_modules is None else list(case.recompute_modules),
         recompute_method="uniform" if case.recompute_granularity == "full" else None,
         recompute_num_layers=1 if case.recompute_granularity == "full" else None,
         bias_activation_fusion=False,
@@ -98,15 +102,17 @@ def transformer_config(case: Case) -> TransformerConfig:
     )
 
 
-def gpt_model(case: Case) -> GPTModel:
-    """This rank's chunk, with the weights that its global names imply."""
+def gpt_model(case: Case, chunk: int = 0) -> GPTModel:
+    """A chunk of this rank, with the weights that its global names imply."""
+    place = {"ignore_virtual": False, "vp_stage": chunk}
     model = GPTModel(
         config=transformer_config(case),
         transformer_layer_spec=get_gpt_layer_local_spec(normalization=case.normalization),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=chunk if case.v > 1 else None,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.position,
     )
@@ -213,7 +219,7 @@ def forward_step(case: Case):
 @contextmanager
 def parallel(case: Case):
     """megatron.core's groups and seeds for the case."""
-    parallel_state.initialize_model_parallel(case.t, case.p)
+    parallel_state.initialize_model_parallel(case.t, case.p, case.v if case.v > 1 else None)
     tensor_parallel.model_parallel_cuda_manual_seed(123)
     try:
         yield

@@ -17,7 +17,7 @@ from tests.pipeline.runtime.megatron_model import Case, forward_step, global_nam
 def reference(**options) -> dict:
     """Losses, norms and final weights (both versions) of the case, computed without any of the project's runtime."""
     case = Case(**options)
-    single = replace(case, p=1, t=1, d=1, sequence_parallel=False, distributed_optimizer=False)
+    single = replace(case, p=1, v=1, t=1, d=1, sequence_parallel=False, distributed_optimizer=False)
     with parallel(single):
         return _reference(single, case)
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
@@ -29,7 +30,7 @@ class RankOutcome:
 
     reports: list[BatchReport]
     parameters: dict[str, Tensor]  # newest version, by name in the whole model
-    peak_saved: int
+    peak_saved: dict[int, int]  # by stage
     peak_versions: int
     num_slots: int
     num_unread_sends: int
@@ -47,12 +48,18 @@ WINDOWS = {
 
 
 def make_stage(
-    schedule: Schedule, training: Training, *, stage: int, replica: int, device: torch.device
+    schedule: Schedule,
+    training: Training,
+    module: torch.nn.Module,
+    versions: WeightVersions,
+    *,
+    stage: int,
+    replica: int,
+    device: torch.device,
+    activation_memory: ActivationMemory | None = None,
 ) -> ModuleStage:
-    """This stage's slice of the reference model."""
+    """A stage that runs its slice of the reference model."""
     p = schedule.num_stages
-    module = reference.split(reference.build_model(training.dropout), p)[stage].to(device)
-    versions = WeightVersions(dict(module.named_parameters()), window=WINDOWS[schedule.weights](p, stage))
     spec = TensorSpec((reference.MICROBATCH_SIZE, reference.WIDTH))
 
     def source(microbatch):
@@ -73,11 +80,12 @@ def make_stage(
         output_spec=None if stage == p - 1 else spec,
         recompute=schedule.recompute,
         device=device,
+        activation_memory=activation_memory,
     )
 
 
 class Pipeline:
-    """Engine, stage and update of this rank; replicas are blocks of p successive ranks."""
+    """Engine, stages and update of this rank; replicas are blocks of p successive ranks. `stage` is the lowest."""
 
     def __init__(
         self,
@@ -88,21 +96,41 @@ class Pipeline:
         timeout: timedelta = timedelta(seconds=20),
         device: str = "cpu",
         backend: str = "gloo",
+        num_virtual_stages: int = 1,
+        moves_activations: bool = False,
         **schedule_options,
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         p = world // training.num_replicas
         self.replica, self.stage_index = divmod(rank, p)
-        self.num_stages = p
         self.groups = []
         self.schedule = Schedule.preset(
-            preset, num_stages=p, data_parallel=training.num_replicas > 1, **schedule_options
+            preset,
+            num_stages=p * num_virtual_stages,
+            num_virtual_stages=num_virtual_stages,
+            data_parallel=training.num_replicas > 1,
+            **schedule_options,
         )
-        self.stage = make_stage(
-            self.schedule, training, stage=self.stage_index, replica=self.replica, device=torch.device(device)
-        )
-        versions = self.stage._versions
-        parameters = dict(self.stage.module.named_parameters())
+        self.num_stages = self.schedule.num_stages
+        self.memory = ActivationMemory(device) if moves_activations else None
+        slices = reference.split(reference.build_model(training.dropout), self.num_stages)
+        modules = {stage: slices[stage].to(device) for stage in range(self.stage_index, self.num_stages, p)}
+        parameters = {name: each for module in modules.values() for name, each in module.named_parameters()}
+        versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights](p, self.stage_index))
+        self.stages = [
+            make_stage(
+                self.schedule,
+                training,
+                module,
+                versions,
+                stage=stage,
+                replica=self.replica,
+                device=torch.device(device),
+                activation_memory=self.memory,
+            )
+            for stage, module in modules.items()
+        ]
+        self.stage = self.stages[0]
         optimizer = reference.make_optimizer(parameters.values(), training)
         job = self._group(range(world))
         replicas = [self._group(range(s, world, p)) for s in range(p)] if training.num_replicas > 1 else None
@@ -120,13 +148,14 @@ class Pipeline:
         )
         self.engine = PipelineEngine(
             self.schedule,
-            self.stage,
+            self.stages,
             self.update,
             ranks=range(self.replica * p, (self.replica + 1) * p),
             timeout=timeout,
             backend=backend,
             device=device,
             tracer=Tracer(num_batches=64, clock=None if device == "cpu" else CudaClock()) if tracing else None,
+            activation_memory=self.memory,
         )
 
     def _group(self, ranks):
@@ -153,18 +182,17 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
             if evaluate:
                 evaluations.append(engine.evaluate(evaluate))
     reports += engine.drain()
-    stage = pipeline.stage
     versions = pipeline.update.versions
     dist.barrier()
     pipeline.close()
     return RankOutcome(
         reports=reports,
         parameters={name: tensor.cpu().clone() for name, tensor in versions.tensors(versions.newest).items()},
-        peak_saved=engine.saved_microbatches_peak[pipeline.stage_index],
+        peak_saved=engine.saved_microbatches_peak,
         peak_versions=versions.peak_live,
         num_slots=versions.num_slots,
         num_unread_sends=engine.num_unread_sends(),
-        num_saved_at_end=len(stage.activations),
+        num_saved_at_end=sum(len(stage.activations) for stage in pipeline.stages),
         evaluations=evaluations,
         executed=[[str(span.instruction) for span in engine.trace().spans if span.track == track]
                   for track in ("compute", "chain")] if tracing else [],

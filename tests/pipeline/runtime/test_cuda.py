@@ -32,6 +32,15 @@ def test_ranks_that_share_a_gpu_go_through_host_memory(preset, delay, num_ranks)
 
 
 @pytest.mark.gpu
+def test_activations_travel_through_host_memory():
+    """Two microbatches that leave the GPU for the pair and come back change no bit of a gradient."""
+    case = "tests.pipeline.runtime.transfer_cases:gradients_on_cuda"
+    kept, moved = (workers.run(2, case, device="cuda", moves=moves, num_batches=3) for moves in (False, True))
+    for one, other in zip(kept, moved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one["gradients"], other["gradients"], strict=True))
+
+
+@pytest.mark.gpu
 def test_two_gpus_over_nccl():
     """2bw over NCCL on two GPUs trains as one process on the CPU does."""
     if torch.cuda.device_count() < 2:

@@ -2,6 +2,9 @@
 
 import pytest
 
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes
+from megatron.pipeline.runtime.stage import Microbatch
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 
@@ -22,3 +25,24 @@ def test_emulated_stages_take_their_time_and_execute_the_program(preset):
             assert seconds >= least.get(instruction.kind.value, 0.0)
         assert [report.batch for report in reports] == [0, 1, 2]
         assert all(report.grad_norm > 0 for report in reports)
+
+
+def test_an_emulated_stage_saves_and_moves_bytes_of_a_given_size():
+    """Counted from the forward to the eviction, then as the buffer that it is loaded into, until the backward."""
+    memory = ActivationMemory()
+    times = EmulatedTimes(forward=0.0, backward=0.0)
+    stage = EmulatedStage(
+        index=0, num_stages=2, times=times, payload_bytes=64, activation_bytes=1000, activation_memory=memory
+    )
+    microbatch = Microbatch(0, 0, 0, 1)
+    for _ in range(3):
+        stage.forward(microbatch, None)
+        assert stage.saved_bytes(microbatch) == memory.current_bytes == 1000
+        buffer = stage.evict(microbatch)
+        assert len(buffer) == memory.current_bytes == 1000 and stage.saved_bytes(microbatch) == 0
+        stage.load(microbatch, buffer)
+        del buffer
+        assert stage.saved_bytes(microbatch) == memory.current_bytes == 1000
+        stage.backward(microbatch, None)
+        assert memory.current_bytes == 0
+    assert memory.peak_bytes == memory.pool.allocated_bytes == 1000

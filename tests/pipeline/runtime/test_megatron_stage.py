@@ -55,7 +55,7 @@ def switching_deviation(**options) -> float:
     for switch in (False, True):
         case = cases.Case(schedule="2bw", batches=(1,), layers=2, **options)
         with cases.parallel(case):
-            stage, update = cases.build(case)
+            (stage,), update = cases.build(case)
             info = BatchInfo(0, 1, case.micro_batch_size)
             stage.load_version(0)
             update.begin_batch(info)
@@ -179,7 +179,7 @@ def replayed_data() -> dict:
     case = cases.Case(batches=(3,), recompute=True, layers=1)
     drawn = []
     with cases.parallel(case):
-        stage, update = cases.build(case)
+        (stage,), update = cases.build(case)
         plain_step = cases.forward_step(case)
 
         def step(data_iterator, model):
@@ -216,7 +216,7 @@ def loss_forms() -> dict:
     for token_form in (False, True):
         case = cases.Case(batches=(2,), token_form=token_form, layers=1)
         with cases.parallel(case):
-            stage, update = cases.build(case)
+            (stage,), update = cases.build(case)
             info = BatchInfo(0, 2, 4)
             update.begin_batch(info)
             update.begin_backward(info)
@@ -248,7 +248,7 @@ def evaluation_leaves_no_trace() -> dict:
     """Evaluate between two forwards of a model with dropout: modes, generator, losses, saved microbatches."""
     case = cases.Case(batches=(2,), dropout=0.2, layers=1)
     with cases.parallel(case):
-        stage, update = cases.build(case)
+        (stage,), update = cases.build(case)
         update.begin_batch(BatchInfo(0, 2, 4))
         stage.load_version(0)
         stage.forward(Microbatch(0, 0, 0, 2), None)
@@ -281,7 +281,7 @@ def test_evaluation_leaves_no_trace(alone):
 def refused_loss_shape() -> str:
     case = cases.Case(batches=(1,), layers=1)
     with cases.parallel(case):
-        stage, update = cases.build(case)
+        (stage,), update = cases.build(case)
         plain_step = cases.forward_step(case)
 
         def step(data_iterator, model):

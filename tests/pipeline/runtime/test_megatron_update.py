@@ -50,6 +50,16 @@ SELECTION = {
     "flush tensor parallel, tied": Row(
         {"schedule": "flush", "clip": 0.5, "tied": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
+    "interleaved": Row({"schedule": "interleaved", "v": 2, "drains": (1, 3)}, layouts=((2, 1, 1),)),
+    "interleaved tied, clipped, dropout": Row(
+        {"schedule": "interleaved", "v": 2, "tied": True, "clip": 0.5, "dropout": 0.1},
+        layouts=((2, 1, 1),),
+        allowed=CLOSE,
+    ),
+    "interleaved recompute instructions": Row(
+        {"schedule": "interleaved", "v": 2, "recompute": True, "dropout": 0.1, "dtype": "bfloat16"},
+        layouts=((2, 1, 1),),
+    ),
     "2bw": Row(TWO_BW),
     "2bw m=2p": Row({"schedule": "2bw", "batches": (8,) * 8}, layouts=((4, 1, 1),)),
     "2bw clipped, warm-up, ramp-up": Row(

@@ -1,9 +1,12 @@
 """Pipelines of a small MLP against single-process references."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.pipeline.check import check
+from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime import reference
@@ -142,10 +145,73 @@ def test_what_runs_is_the_program(preset, options):
         computed, reduced = outcome.executed
         assert computed == [str(instruction) for instruction in program.rows[rank]]
         assert reduced == [text for text in computed if "REDUCE" in text]
-        assert outcome.peak_saved == report.peak_saved_microbatches[rank]
+        assert outcome.peak_saved == {rank: report.peak_saved_microbatches[rank]}
         assert outcome.peak_versions == report.live_versions[rank]
         assert outcome.num_saved_at_end == 0
         assert outcome.num_unread_sends == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "num_virtual_stages"), [(1, 2), (2, 2), (2, 4)])
+def test_several_stages_on_a_rank_are_ordinary_training(num_ranks, num_virtual_stages):
+    """interleaved is bit-equal to one process, also drained, with evaluations in between, and runs its program."""
+    batches = (4, 4, 8, 2, 4)
+    options = {"num_virtual_stages": num_virtual_stages}
+    outcomes = run(
+        num_ranks,
+        "interleaved",
+        Training(batches=batches, warmup=3),
+        drains=(1, 3),
+        evaluate=3,
+        tracing=True,
+        **options,
+    )
+    assert_same(outcomes, reference.train(Training(batches=batches, warmup=3), delay=0))
+    assert all(outcome.evaluations == outcomes[0].evaluations for outcome in outcomes)
+    (plain,) = run(1, "flush", Training(batches=batches, warmup=3), drains=(1, 3), evaluate=3)
+    assert outcomes[0].evaluations == plain.evaluations
+    program = Schedule.preset("interleaved", num_stages=num_ranks * num_virtual_stages, **options).build(batches)
+    report = check(program)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.executed[0] == [str(instruction) for instruction in program.rows[rank]]
+        saved = {stage: report.peak_saved_microbatches[stage] for stage in program.stages_of(rank)}
+        assert outcome.peak_saved == saved
+        assert (outcome.num_saved_at_end, outcome.num_unread_sends, outcome.peak_versions) == (0, 0, 1)
+
+
+def test_an_engine_takes_the_stages_that_the_schedule_puts_on_its_rank():
+    """Too few ranks or stages are said before anything is connected."""
+    schedule = Schedule.preset("interleaved", num_stages=2, num_virtual_stages=2)
+    with pytest.raises(ValueError, match=r"puts stages \[0, 1\] on this rank; give these in this order, not \[1, 0\]"):
+        PipelineEngine(schedule, [SimpleNamespace(index=1), SimpleNamespace(index=0)], None)
+    with pytest.raises(ValueError, match="is for 2 ranks, and the pipeline has 1; give it 1 stages"):
+        PipelineEngine(Schedule.preset("flush", num_stages=2), SimpleNamespace(index=0), None)
+
+
+def test_several_stages_on_a_rank_share_norm_reduction_and_overflow():
+    """One norm over all stages clips, replicas average all of them, and one overflow skips the rank's only step."""
+    training = Training(batches=(2, 4, 2, 2, 4), clip_grad=0.05, num_replicas=2)
+    expected = reference.train(training, delay=0)
+    outcomes = run(2, "interleaved", training, num_virtual_stages=2)
+    assert_same(outcomes, expected, exact=False)
+    for outcome in outcomes:
+        assert [report.grad_norm for report in outcome.reports] == pytest.approx(expected.grad_norms, rel=1e-5)
+    training = Training(batches=(2,) * 5, poisoned_microbatch=5, warmup=2)
+    expected = reference.train(training, delay=0)
+    for outcome in run(2, "interleaved", training, num_virtual_stages=2):
+        assert [report.skipped for report in outcome.reports] == [batch == 2 for batch in range(5)]
+        for name, tensor in outcome.parameters.items():
+            assert torch.equal(tensor, expected.parameters[name])
+
+
+def test_several_stages_on_a_rank_recompute():
+    """With dropout, each stage's recompute restores its random state: bit-equal to keeping the activations."""
+    training = Training(batches=(2, 4, 2), dropout=0.2)
+    kept, recomputed = (
+        run(2, "interleaved", training, num_virtual_stages=2, recompute=recompute) for recompute in (False, True)
+    )
+    for one, other in zip(kept, recomputed, strict=True):
+        assert [report.losses for report in one.reports] == [report.losses for report in other.reports]
+        assert all(torch.equal(tensor, other.parameters[name]) for name, tensor in one.parameters.items())
 
 
 def test_sent_outputs_are_freed_once_they_are_read():

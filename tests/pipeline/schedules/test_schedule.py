@@ -27,13 +27,12 @@ def test_every_microbatch_passes_every_stage_in_order(run: Run):
     """Each stage runs every forward and every backward once, in ascending order, a backward after its forward."""
     program = run.build()
     expected = list(range(run.first_microbatch, run.first_microbatch + sum(run.batches)))
-    for stage, row in enumerate(program.rows):
+    for stage, rank in enumerate(program.rank_of_stage):
         position = {}
         for kind in COMPUTATIONS:
-            instructions = kinds_of(row, kind)
-            assert [each.microbatch for each in instructions] == expected
-            assert {each.stage for each in instructions} == {stage}
-            position[kind] = {each.microbatch: index for index, each in enumerate(row) if each.kind is kind}
+            places = [(index, each) for index, each in enumerate(program.rows[rank]) if each.kind is kind]
+            position[kind] = {each.microbatch: index for index, each in places if each.stage == stage}
+            assert list(position[kind]) == expected
         assert all(position[Kind.FORWARD][each] < position[Kind.BACKWARD][each] for each in expected)
 
 
@@ -84,11 +83,21 @@ def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batc
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("1f1b", {}, "there is no schedule '1f1b'; choose from gpipe, flush, 2bw, pipedream"),
+        ("1f1b", {}, "there is no schedule '1f1b'; choose from gpipe, flush, 2bw, pipedream, interleaved"),
         ("flush", {"num_stages": 0}, "cannot have 0 stages"),
         ("gpipe", {"extra_warmup": True}, "gpipe has no warm-up that could be extended"),
-        ("pipedream", {"extra_warmup": True}, "at most p-s weight versions"),
-        ("pipedream", {"tied_embeddings": True}, "cannot share an embedding"),
+        ("interleaved", {"extra_warmup": True}, "interleaved has no warm-up that could be extended"),
+        ("interleaved", {"num_virtual_stages": 3}, "4 stages cannot be dealt out 3 to a rank"),
+        ("interleaved", {"num_virtual_stages": 0}, "4 stages cannot be dealt out 0 to a rank"),
+        ("flush", {"num_virtual_stages": 2}, "1f1b has one stage on each rank, not 2; use order interleaved"),
+        ("flush", {"microbatch_group_size": 4}, "1f1b takes no groups of microbatches"),
+        (
+            "interleaved",
+            {"num_virtual_stages": 2, "microbatch_group_size": 1},
+            "groups of 1 are smaller than the 2 ranks",
+        ),
+        ("pipedream", {"extra_warmup": True}, r"^pipedream \(stash\) keeps at most p-s weight versions"),
+        ("pipedream", {"tied_embeddings": True}, r"^under pipedream \(stash\) .* cannot share an embedding"),
         ("gpipe", {"balance": True}, "gpipe saves a whole batch at every stage, so there is nothing to balance"),
         ("pipedream", {"balance": True}, "may drain after every microbatch, so no eviction can be planned ahead"),
     ],
@@ -100,10 +109,11 @@ def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):
 
 
 @pytest.mark.parametrize("weights", [WeightPolicy.TWO_BW, WeightPolicy.STASH])
-def test_gpipe_takes_flush_only(weights: WeightPolicy):
-    """gpipe drains in every batch, so versions beyond one would buy nothing; an unknown order is refused, too."""
-    with pytest.raises(ValueError, match="gpipe drains in every batch"):
-        Schedule(order="gpipe", weights=weights, num_stages=2)
+def test_orders_that_drain_take_flush_only(weights: WeightPolicy):
+    """They drain in every batch, so versions beyond one would buy nothing; an unknown order is refused, too."""
+    for order in ("gpipe", "interleaved"):
+        with pytest.raises(ValueError, match=f"{order} drains in every batch"):
+            Schedule(order=order, weights=weights, num_stages=2)
     with pytest.raises(ValueError, match="there is no order '2f2b'"):
         Schedule(order="2f2b", weights=weights, num_stages=2)
 
@@ -113,8 +123,9 @@ def test_gpipe_takes_flush_only(weights: WeightPolicy):
     [
         ("2bw", {}, 3, "2bw with 4 stages needs batches of at least 4 microbatches"),
         ("2bw", {"extra_warmup": True}, 6, "and extra warm-up needs batches of at least 7 microbatches"),
-        ("pipedream", {}, 2, "a batch is one microbatch, not 2"),
+        ("pipedream", {}, 2, r"^pipedream \(stash\) .* a batch is one microbatch, not 2; give each batch one"),
         ("flush", {}, 0, "cannot have 0 microbatches"),
+        ("interleaved", {"num_virtual_stages": 2}, 3, "in groups of 2, which 3 microbatches do not fill"),
     ],
 )
 def test_batches_that_cannot_be_run(name: str, flags: dict, size: int, message: str):
@@ -140,11 +151,11 @@ def test_weights_may_be_named():
 def test_bpipe_is_flush_balanced():
     """The preset and the flag are one schedule; fewer than 4 stages, or small batches, leave nothing to balance."""
     assert Schedule.preset("bpipe", num_stages=8) == Schedule.preset("flush", num_stages=8, balance=True)
-    assert Schedule.preset("bpipe", num_stages=8).evicting_stages((4, 7)) == (0, 1, 2)
-    assert Schedule.preset("flush", num_stages=8).evicting_stages((8,)) == ()
+    assert Schedule.preset("bpipe", num_stages=8).evicting_ranks((4, 7)) == (0, 1, 2)
+    assert Schedule.preset("flush", num_stages=8).evicting_ranks((8,)) == ()
     for num_stages, size in ((3, 9), (4, 3), (8, 5)):
         schedule = Schedule.preset("bpipe", num_stages=num_stages)
-        assert schedule.evicting_stages((size,)) == ()
+        assert schedule.evicting_ranks((size,)) == ()
         assert schedule.build((size,)) == Schedule.preset("flush", num_stages=num_stages).build((size,))
         assert schedule.max_saved_microbatches((size,)) == tuple(min(p, size) for p in range(num_stages, 0, -1))
 

@@ -41,8 +41,8 @@ def test_drains_in_between(data: st.DataObject):
     schedule = data.draw(schedules(max_stages=4))
     stretches = data.draw(st.lists(st.lists(sizes(schedule), min_size=1, max_size=4), min_size=1, max_size=4))
     stream = schedule.stream()
-    rows: Rows = [[] for _ in range(schedule.num_stages)]
-    expected: Rows = [[] for _ in range(schedule.num_stages)]
+    rows: Rows = [[] for _ in range(schedule.num_ranks)]
+    expected: Rows = [[] for _ in range(schedule.num_ranks)]
     for stretch in stretches:
         program = schedule.build(stretch, first_batch=stream.next_batch, first_microbatch=stream.next_microbatch)
         assert stream.entry_versions == program.entry_versions
@@ -60,8 +60,10 @@ def test_borders(run: Run):
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
     for index, size in enumerate(run.batches):
         microbatches = list(range(stream.next_microbatch, stream.next_microbatch + size))
-        for row in stream.start_batch(size):
-            assert [each.microbatch for each in kinds_of(row, Kind.FORWARD)] == microbatches
+        for rank, row in enumerate(stream.start_batch(size)):
+            for stage in range(rank, run.schedule.num_stages, run.schedule.num_ranks):
+                forwards = [each.microbatch for each in kinds_of(row, Kind.FORWARD) if each.stage == stage]
+                assert forwards == microbatches
             for receive, need in ((Kind.RECV_F, Kind.FORWARD), (Kind.RECV_B, Kind.BACKWARD)):
                 received = {each.microbatch for each in kinds_of(row, receive)}
                 assert received <= {each.microbatch for each in kinds_of(row, need)}
@@ -76,11 +78,11 @@ def test_borders(run: Run):
 def test_report_lag(run: Run):
     """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
-    done = [set() for _ in range(run.schedule.num_stages)]
+    done = [set() for _ in range(run.schedule.num_ranks)]
     for batch, size in enumerate(run.batches, start=run.first_batch):
         leg = stream.start_batch(size)
         reported = batch - run.schedule.report_lag
-        for rank in range(run.schedule.num_stages):
+        for rank in range(run.schedule.num_ranks):
             done[rank] |= {(each.kind, each.version - 1) for each in kinds_of(leg[rank], Kind.STEP, Kind.REDUCE_NORM)}
             if reported >= run.first_batch:
                 assert {(Kind.STEP, reported), (Kind.REDUCE_NORM, reported)} <= done[rank]

@@ -21,7 +21,6 @@ def save(root, iteration, content):
 
 
 def loaded(root):
-    directory.recover(root)
     location = directory.locate(root)
     return location.iteration, (location.path / "weights").read_text()
 
@@ -65,6 +64,18 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(tmp_path, iteration):
             break
     assert not was_killed and number > 6
     assert outcomes == {(10, "old"), (iteration, "new")}
+
+
+def test_checkpoint_between_its_two_names_is_recovered(tmp_path):
+    """Killed between the two renames, a checkpoint is found and counted beside its name, and moved back."""
+    save(tmp_path, 10, "old")
+    (tmp_path / "iter_0000010").rename(tmp_path / ".iter_0000010.replaced")
+    (tmp_path / ".iter_0000010.incomplete").mkdir()
+    assert directory.complete_iterations(tmp_path) == [10]
+    assert directory.locate(tmp_path, step=10).path == tmp_path / ".iter_0000010.replaced"
+    directory.recover(tmp_path)
+    assert loaded(tmp_path) == (10, "old")
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000010", directory.TRACKER]
 
 
 def test_first_save_killed_before_the_tracker_is_found(tmp_path):

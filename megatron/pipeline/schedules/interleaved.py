@@ -1,0 +1,102 @@
+"""Interleaved 1F1B: several stages on each rank, so that the pipeline fills and drains in smaller steps.
+
+A rank's first forward waits for all ranks before it, each with its whole share of the model. Cut every share into v
+chunks, deal them out in turn (chunk c of rank r is stage c*p + r), and the wait is for one chunk of each: the bubble
+shrinks v-fold, (p-1)(f+b)/v for a rank's whole f and b. The price is v times the transfers, and more saved
+activations. This is the order of Megatron-LM (Narayanan et al., 2021, section 2.2), instruction for instruction what
+`megatron.core`'s `forward_backward_pipelining_with_interleaving` runs. Two ranks, two chunks on each; `a` and `b` are
+the chunks:
+
+    rank 0   Fa0 Fa1 Fb0 Fb1   .     Fa2 Bb0  Fa3 Bb1  Fb2 Ba0  Fb3 Ba1  Bb2 Bb3 Ba2 Ba3
+    rank 1    .  Fa0 Fa1 Fb0  Bb0    Fb1 Bb1  Fa2 Ba0  Fa3 Ba1  Fb2 Bb2  Fb3 Bb3 Ba2 Ba3
+
+A rank takes microbatches in groups, of p by default: the first group through its first chunk, then through the next,
+and after the last chunk the next group. Backwards run in the same order with the chunks turned around. Rank r is
+2(p-r-1) + (v-1)*group forwards ahead, or a whole batch where that is less. With one chunk on each rank this is 1F1B.
+"""
+
+from collections.abc import Sequence
+
+from megatron.pipeline.passes import Leg, Legs
+from megatron.pipeline.schedules.order import Order, backward, forward
+
+
+class Interleaved(Order):
+    drains = True
+    interleaves = True
+
+    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+        return [*(self._leg(rank, batch) for batch in batches), []]
+
+    def validate(self, num_microbatches: int) -> None:
+        """Megatron's rule: groups are full, or the last one has p microbatches at least.
+
+        A smaller one would leave bubbles inside the batch, for which nobody chooses this order.
+        """
+        if self.num_virtual_stages == 1:
+            return
+        group, rest = self._group_size, num_microbatches % self._group_size
+        if num_microbatches >= group and (rest == 0 or rest >= self.num_ranks):
+            return
+        or_more = f", or so that {self.num_ranks} and more are left over" if group > self.num_ranks else ""
+        raise ValueError(
+            f"interleaved takes microbatches in groups of {group}, which {num_microbatches} microbatches do not fill; "
+            f"make the batch a multiple of {group}{or_more}, or use flush"
+        )
+
+    def max_in_flight(self, stage: int) -> int:
+        """The most when any group of the stage's forwards has ended, the last one of a batch included, which may be
+        smaller: until then at least as many forwards as backwards are added, and after it none.
+        """
+        sizes = range(self.num_ranks, self._group_size + 1)
+        return max(self._in_flight_after_group(stage, size) for size in sizes)
+
+    def max_in_flight_on_rank(self, rank: int) -> int:
+        return self._ahead(rank) + 1
+
+    # --- parts
+
+    @property
+    def _group_size(self) -> int:
+        return self.microbatch_group_size or self.num_ranks
+
+    def _ahead(self, rank: int) -> int:
+        """Forwards that a rank runs before the one that is followed by its first backward, in a batch that is long
+        enough.
+        """
+        ranks_after = self.num_ranks - rank - 1
+        if self.num_virtual_stages == 1:
+            return ranks_after
+        return 2 * ranks_after + (self.num_virtual_stages - 1) * self._group_size
+
+    def _in_flight_after_group(self, stage: int, size: int) -> int:
+        """How many a stage has in flight when a group of its forwards, of this size, has ended, deep in a long batch.
+
+        Count the rank's forwards from the beginning of the group's round over the chunks. The rank is `ahead` forwards
+        ahead, and the backward that belongs to the newest one has not run. Of each round of backwards the stage has one
+        group, after those of the chunks above its own. A negative number of backwards is of the rounds before, whose
+        groups are full.
+        """
+        chunk, rank = divmod(stage, self.num_ranks)
+        num_backwards = (chunk + 1) * size - 1 - self._ahead(rank)
+        group = size if num_backwards >= 0 else self._group_size
+        chunks_above = self.num_virtual_stages - 1 - chunk
+        num_rounds, begun = divmod(num_backwards - chunks_above * group, self.num_virtual_stages * group)
+        return size - (num_rounds * group + min(begun, group))
+
+    def _leg(self, rank: int, batch: range) -> Leg:
+        turns = self._turns(batch)
+        last = self.num_virtual_stages - 1
+        forwards = [forward(chunk * self.num_ranks + rank, microbatch) for chunk, microbatch in turns]
+        backwards = [backward((last - chunk) * self.num_ranks + rank, microbatch) for chunk, microbatch in turns]
+        ahead = min(self._ahead(rank), len(turns))
+        num_pairs = len(turns) - ahead
+        pairs = zip(forwards[ahead:], backwards[:num_pairs], strict=True)
+        return [*forwards[:ahead], *(each for pair in pairs for each in pair), *backwards[num_pairs:]]
+
+    def _turns(self, batch: range) -> list[tuple[int, int]]:
+        """(chunk, microbatch) of a rank's forwards in their order."""
+        size = self._group_size
+        groups = [batch[start : start + size] for start in range(0, len(batch), size)]
+        chunks = range(self.num_virtual_stages)
+        return [(chunk, microbatch) for group in groups for chunk in chunks for microbatch in group]

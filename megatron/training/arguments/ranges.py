@@ -1,0 +1,132 @@
+"""Which values a number may have, whatever the other flags say.
+
+Problem: a number outside its range (a warm-up of -3 iterations, a momentum of 2) parses, and then trains nonsense or
+ends in an assertion deep inside a library.
+
+Solution: one table from ranges to the flags they hold for. Every number among the flags stands in it once; its test
+sees to that.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_YEAR = 365 * 24 * 60  # minutes
+
+
+def flag(name: str) -> str:
+    """`num_layers` as the user wrote it: `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that `contains` accepts, in `words` that follow "must be", and the arguments that must be in it."""
+
+    words: str
+    contains: Callable[[float], bool]
+    names: tuple[str, ...]
+
+
+RANGES = (
+    Range(
+        "greater than 0",
+        lambda value: value > 0,
+        (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "seq_length",
+            "max_position_embeddings",
+            "micro_batch_size",
+            "ffn_hidden_size",
+            "kv_channels",
+            "num_query_groups",
+            "rotary_base",
+            "rotary_seq_len_interpolation_factor",
+            "rope_scaling_factor",
+            "make_vocab_size_divisible_by",
+            "vocab_size",
+            "init_method_std",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "recompute_num_layers",
+            "global_batch_size",
+            "train_iters",
+            "train_samples",
+            "save_interval",
+            "eval_interval",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "log_interval",
+            "tensorboard_log_interval",
+            "tensorboard_queue_size",
+            "pipeline_timeline_iterations",
+            "num_dataset_builder_threads",
+            "lr",
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+            "adam_eps",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "hysteresis",
+        ),
+    ),
+    Range(
+        "at least 0",
+        lambda value: value >= 0,
+        (
+            "norm_epsilon",
+            "weight_decay",
+            "start_weight_decay",
+            "end_weight_decay",
+            "clip_grad",
+            "min_lr",
+            "decoupled_lr",
+            "decoupled_min_lr",
+            "lr_warmup_init",
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+            "eval_iters",
+            "manual_gc_interval",
+            "num_workers",
+            "vocab_extra_ids",
+            "tiktoken_num_special_tokens",
+            "ckpt_step",
+            "logging_level",
+            "profile_step_start",
+            "profile_step_end",
+            "profile_ranks",
+        ),
+    ),
+    Range(
+        "at least 0 and less than 1",
+        lambda value: 0 <= value < 1,
+        ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction"),
+    ),
+    Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, ("rotary_percent",)),
+    Range("greater than 0; leave it out for a dynamic scale", lambda value: value > 0, ("loss_scale",)),
+    # megatron.core counts up to it in steps of 1 and compares for equality
+    Range("a whole number greater than 0", lambda value: value > 0 and value % 1 == 0, ("loss_scale_window",)),
+    # what the data's shuffle takes; the offsets of layers and ranks only go to PyTorch's generators, of 64 bits
+    Range("at least 0 and at most 2**32 - 1", lambda value: 0 <= value < 2**32, ("seed",)),
+    Range(
+        f"greater than 0 and at most {_YEAR}, a year",
+        lambda value: 0 < value <= _YEAR,
+        ("distributed_timeout_minutes",),
+    ),
+)
+
+
+def ranges(args: argparse.Namespace) -> None:
+    """Every number is in its range."""
+    for allowed in RANGES:
+        for name in allowed.names:
+            given = getattr(args, name)
+            for value in given if isinstance(given, list) else [given]:
+                if value is not None and not allowed.contains(value):
+                    raise ValueError(f"{flag(name)} {value} must be {allowed.words}")

@@ -1,0 +1,66 @@
+"""Directories that cannot be written are refused before anything is built, and a killed save is mended."""
+
+import shutil
+
+import pytest
+
+from tests import workers
+from tests.training.run_case import train
+
+
+def refusal_case(flags: str) -> str | None:
+    """What this rank is told when a run with these flags starts."""
+    import torch
+
+    from megatron.training.outputs import prepare_outputs
+    from tests.training.arguments_helper import arguments
+
+    try:
+        prepare_outputs(arguments(flags, world_size=torch.distributed.get_world_size()))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def refusals(flags: str) -> list[str | None]:
+    return workers.run(2, "tests.training.test_outputs:refusal_case", flags=flags)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--pipeline-timeline"])
+def test_directory_that_cannot_be_written(tmp_path, flag):
+    """All ranks name flag, path and cause in one sentence, and nothing is left where it can."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "folder"
+    message = f"{flag} {path} cannot be written: Not a directory; name a directory where files can be created"
+    assert refusals(f"{flag} {path}") == [message, message]
+    assert refusals(f"{flag} {tmp_path}/new/folder") == [None, None]
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+def test_evaluation_writes_no_checkpoint(tmp_path):
+    """With --skip-train nothing is saved, so --save is neither made nor tried."""
+    assert refusals(f"--skip-train --save {tmp_path}/new") == [None, None]
+    assert not (tmp_path / "new").exists()
+
+
+def test_run_is_refused_before_it_is_built(tmp_path):
+    """A run asks before it reads data."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(workers.WorkerError, match=r"--pipeline-timeline .* cannot be written"):
+        train(1, f"--pipeline-timeline {tmp_path}/file --data-path {tmp_path}/missing")
+
+
+def test_run_goes_on_from_a_checkpoint_between_its_two_names(tmp_path):
+    """Killed between the two renames, a checkpoint is loaded from a directory of its own, and moved back by a run that
+    saves there; both go on exactly."""
+    folder = tmp_path / "checkpoints"
+    whole = train(1, f"--save {folder} --save-interval 4")[0]["losses"]
+    shutil.rmtree(folder / "iter_0000006")
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    (folder / "iter_0000004").rename(folder / ".iter_0000004.replaced")
+    expected = {iteration: whole[iteration] for iteration in (5, 6)}
+    assert train(1, f"--load {folder}")[0]["losses"] == expected
+    assert (folder / ".iter_0000004.replaced").is_dir(), "a load changes nothing"
+    assert train(1, f"--load {folder} --save {folder}")[0]["losses"] == expected
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
