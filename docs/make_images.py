@@ -57,6 +57,19 @@ def figure_3() -> None:
     )
 
 
+def bpipe() -> None:
+    """The same batch with and without balancing, as in Figure 4 of the BPipe paper; a move takes half a forward."""
+    draw_timeline(
+        [
+            timeline("flush", 4, (8,)).named("flush: 4 stages, a batch of 8"),
+            timeline("bpipe", 4, (8,), costs=Costs(evict=0.5)).named("bpipe"),
+        ],
+        IMAGES / "bpipe.png",
+        saved_microbatches=True,
+        time_label=FORWARDS,
+    )
+
+
 def flush_and_2bw() -> None:
     """The same three batches with and without flushes, on one scale."""
     draw_timeline(
@@ -132,7 +145,9 @@ def placement() -> None:
         draw_placement(make_report(name, mapping, degrees, topology), IMAGES / f"placement_figure_{figure}.png")
 
 
-DRAWINGS = (figure_1, figure_2, figure_3, flush_and_2bw, extra_warmup, chain, recompute, interleaved, placement)
+DRAWINGS = (
+    figure_1, figure_2, figure_3, bpipe, flush_and_2bw, extra_warmup, chain, recompute, interleaved, placement
+)  # fmt: skip
 
 
 def main(names: list[str]) -> None:

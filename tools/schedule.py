@@ -30,7 +30,7 @@ from megatron.pipeline.schedules.orders import ORDERS, PRESETS
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
 
-_FLAGS = ("recompute", "extra_warmup", "tied_embeddings", "data_parallel")
+_FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *_FLAGS)
 
 
@@ -71,6 +71,8 @@ def _show(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     program = _program(options)
     print(_describe(_prove(options, program), program))
+    if options.schedule and _schedule(options).balance and not any(program.num_evictions):
+        print("nothing to balance: every stage keeps within the bound of its pair already")
     if options.schedule and len(set(program.batches)) == 1:
         schedule, size = _schedule(options), program.batches[0]
         many = (size,) * (2 * schedule.num_stages)
@@ -204,6 +206,8 @@ def _costs(options: argparse.Namespace) -> Costs:
         latency=options.latency,
         forward_bytes=options.transfer,
         bandwidth=1.0,
+        evict=options.evict,
+        load=options.load,
         reduce_grad=options.reduce_grad,
         reduce_embed=options.reduce_embed,
         reduce_norm=options.reduce_norm,
@@ -236,6 +240,8 @@ def _describe(report: CheckReport, program: Program) -> str:
     ]
     if report.num_stages > report.num_ranks:
         facts.insert(5, ("  of all stages of a rank", ", ".join(map(str, report.peak_saved_on_rank))))
+    if any(report.evicted_microbatches):
+        facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
     width = max(len(name) for name, _ in facts)
     return "\n".join(["correct", *(f"  {name:{width}}  {value}" for name, value in facts)])
 
@@ -367,6 +373,9 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
     )
     preset.add_argument("--recompute", action="store_true", help="recompute each forward before its backward")
     preset.add_argument("--extra-warmup", action="store_true", help="2(p-s-1) forwards of warm-up, which hide latency")
+    preset.add_argument(
+        "--balance", action="store_true", help="move saved activations between stages x and p-1-x (bpipe does)"
+    )
     preset.add_argument("--tied-embeddings", action="store_true", help="reduce the gradients of tied embeddings")
     preset.add_argument("--data-parallel", action="store_true", help="reduce gradients over replicas")
 
@@ -380,6 +389,8 @@ def _add_cost_options(parser: argparse.ArgumentParser) -> None:
         ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
         ("--transfer", 0.0, "for which a transfer occupies its edge"),
         ("--latency", 0.0, "from the end of the sending to the arrival"),
+        ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),
+        ("--load", None, "of moving them back (default: as --evict)"),
         ("--reduce-grad", 0.0, "of the reduction over replicas"),
     ):
         costs.add_argument(name, type=_times, default=default, metavar="T[,T...]", help=meaning)

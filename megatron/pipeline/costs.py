@@ -29,6 +29,8 @@ class Costs:
         bandwidth: per edge and direction.
         forward_bytes: of an activation, per edge.
         backward_bytes: of its gradient, per edge; default as many.
+        evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
+            occupies its pair; `load` by default as long as `evict`.
         reduce_grad: of the reduction of a stage's gradients; a rank with several stages reduces their sum.
         reduce_embed, reduce_norm: of the reductions, once all members have reached them.
     """
@@ -42,13 +44,14 @@ class Costs:
     bandwidth: PerStage = math.inf
     forward_bytes: PerStage = 0.0
     backward_bytes: PerStage | None = None
+    evict: PerStage = 0.0
+    load: PerStage | None = None
     reduce_grad: PerStage = 0.0
     reduce_embed: float = 0.0
     reduce_norm: float = 0.0
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
-        """Duration of each kind at each stage; of a transfer's occupation of the edge that it leaves or enters its
-            stage by.
+        """Duration of each computation, reduction and move at each stage; a move is named by the end that evicts.
 
         Raises:
             ValueError: a sequence of another length, a negative or non-finite number, or a bandwidth that is not
@@ -63,6 +66,8 @@ class Costs:
         if any(part > whole for part, whole in zip(half, backward, strict=True)):
             raise ValueError("backward_input is a part of backward, so it cannot be longer; give a smaller one")
         forward = self._spread("forward", self.forward, num_stages)
+        evict = self._spread("evict", self.evict, num_stages)
+        load = evict if self.load is None else self._spread("load", self.load, num_stages)
         return {
             Kind.FORWARD: forward,
             Kind.BACKWARD: backward,
@@ -71,6 +76,8 @@ class Costs:
             Kind.RECOMPUTE: forward
             if self.recompute is None
             else self._spread("recompute", self.recompute, num_stages),
+            Kind.EVICT: evict,
+            Kind.LOAD: load,
             Kind.STEP: self._spread("step", self.step, num_stages),
             Kind.REDUCE_GRAD: self._spread("reduce_grad", self.reduce_grad, num_stages),
             Kind.REDUCE_EMBED: self._spread("reduce_embed", self.reduce_embed, num_stages),

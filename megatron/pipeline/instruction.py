@@ -43,14 +43,17 @@ class Kind(str, Enum):
         return self in TRANSFERS
 
     @property
+    def is_move(self) -> bool:
+        return self in MOVES
+
+    @property
     def is_update(self) -> bool:
         return self in UPDATES
 
 
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
-TRANSFERS = frozenset({
-    Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD,
-})  # fmt: skip
+MOVES = frozenset({Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD})
+TRANSFERS = MOVES | {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
 UPDATES = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP})
 
 _WORDS = "|".join(kind.value for kind in Kind)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.weights import WeightPolicy
 
 __all__ = ["Program", "Row", "Rows", "WeightPolicy", "shifted_row"]
@@ -66,6 +66,16 @@ class Program:
     @property
     def num_instructions(self) -> int:
         return sum(map(len, self.rows))
+
+    @property
+    def num_evictions(self) -> tuple[int, ...]:
+        """For each stage, how many microbatches move to the pair stage and back. All 0: nothing to balance."""
+        counts = [0] * self.num_stages
+        for row in self.rows:
+            for instruction in row:
+                if instruction.kind is Kind.EVICT:
+                    counts[instruction.stage] += 1
+        return tuple(counts)
 
     # --- stages
 

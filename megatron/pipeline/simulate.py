@@ -8,6 +8,9 @@ instructions, so what it says changes when the program changes:
   kind of traffic) has taken the transfer before it; it occupies the channel for bytes / bandwidth and arrives
   `latency` later. Transfers overlap with computation;
 - F waits until its input has arrived, B and I until the gradient of their output has;
+- EVICT, ACCEPT, RETURN and LOAD only request a move of saved activations. Each rank carries its moves out one after
+  another in the background, as `megatron.pipeline.moves` says; one starts when both its ends have come to it, and takes
+  its time on the pair. What waits for moves is said there, too;
 - REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row;
   one starts when all its members have reached it (norm: every rank; embedding: the ranks that post it; gradients:
   replicas do the same at the same time, so none is waited for). One that stands after the STEP of its version serves
@@ -26,7 +29,8 @@ import math
 from collections import deque
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import MOVES, Instruction, Kind
+from megatron.pipeline.moves import awaited_moves, counterpart, pair_of
 from megatron.pipeline.program import Program
 from megatron.pipeline.timeline import Span, Timeline
 
@@ -52,7 +56,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     return _Simulation(program, costs or Costs()).run()
 
 
-_FORWARD, _BACKWARD, _ALONE, _SEND, _RECV, _STEP, _REDUCE = range(7)
+_FORWARD, _BACKWARD, _ALONE, _SEND, _RECV, _MOVE, _STEP, _REDUCE = range(8)
 _ACTION = {
     Kind.FORWARD: _FORWARD,
     Kind.BACKWARD: _BACKWARD,
@@ -63,6 +67,10 @@ _ACTION = {
     Kind.RECV_F: _RECV,
     Kind.SEND_B: _SEND,
     Kind.RECV_B: _RECV,
+    Kind.EVICT: _MOVE,
+    Kind.ACCEPT: _MOVE,
+    Kind.RETURN: _MOVE,
+    Kind.LOAD: _MOVE,
     Kind.STEP: _STEP,
     Kind.REDUCE_GRAD: _REDUCE,
     Kind.REDUCE_EMBED: _REDUCE,
@@ -85,6 +93,17 @@ class _Channel:
         # waiting for their other end: when posted, position in the row, microbatch
         self.sends: deque[tuple[float, int, int]] = deque()
         self.receives: deque[tuple[float, int, int]] = deque()
+
+
+class _Moves:
+    """The moves of a rank, in order: those that it has requested, and when each one was complete."""
+
+    __slots__ = ("awaited", "ends", "requested")
+
+    def __init__(self) -> None:
+        self.requested: list[tuple[float, int]] = []  # when, position in the row
+        self.ends: list[float] = []
+        self.awaited = 0  # how many have to be complete before the rank goes on; 0: it does not wait
 
 
 class _Queue:
@@ -135,6 +154,12 @@ class _Simulation:
         self.gradients[-1] = [0.0] * self.num_microbatches
         self.awaits: list[tuple[list[float], int] | None] = [None] * num_ranks
         self._make_channels(costs)
+        # moves of saved activations; a row without moves waits for none
+        self.moves = [_Moves() for _ in range(num_ranks)]
+        moves = [any(each.kind in MOVES for each in row) for row in self.rows]
+        self.awaited_moves = [
+            awaited_moves(row) if any_move else {} for row, any_move in zip(self.rows, moves, strict=True)
+        ]
         # reductions
         self.chains = [_Queue(rank) for rank in range(num_ranks)]
         self.reports = [_Queue(rank) for rank in range(num_ranks)]
@@ -199,6 +224,12 @@ class _Simulation:
                 if not 0 <= microbatch < limit:
                     raise self._error(rank, position, "there is no such microbatch")
                 if action <= _ALONE:
+                    needed = self.awaited_moves[rank].get(position, 0)
+                    if needed:
+                        if len(self.moves[rank].ends) < needed:
+                            self.moves[rank].awaited = needed
+                            break
+                        now = max(now, self.moves[rank].ends[needed - 1])
                     if action < _ALONE:
                         needs = self.inputs[stage] if action == _FORWARD else self.gradients[stage]
                         arrival = needs[microbatch]
@@ -214,6 +245,10 @@ class _Simulation:
                         channel = self.delivers[kind][stage]
                         if channel is not None:
                             self._transfer(channel, now, microbatch)
+                    continue
+                if action == _MOVE:
+                    self.moves[rank].requested.append((now, position))
+                    self._move(rank, self._partner(rank, position, instruction))
                     continue
                 channel = self.channels[kind][stage]
                 if channel is None:
@@ -260,6 +295,40 @@ class _Simulation:
             self.runnable.append(channel.receiver)
         return start, arrival
 
+    def _partner(self, rank: int, position: int, move: Instruction) -> int:
+        ranks = self.program.rank_of_stage
+        partner = ranks[pair_of(move.stage, len(ranks))]
+        if partner == rank:
+            raise self._error(rank, position, "its pair stage lives on the same rank")
+        return partner
+
+    def _move(self, rank: int, partner: int) -> None:
+        """Carry out the next move of two ranks if both have requested it; who waits for it can go on."""
+        pair = (rank, partner)
+        nth = len(self.moves[rank].ends)
+        if any(len(self.moves[each].requested) == nth for each in pair):
+            return
+        places = [self.moves[each].requested[nth][1] for each in pair]
+        move, other = (self.rows[each][place] for each, place in zip(pair, places, strict=True))
+        wanted = counterpart(move, len(self.program.rank_of_stage))
+        if (other.kind, other.stage, other.microbatch) != (wanted.kind, wanted.stage, wanted.microbatch):
+            raise self._error(rank, places[0], f"move {nth} of rank {partner} is {other}, not {wanted}")
+        named = move if move.kind in (Kind.EVICT, Kind.LOAD) else other
+        posted = [self._posted(each, nth) for each in pair]
+        end = max(posted) + self.seconds[named.kind][named.stage]
+        for each, place, start in zip(pair, places, posted, strict=True):
+            moves = self.moves[each]
+            self.starts[each][place], self.ends[each][place] = start, end
+            moves.ends.append(end)
+            if 0 < moves.awaited <= len(moves.ends):
+                moves.awaited = 0
+                self.runnable.append(each)
+
+    def _posted(self, rank: int, nth: int) -> float:
+        """When a rank's queue comes to a move: it is requested, and the one before it is complete."""
+        moves = self.moves[rank]
+        return max(moves.requested[nth][0], moves.ends[nth - 1] if nth else 0.0)
+
     def _advance(self, queue: _Queue) -> None:
         """Let the first reduction of a queue join its collective, which completes with its last member.
 
@@ -304,6 +373,7 @@ class _Simulation:
             position = self.position[rank]
             if position < len(row):
                 what = "the reductions of its version" if row[position].kind is Kind.STEP else "its input or gradient"
+                what = "the moves that it waits for" if self.moves[rank].awaited else what
                 raise self._error(rank, position, f"a deadlock: {what} can never come")
         for rank, ends in enumerate(self.ends):
             if _UNKNOWN in ends:

@@ -8,6 +8,8 @@ before it:
 - a computation or STEP: from the moment that what it needs is there until it is done;
 - a transfer (SEND, RECV): from the start of the transfer until it is complete, in the sender's and in the receiver's
   row;
+- a move of saved activations (EVICT, ACCEPT, RETURN, LOAD): from when the rank's queue of moves posts it until it is
+  complete; where the other end comes later, that is longer than the transfer takes;
 - a reduction: from its start until it is complete.
 
 What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the
@@ -22,11 +24,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import COMPUTATIONS, MOVES, Instruction, Kind
 
 FORMAT = "megatron.pipeline.timeline/1"
 
-COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
 BUSY = COMPUTATIONS | {
     Kind.STEP
 }  # what occupies a rank's compute lane; transfers and reductions have lanes of their own
@@ -183,9 +184,10 @@ class Timeline:
     def saved_microbatches(self, stage: int) -> list[tuple[float, int]]:
         """Microbatches whose activations a stage holds, as (seconds, count from then on).
 
-        One counts from the start of its forward to the end of its backward (of its weight half, where it is split).
+        One counts from the start of its forward, or of its LOAD or ACCEPT, to the end of its backward (of its weight
+        half, where it is split), or of its EVICT or RETURN.
         """
-        events = []
+        events, moves = [], self._moves_of(stage)
         splits = any(instruction.kind is Kind.BACKWARD_WEIGHT for instruction in self.rows[self.rank_of_stage[stage]])
         release = _LAST_BACKWARD if splits else {Kind.BACKWARD}
         for span in self.computations(self.rank_of_stage[stage]):
@@ -193,7 +195,19 @@ class Timeline:
                 events.append((span.start, 1))
             elif span.instruction.stage == stage and span.instruction.kind in release:
                 events.append((span.end, -1))
+        if moves:
+            events = sorted(events + moves)  # at one time, what is freed comes first
         return list(zip((time for time, _ in events), accumulate(change for _, change in events), strict=True))
+
+    def _moves_of(self, stage: int) -> list[tuple[float, int]]:
+        """Of each move of a stage, when the number of microbatches that it holds changes, and by how much."""
+        rank = self.rank_of_stage[stage]
+        changes = []
+        for instruction, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
+            if instruction.kind in MOVES and instruction.stage == stage:
+                takes = instruction.kind in (Kind.LOAD, Kind.ACCEPT)
+                changes.append((start, 1) if takes else (end, -1))
+        return changes
 
     def peak_saved_microbatches(self, stage: int) -> int:
         return max((count for _, count in self.saved_microbatches(stage)), default=0)

@@ -34,6 +34,8 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
         flags["tied_embeddings"] = draw(st.booleans())
     if name in ("flush", "2bw"):
         flags["extra_warmup"] = draw(st.booleans())
+    if name in ("flush", "2bw", "interleaved"):
+        flags["balance"] = draw(st.booleans())
     return Schedule.preset(name, num_stages=num_stages, **flags)
 
 

@@ -71,6 +71,23 @@ def test_plan_and_measurement_share_one_scale():
     assert [text.strip() for text in texts(figure.axes[1], "peak")] == ["4", "3", "2", "1"]
 
 
+def test_moves_are_arrows_between_a_pair():
+    """Figure 4: stage 0 evicts 1, 3 and 5 to stage 3 and loads them; below, no stage saves more than 3."""
+    moving = timeline("bpipe", batches=(8,), costs=Costs(evict=0.5))
+    figure = draw_timeline(moving, saved_microbatches=True)
+    axes = figure.axes[0]
+    for kind, rows in (("EVICT", (0.46, 2.54)), ("LOAD", (2.54, 0.46))):
+        (lines,) = [each for each in axes.collections if each.get_gid() == kind]
+        segments = [segment.tolist() for segment in lines.get_segments()]
+        assert all(tuple(row for _, row in segment) == pytest.approx(rows) for segment in segments)
+        assert [end - start for (start, _), (end, _) in segments] == [0.5] * 3
+        assert texts(axes, f"{kind} label") == ["1", "3", "5"]
+    assert [text.strip() for text in texts(figure.axes[1], "peak")] == ["3", "3", "2", "3"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"eviction to the pair stage", "load from the pair stage"} <= set(names)
+    assert shapes(draw_timeline(timeline("flush", batches=(8,))).axes[0], "EVICT") == 0
+
+
 def test_recompute_and_lanes():
     """Recomputations have cells, transfers and reductions that take time have lanes, and only then."""
     plain = draw_timeline(timeline(recompute=True), lanes=True).axes[0]

@@ -1,6 +1,6 @@
-"""The programs of the paper's figures, instruction for instruction, and what the paper says about them.
+"""The programs of the papers' figures, instruction for instruction, and what the papers say about them.
 
-The paper numbers inputs from 1, so its input k is microbatch k-1.
+Figures 1 to 3 are those of PipeDream-2BW, which numbers inputs from 1, so its input k is microbatch k-1.
 """
 
 from pathlib import Path
@@ -20,6 +20,7 @@ FILES = {
     "figure2_2bw": ("2bw", 4, (4, 4, 4, 4)),
     "figure3_gpipe": ("gpipe", 2, (4, 4)),
     "figure3_flush": ("flush", 2, (4, 4)),
+    "bpipe_figure4": ("bpipe", 4, (8,)),
 }
 
 # The figures' rows, read off by hand: f is a forward, b a backward, inputs counted from 1.
@@ -114,3 +115,21 @@ def test_figure_1b_weight_stashing():
         for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD):
             assert each.version == max(0, each.microbatch - (3 - stage))
     assert check(program).live_versions == (4, 3, 2, 1)
+
+
+def test_bpipe_figure_4():
+    """BPipe, Figure 4 and section 3.2: stage 0 evicts 1, 3 and 5 to stage 3, and has each back before its backward.
+
+    1 while F2 runs; 3 by the end of B0, because 1 is loaded while F4 runs; 5 while B2 runs, because 3 is loaded while
+    F6 runs; 5 comes back in the cool-down, after B4 has made room.
+    """
+    rows = golden("bpipe_figure4").rows
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD)
+    words = [" ".join(f"{each.kind.value}{each.microbatch}" for each in kinds_of(row, *kinds)) for row in rows]
+    assert words[0] == ("F0 F1 EVICT1 F2 F3 EVICT3 B0 LOAD1 F4 B1 F5 EVICT5 B2 LOAD3 F6 B3 F7 B4 LOAD5 B5 B6 B7")
+    assert words[3] == (
+        "ACCEPT1 ACCEPT3 RETURN1 ACCEPT5 RETURN3 RETURN5 F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"
+    )
+    report = check(golden("bpipe_figure4"), max_saved=[3, 3, 2, 3])
+    assert report.peak_saved_microbatches == (3, 3, 2, 3)
+    assert report.evicted_microbatches == (3, 0, 0, 0)

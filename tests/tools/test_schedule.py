@@ -57,6 +57,7 @@ def test_show_prints_the_program(run):
         (["--extra-warmup", "--microbatches", "7"], {"extra_warmup": True}, (7, 7, 7)),
         (["--microbatches", "4,6,9"], {}, (4, 6, 9)),
         (["--batches", "2"], {}, (4, 4)),
+        (["--balance", "--microbatches", "6"], {"balance": True}, (6, 6, 6)),
     ],
 )
 def test_csv_is_the_program(run, tmp_path, options, flags, batches):
@@ -89,7 +90,25 @@ def test_check_reports_what_it_proved(run):
     assert lines[-1].startswith("proved for every number of batches")
 
 
-@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream"])
+def test_check_says_what_moves(run):
+    """How many microbatches each stage evicts, or that there is nothing to balance."""
+    bpipe = ["--schedule", "bpipe", "--microbatches", "8", "--batches", "1"]
+    assert "evicted microbatches     3, 0, 0, 0\n" in run("check", *bpipe, "--stages", "4")[1]
+    out = run("check", *bpipe, "--stages", "3")[1]
+    assert "nothing to balance" in out and "evicted" not in out
+    assert "nothing to balance" not in run("check", "--schedule", "flush", "--stages", "3")[1]
+    status, _, err = run("check", "--schedule", "gpipe", "--balance")
+    assert status == 1 and "there is nothing to balance; drop balance, or use order 1f1b" in err
+
+
+def test_a_move_that_is_late_takes_time(run):
+    """--evict and --load are costs of the simulation: within a forward they are hidden, beyond it they are not."""
+    bpipe = ["simulate", "--schedule", "bpipe", "--microbatches", "8", "--batches", "1"]
+    spans = [run(*bpipe, "--evict", evict, "--load", load)[1].split()[1] for evict, load in ((0, 0), (1, 1), (1, 1.5))]
+    assert spans[:2] == ["33", "33"] and float(spans[2]) > 33
+
+
+@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream", "bpipe"])
 def test_every_preset_is_right_by_default(run, name):
     """Without further options each preset is proved, timed and drawn as text."""
     assert run("check", "--schedule", name)[0] == 0

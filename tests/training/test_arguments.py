@@ -271,6 +271,16 @@ def test_stages_and_layers():
         arguments("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2", world_size=4)
 
 
+def test_a_schedule_that_moves_activations_is_refused():
+    """bpipe is refused in one sentence as long as it cannot be executed; where it moves nothing, it is flush."""
+    stages = "--pipeline-schedule bpipe --pipeline-model-parallel-size {}"
+    with pytest.raises(ValueError, match=r"which the runtime cannot execute yet; use flush, which computes the same$"):
+        arguments(stages.format(4), world_size=4)
+    args = parse_args(words(stages.format(2)))
+    notes = validate_args(args, world_size=2)
+    assert "--pipeline-schedule bpipe has nothing to move with these stages and batches, so it runs as flush" in notes
+
+
 def test_schedule_is_checked_for_every_batch_size():
     """2bw needs m >= p in every batch, also at the start of a ramp-up, and says so before anything starts."""
     arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4", world_size=4)

@@ -7,6 +7,7 @@ proof a file:
     compact        every instruction is known, on the rank that owns its stage, on a microbatch of the program
     computations   each (stage, microbatch) has one forward, then one backward, with all they need before them
     transfers      sends and receives pair up in order on every channel
+    balance        evicted activations come back before their backward; both ends of a move agree
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
     versions       each computation uses the version that the policy says and finds it live; few are live
     memory         saved activations stay within their bound
@@ -20,7 +21,9 @@ program, and anything about a rank that fails.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megatron.pipeline.check.balance import prove_balance
 from megatron.pipeline.check.compact import CompactProgram, compact
 from megatron.pipeline.check.computations import prove_computations
 from megatron.pipeline.check.error import ProgramError
@@ -68,6 +71,7 @@ def _prove(
     peak_on_rank = (0,) * len(compacted.codes)
     prove_computations(compacted)
     prove_transfers(compacted)
+    prove_balance(compacted)
     if compacted.versioned and evaluates:
         live_versions = prove_evaluation(compacted)
     elif compacted.versioned:
@@ -88,6 +92,7 @@ def _prove(
         peak_saved_on_rank=peak_on_rank,
         peak_recomputed_microbatches=peak_recomputed,
         live_versions=live_versions,
+        evicted_microbatches=compacted.program.num_evictions if compacted.moves else (0,) * compacted.num_stages,
     )
 
 
@@ -115,4 +120,7 @@ def check_periodic(
     report = _prove(compacted, max_saved, max_saved_on_rank)
     prove_repetition(one, two, fill=fill, period=period, shift=shift)
     prove_periods(compacted, fill=fill, period=period, shift=shift)
+    if compacted.moves:
+        peak_saved, _, peak_on_rank = prove_memory(compact(two), max_saved, max_saved_on_rank)
+        report = replace(report, peak_saved_microbatches=peak_saved, peak_saved_on_rank=peak_on_rank)
     return report

@@ -7,7 +7,7 @@ way, proves what concerns one instruction alone:
 - its kind is one that the checker knows (an instruction that a consumer does not handle is an error, never a no-op);
 - its stage exists and lives on the rank in whose row it stands;
 - it names a microbatch of the program exactly where its kind has one, and a version exactly where its kind has one;
-- the peer of a transfer, where it is given, is the neighbouring stage.
+- the peer of a transfer, where it is given, is the neighbouring stage; that of a move, the pair stage.
 
 Every instruction becomes a *code* (its kind) and a *place*: `stage * num_microbatches + (microbatch -
 first_microbatch)`. Places index flat arrays over (stage, microbatch). An instruction of the update chain has its
@@ -15,17 +15,21 @@ stage's first place.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.pipeline.check.error import ProgramError, error_at
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import awaited_moves, pair_of
 from megatron.pipeline.program import Program
 
-F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP = range(13)  # noqa: E741
-NUM_CODES = 13
+F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B = range(9)  # noqa: E741
+EVICT, ACCEPT, RETURN, LOAD, REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP = range(9, 17)
+NUM_CODES = 17
 
 KIND_OF_CODE = (
     Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE,
     Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B,
+    Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD,
     Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP,
 )  # fmt: skip
 _CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
@@ -43,8 +47,9 @@ class CompactProgram:
         versions: per rank, the weight version that each instruction names, or None.
         num_stages, num_microbatches: extents of the flat arrays.
         rank_of_stage: the rank of each stage.
-        communicates: whether the program contains transfers. A compute-only program has none, and its tensors are then
-            taken to move by themselves.
+        communicates: whether the program contains SENDs and RECVs. A compute-only program has none, and its tensors are
+            then taken to move by themselves.
+        moves: whether the program moves saved activations between stages.
         versioned: whether the program names weight versions or updates weights.
     """
 
@@ -56,7 +61,13 @@ class CompactProgram:
     num_microbatches: int
     rank_of_stage: tuple[int, ...]
     communicates: bool
+    moves: bool
     versioned: bool
+
+    @cached_property
+    def awaited_moves(self) -> tuple[dict[int, int], ...]:
+        """Per rank and position, how many of the rank's moves have to be complete there; only where some have."""
+        return tuple(awaited_moves(row) if self.moves else {} for row in self.program.rows)
 
     @property
     def num_instructions(self) -> int:
@@ -101,7 +112,7 @@ def compact(program: Program) -> CompactProgram:
     rank_of_stage = program.rank_of_stage
     num_stages = len(rank_of_stage)
     all_codes, all_places, all_versions = [], [], []
-    communicates = versioned = False
+    communicates = moves = versioned = False
     for rank, row in enumerate(program.rows):
         codes, places, versions = [], [], []
         for position, instruction in enumerate(row):
@@ -109,16 +120,19 @@ def compact(program: Program) -> CompactProgram:
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version
             if code is None or not 0 <= stage < num_stages or rank_of_stage[stage] != rank:
                 raise error_at(program, rank, position, _explain_owner(instruction, rank_of_stage))
-            if code <= RECV_B:
+            if code <= LOAD:
                 if microbatch is None or not 0 <= microbatch - first < num_microbatches:
                     raise error_at(program, rank, position, _explain_microbatch(microbatch, first, num_microbatches))
                 places.append(stage * num_microbatches + microbatch - first)
                 if code >= SEND_F:
-                    communicates = True
-                    if version is not None or instruction.peer not in (None, stage + _PEER_OFFSET[code]):
-                        raise error_at(
-                            program, rank, position, _explain_transfer(instruction, stage + _PEER_OFFSET[code])
-                        )
+                    if code <= RECV_B:
+                        communicates = True
+                        peer = stage + _PEER_OFFSET[code]
+                    else:
+                        moves = True
+                        peer = pair_of(stage, num_stages)
+                    if version is not None or instruction.peer not in (None, peer):
+                        raise error_at(program, rank, position, _explain_transfer(instruction, peer))
                 elif version is not None:
                     versioned = True
             else:
@@ -145,6 +159,7 @@ def compact(program: Program) -> CompactProgram:
         num_microbatches=num_microbatches,
         rank_of_stage=tuple(rank_of_stage),
         communicates=communicates,
+        moves=moves,
         versioned=versioned,
     )
 
@@ -165,7 +180,7 @@ def _explain_microbatch(microbatch: int | None, first: int, num_microbatches: in
     )
 
 
-def _explain_transfer(instruction: Instruction, neighbour: int) -> str:
+def _explain_transfer(instruction: Instruction, peer: int) -> str:
     if instruction.version is not None:
         return "a transfer has no weight version"
-    return f"its peer is stage {neighbour}, not {instruction.peer}"
+    return f"its peer is stage {peer}, not {instruction.peer}"

@@ -20,7 +20,23 @@ fact that its stage has rules for: so nothing is missing, nothing stays saved, a
 both ends.
 """
 
-from megatron.pipeline.check.compact import NUM_CODES, RECV_B, RECV_F, SEND_B, SEND_F, B, CompactProgram, F, I, R, W
+from megatron.pipeline.check.compact import (
+    ACCEPT,
+    EVICT,
+    LOAD,
+    NUM_CODES,
+    RECV_B,
+    RECV_F,
+    RETURN,
+    SEND_B,
+    SEND_F,
+    B,
+    CompactProgram,
+    F,
+    I,
+    R,
+    W,
+)
 from megatron.pipeline.check.error import ProgramError
 
 FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, OUTPUT_SENT, INPUT_POSTED, GRAD_SENT, GRAD_POSTED = (
@@ -95,7 +111,8 @@ def stage_rules(compact: CompactProgram, stage: int) -> list[_Rule | None]:
     rules[SEND_B] = rule(INPUT_GRAD, GRAD_SENT, GRAD_SENT) if receives else None
     rules[RECV_B] = rule(0, GRAD_POSTED, GRAD_POSTED) if sends else None
     if compact.program.forward_only:
-        rules[R] = rules[B] = rules[I] = rules[W] = rules[SEND_B] = rules[RECV_B] = None
+        for code in (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD):
+            rules[code] = None
     return rules
 
 

@@ -1,17 +1,20 @@
 """Who waits for whom, in words, when an execution is stuck.
 
-A rank that cannot go on waits for another rank's row (a tensor that it has not sent) or for its own chain of
-reductions; a chain waits for a member of its running reduction, either for that member's row, where the reduction is
-still to be posted, or for that member's chain, where it stands behind another one. From any of these the next one
-follows; the walk ends where it meets itself, in a circle, or at a rank that has nothing left to do before the border.
+A rank that cannot go on waits for another rank's row (a tensor that it has not sent, the other end of a move) or for
+its own chain of reductions; a chain waits for a member of its running reduction, either for that member's row, where
+the reduction is still to be posted, or for that member's chain, where it stands behind another one. From any of these
+the next one follows; the walk ends where it meets itself, in a circle, or at a rank that has nothing left to do before
+the border.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.pipeline.check.balance import moves_of_rank
 from megatron.pipeline.check.compact import KIND_OF_CODE, SEND_B, SEND_F, STEP, B, F
 from megatron.pipeline.check.error import ProgramError
+from megatron.pipeline.moves import counterpart
 
 if TYPE_CHECKING:
     from megatron.pipeline.check.progress import Execution
@@ -50,6 +53,11 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
     here = f"rank {rank} waits at {compact.program.rows[rank][position]}"
     if compact.codes[rank][position] == STEP:
         return f"{here} for its chain of reductions", (_QUEUE, rank)
+    if execution.awaited_moves[rank]:
+        partner = execution.partners[rank]
+        first = moves_of_rank(compact, rank)[execution.num_moves[partner]]
+        other_end = counterpart(compact.program.rows[rank][first], compact.num_stages)
+        return f"{here} for {other_end} of rank {partner}", (_ROW, partner)
     place, is_input = execution.awaited_tensor[rank], True
     num_places = len(execution.arrived) // 2
     if place >= num_places:

@@ -1,17 +1,62 @@
-"""Proof: saved activations never exceed their bound.
+"""Proof: saved activations never exceed their bound, at any moment, under any timing.
 
 A microbatch counts at a stage from the start of its forward to the end of its backward (of W, where the backward is
-split). The count changes in the row's own order and nowhere else, so the peak does not depend on timing. With recompute
-the microbatch counts just the same, for its stored input; what it saves in full between R and the end of its backward
-is counted apart.
+split). That count changes in the row's own order and nowhere else. With recompute the microbatch counts just the same,
+for its stored input; what it saves in full between R and the end of its backward is counted apart.
+
+Moves change the count, too, in the background: a LOAD or an ACCEPT adds a microbatch when it is posted, an EVICT or a
+RETURN takes one away when it has completed. A rank's moves are carried out in order, so all that timing can change is
+how many of them are complete: at least those that the row has waited for, at most those that it has requested. The
+proof takes the worst of these, at every place of the row.
 
 A rank's memory holds all its stages' activations, and its stages do not reach their peaks together: with several stages
 on a rank, the sum over them is counted and bounded, too.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from megatron.pipeline.check.compact import B, CompactProgram, F, R, W
+from megatron.pipeline.check.compact import ACCEPT, EVICT, LOAD, RETURN, B, CompactProgram, F, R, W
+
+_CHANGE = {EVICT: -1, ACCEPT: 1, RETURN: -1, LOAD: 1}
+
+
+class Held:
+    """How many microbatches a stage may hold, over all that its rank's moves may have done by now."""
+
+    def __init__(self) -> None:
+        self.own = 0  # between their forward and the end of their backward, wherever they are
+        self.moved = 0  # held more than `own`, once all moves are complete
+        # Before that: up to how many complete moves, and how much held more than `own` then. Only what later ones do
+        # not exceed, so the first is the highest.
+        self.before: deque[tuple[int, int]] = deque()
+
+    @property
+    def most(self) -> int:
+        return self.own + (max(self.before[0][1], self.moved) if self.before else self.moved)
+
+    def request(self, change: int, num_moves: int) -> None:
+        """The row requests a move, after `num_moves` others."""
+        while self.before and self.before[-1][1] <= self.moved:
+            self.before.pop()
+        self.before.append((num_moves, self.moved))
+        self.moved += change
+
+    def complete(self, num_moves: int) -> None:
+        """The row has waited for so many moves."""
+        while self.before and self.before[0][0] < num_moves:
+            self.before.popleft()
+
+
+class _Count(NamedTuple):
+    """What is counted together: the largest number so far, and the largest that is allowed."""
+
+    name: str
+    held: Held
+    bound: int | None
+    peak: list[int]  # one number
+    scope: str = ""
 
 
 def prove_memory(
@@ -20,7 +65,7 @@ def prove_memory(
     """Count saved microbatches at each stage and on each rank, and prove that they stay within the bounds.
 
     Args:
-        compact: a program whose computations are proved.
+        compact: a program whose computations and moves are proved.
         bounds: the largest number of saved microbatches that each stage may hold; None to count only.
         bounds_of_ranks: the same for each rank, over all its stages, a microbatch once at each of them.
 
@@ -29,48 +74,72 @@ def prove_memory(
         backward; the peak of saved microbatches on each rank.
 
     Raises:
-        ProgramError: naming the first forward that exceeds a bound.
+        ProgramError: naming the first forward, LOAD or ACCEPT that may exceed a bound.
     """
-    num_microbatches, num_stages = compact.num_microbatches, compact.num_stages
-    limits = [num_microbatches] * num_stages if bounds is None else list(bounds)
-    if len(limits) != num_stages:
-        raise ValueError(f"{len(limits)} bounds are given for {num_stages} stages: give one for each stage")
-    num_ranks = len(compact.codes)
-    limits_of_ranks = [num_microbatches * num_stages] * num_ranks if bounds_of_ranks is None else list(bounds_of_ranks)
-    if len(limits_of_ranks) != num_ranks:
-        raise ValueError(f"{len(limits_of_ranks)} bounds are given for {num_ranks} ranks: give one for each rank")
-    recompute = compact.program.recompute
-    saved, peak_saved = [0] * num_stages, [0] * num_stages
-    full, peak_full = [0] * num_stages, [0] * num_stages
-    peak_on_rank = [0] * num_ranks
-    for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
-        on_rank = 0
-        for position, (code, place) in enumerate(zip(codes, places, strict=True)):
-            if code == F:
-                on_rank += 1
-                if on_rank > peak_on_rank[rank]:
-                    if on_rank > limits_of_ranks[rank]:
-                        limit = limits_of_ranks[rank]
-                        reason = (
-                            f"rank {rank} would save {on_rank} microbatches over its stages, and its bound is {limit}"
-                        )
+    num_stages, num_ranks = compact.num_stages, len(compact.codes)
+    limits = _limits(bounds, num_stages, "stage")
+    limits_of_ranks = _limits(bounds_of_ranks, num_ranks, "rank")
+    by_stage = [_Count(f"stage {stage}", Held(), limit, [0]) for stage, limit in enumerate(limits)]
+    by_rank = [
+        _Count(f"rank {rank}", Held(), limit, [0], " over its stages") for rank, limit in enumerate(limits_of_ranks)
+    ]
+    peaks_full = [0] * num_stages
+    for rank, codes in enumerate(compact.codes):
+        _count(compact, rank, len(codes), by_stage, by_rank[rank])
+        if compact.program.recompute:
+            _count_recomputed(compact, rank, peaks_full)
+    assert not any(each.held.own or each.held.moved for each in by_stage), "all have ended and are back"
+    return tuple(each.peak[0] for each in by_stage), tuple(peaks_full), tuple(each.peak[0] for each in by_rank)
+
+
+def hold(compact: CompactProgram, rank: int, end: int) -> dict[int, Held]:
+    """What each stage of a rank holds after the first `end` instructions of its row."""
+    by_stage = [_Count(f"stage {stage}", Held(), None, [0]) for stage in range(compact.num_stages)]
+    _count(compact, rank, end, by_stage, _Count(f"rank {rank}", Held(), None, [0]))
+    return {stage: by_stage[stage].held for stage, owner in enumerate(compact.rank_of_stage) if owner == rank}
+
+
+def _limits(bounds: Sequence[int] | None, count: int, of: str) -> list[int | None]:
+    if bounds is not None and len(bounds) != count:
+        raise ValueError(f"{len(bounds)} bounds are given for {count} {of}s: give one for each {of}")
+    return [None] * count if bounds is None else list(bounds)
+
+
+def _count(compact: CompactProgram, rank: int, end: int, by_stage: list[_Count], on_rank: _Count) -> None:
+    width = compact.num_microbatches
+    counts = [count for stage, count in enumerate(by_stage) if compact.rank_of_stage[stage] == rank] + [on_rank]
+    awaited = compact.awaited_moves[rank]
+    num_moves = 0
+    for position, (code, place) in enumerate(zip(compact.codes[rank][:end], compact.places[rank][:end], strict=True)):
+        if awaited and position in awaited:
+            for count in counts:
+                count.held.complete(awaited[position])
+        if code in (B, W):
+            by_stage[place // width].held.own -= 1
+            on_rank.held.own -= 1
+        elif code == F or code in _CHANGE:
+            for count in (by_stage[place // width], on_rank):
+                if code == F:
+                    count.held.own += 1
+                else:
+                    count.held.request(_CHANGE[code], num_moves)
+                most = count.held.most
+                if most > count.peak[0]:
+                    if count.bound is not None and most > count.bound:
+                        saves = f"{count.name} would save {most} microbatches{count.scope}"
+                        reason = f"{saves}, and its bound is {count.bound}"
                         raise compact.error(rank, position, reason)
-                    peak_on_rank[rank] = on_rank
-                stage = place // num_microbatches
-                saved[stage] += 1
-                if saved[stage] > peak_saved[stage]:
-                    if saved[stage] > limits[stage]:
-                        reason = (
-                            f"stage {stage} would save {saved[stage]} microbatches, and its bound is {limits[stage]}"
-                        )
-                        raise compact.error(rank, position, reason)
-                    peak_saved[stage] = saved[stage]
-            elif code in (B, W):
-                on_rank -= 1
-                saved[place // num_microbatches] -= 1
-                full[place // num_microbatches] -= recompute
-            elif code == R:
-                stage = place // num_microbatches
-                full[stage] += 1
-                peak_full[stage] = max(peak_full[stage], full[stage])
-    return tuple(peak_saved), tuple(peak_full), tuple(peak_on_rank)
+                    count.peak[0] = most
+            num_moves += code != F
+
+
+def _count_recomputed(compact: CompactProgram, rank: int, peaks: list[int]) -> None:
+    width = compact.num_microbatches
+    full = [0] * compact.num_stages
+    for code, place in zip(compact.codes[rank], compact.places[rank], strict=True):
+        if code == R:
+            stage = place // width
+            full[stage] += 1
+            peaks[stage] = max(peaks[stage], full[stage])
+        elif code in (B, W):
+            full[place // width] -= 1

@@ -14,26 +14,34 @@ By induction over the number of periods, on the *state* between them:
    policy gives to the next batch is a part of the state.
 
 From 3 and 4, a second period, shifted by one, executes as the first did and ends in the same state, shifted by one
-more; and the drain, shifted, ends drained after each of them, and after none. Peaks and live versions are those of step
-1.
+more; and the drain, shifted, ends drained after each of them, and after none. Live versions are those of step 1,
+and so are peaks where nothing moves.
 
 The state at a cut is, for each stage: which facts hold of each microbatch that has been touched and is not complete,
-and the version of its forward; which versions are live; the version of the next batch. For each rank: how many of each
-link of its chain stand; its reductions that are posted and not complete. For each channel: what only one of its
+and the version of its forward; which versions are live; the version of the next batch; what is away or lent, and how
+much it holds. For each rank: how many of each link of its chain stand; its reductions that are posted and not complete;
+the moves that its partner has not requested, and those that are still awaited. For each channel: what only one of its
 ends has posted.
+
+How many moves may be under way at worst is no part of the state: an acceptor waits for none, so from its own row alone
+any number may be. What it holds at worst repeats from the second period on, in which the whole first one may be under
+way; so peaks are taken from two periods.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from megatron.pipeline.check.balance import moves_of_rank, partner_of_rank
 from megatron.pipeline.check.compact import KIND_OF_CODE, NUM_CODES, REDUCE_GRAD, STEP, CompactProgram, F
 from megatron.pipeline.check.computations import complete_facts, stage_rules
 from megatron.pipeline.check.error import error_at
+from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.check.versions import version_of_batch
-from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.program import Program
 
 
@@ -123,6 +131,9 @@ def _state(compact: CompactProgram, execution: Execution, ends: list[int], origi
             state[f"what is under way in {what} (code, version)"] = [
                 (code, version - origin.batch) for code, version in incomplete
             ]
+    if compact.moves:
+        for rank, state in enumerate(states):
+            state |= _moves_state(compact, rank, ends, origin)
     sent, received = list_channels(compact, ends)
     for channel in sent.keys() | received.keys():
         code, sender = channel
@@ -167,6 +178,29 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
     for code in chain_of_rank(compact, rank) if compact.versioned else ():
         state[f"how many {KIND_OF_CODE[code].value} stand on the rank"] = posted[code] - origin.batch
+    return state
+
+
+def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Origin) -> _RankState:
+    """What a rank's moves before a cut leave to those after it."""
+    row, partner = compact.program.rows[rank], partner_of_rank(compact)[rank]
+    own = [row[position] for position in moves_of_rank(compact, rank, ends[rank])]
+    met = len(moves_of_rank(compact, partner, ends[partner]))
+    order = MoveOrder()
+    for instruction in row[: ends[rank]]:
+        order.awaited(instruction)
+    state: _RankState = {
+        "which moves, counted from the last, are still awaited": order.still_awaited(),
+        "what moves (kind, stage, microbatch)": [
+            (each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]
+        ],
+    }
+    for stage, held in hold(compact, rank, ends[rank]).items():
+        away = {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.EVICT, Kind.ACCEPT)}
+        away -= {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.LOAD, Kind.RETURN)}
+        first = compact.program.first_microbatch + origin.microbatch
+        state[f"what is away from stage {stage} or lent to it"] = sorted(each - first for each in away)
+        state[f"how many microbatches stage {stage} has in flight, and holds more than that"] = held.own, held.moved
     return state
 
 

@@ -2,8 +2,9 @@
 
 The model. A rank executes its row in order. SEND, RECV and REDUCE only post and never block. F waits for its input, B
 and I for the gradient of their output, STEP for the reductions of its version that stand before it. A transfer
-completes when both ends have posted it and all earlier ones of its channel have completed. When a reduction completes
-is said in `reductions`.
+completes when both ends have posted it and all earlier ones of its channel have completed. What waits for moves of
+saved activations is said in `megatron.pipeline.moves`; a rank and its partner have completed as many as the one of them
+that has requested fewer. When a reduction completes is said in `reductions`.
 
 Nothing a rank does depends on which other rank was faster: it reads its channels by blocking reads in its own order,
 like a process of a Kahn network, and a reduction, too, only waits for all its members. So whether an instruction can
@@ -16,8 +17,10 @@ The transfers are known to pair up in order by then, and every receive to stand 
 a transfer that an F or B waits for is complete as soon as it is sent.
 """
 
+from megatron.pipeline.check.balance import partner_of_rank
 from megatron.pipeline.check.compact import (
     KIND_OF_CODE,
+    RECV_B,
     REDUCE_GRAD,
     SEND_B,
     SEND_F,
@@ -60,6 +63,9 @@ class Execution:
         self.arrived = bytearray(2 * num_places)
         self.awaited_tensor = [NOTHING] * num_ranks
         self.reductions = Reductions(compact)
+        self.num_moves = [0] * num_ranks  # that each rank has requested
+        self.awaited_moves = [0] * num_ranks  # how many a rank waits for; 0: it does not
+        self.partners = partner_of_rank(compact) if compact.moves else list(range(num_ranks))
         self._rank_awaiting: dict[int, int] = {}  # tensor -> rank
         self._waits, self._brings = self._offsets(num_places)
         self._runnable: list[int] = []
@@ -98,9 +104,16 @@ class Execution:
         codes, places, versions = compact.codes[rank], compact.places[rank], compact.versions[rank]
         waits, brings, width = self._waits, self._brings, compact.num_microbatches
         self.awaited_tensor[rank] = NOTHING
+        awaited_moves = compact.awaited_moves[rank]
         for position in range(self.position[rank], self.ends[rank]):
             code, place = codes[position], places[position]
             if code < REDUCE_GRAD:
+                if code > RECV_B:
+                    self._request_move(rank)
+                    continue
+                if awaited_moves and self._waits_for_moves(rank, awaited_moves.get(position, 0)):
+                    self.position[rank] = position
+                    return
                 stage = place // width
                 offset = waits[code][stage]
                 if offset != NOTHING and not arrived[place + offset]:
@@ -120,3 +133,18 @@ class Execution:
             else:
                 runnable += self.reductions.post(rank, code, versions[position])
         self.position[rank] = self.ends[rank]
+
+    def _request_move(self, rank: int) -> None:
+        """Request a rank's next move; its partner may go on if it waits for that one."""
+        self.num_moves[rank] += 1
+        partner = self.partners[rank]
+        if 0 < self.awaited_moves[partner] <= self.num_moves[rank]:
+            self.awaited_moves[partner] = 0
+            self._runnable.append(partner)
+
+    def _waits_for_moves(self, rank: int, needed: int) -> bool:
+        """Whether the rank has to wait until so many of its moves are complete, all of which it has requested."""
+        if self.num_moves[self.partners[rank]] >= needed:
+            return False
+        self.awaited_moves[rank] = needed
+        return True

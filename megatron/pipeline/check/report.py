@@ -12,12 +12,13 @@ class CheckReport:
         communicates: whether it contains transfers; those of a compute-only program are taken to happen by themselves.
         versioned: whether it names weight versions and updates weights. Without, nothing is said about either.
         peak_saved_microbatches: per stage, the largest number of microbatches between their forward and the end of
-            their backward.
-        peak_saved_on_rank: per rank, the same over all its stages; a microbatch counts once at each of them.
+            their backward, less those evicted, more those accepted, at the worst timing.
+        peak_saved_on_rank: per rank, the same over all its stages at once; a microbatch counts once at each of them.
         peak_recomputed_microbatches: per stage, the largest number between their recompute and the end of their
             backward.
         live_versions: per stage, the largest number of weight versions that are live at once; empty where the program
             is not versioned.
+        evicted_microbatches: per stage, how many microbatches move to the pair stage and back.
     """
 
     num_ranks: int
@@ -31,3 +32,4 @@ class CheckReport:
     peak_saved_on_rank: tuple[int, ...]
     peak_recomputed_microbatches: tuple[int, ...]
     live_versions: tuple[int, ...]
+    evicted_microbatches: tuple[int, ...]

@@ -4,8 +4,8 @@ One row per rank, time to the right. Forwards are blue, backwards green, recompu
 number in a cell is its microbatch, and the lightness its weight version, which stands below the number where there is
 room. On a rank with several stages the lightness is the stage, dark for the first. The hatched backward completes the
 gradient of a batch; the red mark is the optimizer step that makes the version written beside it. A dashed line follows
-the first forward of each batch down the stages. Several timelines stand below one another on one scale of time, so that
-a plan can be compared with its measurement.
+the first forward of each batch down the stages. Arrows between the rows of a pair are moves of saved activations.
+Several timelines stand below one another on one scale of time, so that a plan can be compared with its measurement.
 
 matplotlib takes longer to import than all the rest of the room, so it is imported only when something is drawn.
 """
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw.cells import Cell, cells_of, steps_of
 from megatron.pipeline.draw.legend import draw_legend, legend_entries
-from megatron.pipeline.draw.rows import draw_batches, draw_labels, draw_lanes, draw_rows, draw_saved, draw_steps
+from megatron.pipeline.draw.rows import (
+    draw_batches,
+    draw_labels,
+    draw_lanes,
+    draw_moves,
+    draw_rows,
+    draw_saved,
+    draw_steps,
+)
 from megatron.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -95,6 +103,7 @@ def draw_timeline(
         axes = panels[index * (1 + saved_microbatches)]
         draw_rows(axes, timeline, cells)
         draw_labels(axes, cells, points=points, one_based=one_based)
+        draw_moves(axes, timeline, one_based=one_based)
         if lanes:
             draw_lanes(axes, timeline)
         if len(timeline.batches) > 1:

@@ -19,6 +19,7 @@ SHADES = {  # lightest to darkest; a weight version, or a stage of several on a 
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 STEP, HATCH, BORDER = "#c8102e", "#1f5c22", "#222222"
 TRANSFER, REDUCTION, SAVED = "#555555", "#e58a00", "#f2b66d"
+MOVE_COLOURS = {Kind.EVICT: "#b3261e", Kind.LOAD: "#1456a0"}
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 REDUCTIONS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM})
 
@@ -58,6 +59,10 @@ def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, la
     if any(map(steps_of, timelines)):
         entries.append(((Patch(facecolor=STEP),), "optimizer step; makes weights Wn"))
     entries.append(((Patch(facecolor=BUBBLE),), "bubble"))
+    moving = {span.instruction.kind for timeline in timelines for span in timeline.spans} & MOVE_COLOURS.keys()
+    for kind, name in ((Kind.EVICT, "eviction to the pair stage"), (Kind.LOAD, "load from the pair stage")):
+        if kind in moving:
+            entries.append(((Line2D([], [], color=MOVE_COLOURS[kind], linewidth=1.4),), name))
     if lanes:
         timed = {span.instruction.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
         if timed & SENDS:

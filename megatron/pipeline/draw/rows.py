@@ -1,7 +1,7 @@
 """What stands in the panels of a picture: the rows of cells with their labels and marks, and the saved microbatches.
 
-Each function draws one sign of one timeline into one panel. Times are on the panel's axis already. Collections carry a
-gid, so that tests and tools can find what they show.
+Each function draws one kind of sign of one timeline into one panel. Times are on the panel's axis already. Collections
+carry a gid, so that tests and tools can find what they show.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.cells import Cell, Step
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.moves import pair_of
 from megatron.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -115,6 +116,37 @@ def draw_lanes(axes: "Axes", timeline: Timeline) -> None:
             bars.append([(start, low), (end, low), (end, high), (start, high)])
     axes.add_collection(LineCollection(lines, colors=legend.TRANSFER, linewidths=0.7, gid="transfer", zorder=4))
     axes.add_collection(PolyCollection(bars, facecolors=legend.REDUCTION, edgecolors="none", gid="reduction", zorder=4))
+
+
+def draw_moves(axes: "Axes", timeline: Timeline, *, one_based: bool) -> None:
+    """Evictions and loads as arrows between the rows of a pair, from the start of each to its end, with its microbatch.
+
+    The number stands at the evictor's row, so that one can see which computations the move runs beside.
+    """
+    from matplotlib.collections import LineCollection
+    from matplotlib.patheffects import withStroke
+
+    for kind, colour in legend.MOVE_COLOURS.items():
+        lines = []
+        label = {"va": "center", "fontsize": _SMALL, "fontweight": "bold", "color": colour, "zorder": 6}
+        label["path_effects"] = [withStroke(linewidth=1.5, foreground="white")]
+        for span in timeline.spans:
+            if span.instruction.kind is not kind:
+                continue
+            pair = timeline.rank_of_stage[pair_of(span.instruction.stage, timeline.num_stages)]
+            edge = _INNER / 2 if pair > span.rank else -_INNER / 2
+            rows = [span.rank + edge, pair - edge]
+            times = [span.start, span.end]
+            evicts = kind is Kind.EVICT
+            lines.append(list(zip(times, rows if evicts else rows[::-1], strict=True)))
+            place = (times[0] if evicts else times[1], span.rank + edge * 0.78)
+            side = "right" if evicts else "left"
+            axes.text(*place, str(span.instruction.microbatch + one_based), ha=side, gid=f"{kind.value} label", **label)
+        axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.9, gid=kind.value, zorder=5))
+        for marker, sign in (("v", 1), ("^", -1)):
+            heads = [end for start, end in lines if (end[1] - start[1]) * sign > 0]
+            times, rows = zip(*heads, strict=True) if heads else ((), ())
+            axes.scatter(times, rows, marker=marker, color=colour, s=12, linewidths=0, zorder=5)
 
 
 def draw_saved(axes: "Axes", timeline: Timeline) -> None:

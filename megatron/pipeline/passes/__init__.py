@@ -4,10 +4,11 @@ A pass reads and returns the row of one rank, cut into *legs*: what the rank doe
 and the first forward of the next one, and at last what remains for the drain. `outline` is the program to be, without
 its rows: its batches, weight policy and chain.
 
+    balance         the moves of saved activations between pairs of ranks; this one takes all ranks at once
     recompute       an R before each backward
     updates         the reductions after each batch, and the STEPs
     versions        the weight version of each computation
-    communication   the transfers between ranks; this one takes all ranks at once
+    communication   the transfers between ranks; this one, too
 """
 
 from megatron.pipeline.instruction import Instruction

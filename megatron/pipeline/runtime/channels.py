@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import pair_of
 from megatron.pipeline.runtime.links import LINKS, Link, Receive
 from megatron.pipeline.runtime.stage import Stage, TensorSpec
 
@@ -56,11 +57,6 @@ def edges_in_order(rank_of_stage: Sequence[int]) -> Iterator[tuple[str, int, int
     for _, stage in sorted(coloured):
         yield "F", stage, stage + 1
         yield "B", stage + 1, stage
-
-
-def pair_of(stage: int, num_stages: int) -> int:
-    """The stage that accepts what `stage` evicts, and the other way round (BPipe, section 3.2)."""
-    return num_stages - 1 - stage
 
 
 def evictors(rank_of_stage: Sequence[int]) -> list[int]:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import pair_of
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
-from megatron.pipeline.runtime.channels import Channels, pair_of
+from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Microbatch, Stage, WeightUpdate
 from megatron.pipeline.runtime.trace import Tracer
 

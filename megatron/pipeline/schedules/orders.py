@@ -18,4 +18,7 @@ PRESETS: dict[str, tuple[str, WeightPolicy]] = {
     "2bw": ("1f1b", WeightPolicy.TWO_BW),
     "pipedream": ("1f1b", WeightPolicy.STASH),
     "interleaved": ("interleaved", WeightPolicy.FLUSH),
+    "bpipe": ("1f1b", WeightPolicy.FLUSH),
 }
+
+BALANCED_PRESETS = frozenset({"bpipe"})  # those that balance saved activations

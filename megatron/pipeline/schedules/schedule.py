@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes import Legs
+from megatron.pipeline.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.passes.communication import add_communication
 from megatron.pipeline.passes.recompute import add_recompute
 from megatron.pipeline.passes.updates import add_updates
@@ -18,7 +20,7 @@ from megatron.pipeline.periodic import PeriodicProgram
 from megatron.pipeline.program import Program, shifted_row
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.orders import ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import BALANCED_PRESETS, ORDERS, PRESETS
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.weights import WeightPolicy
 
@@ -37,6 +39,7 @@ class Schedule:
             num_ranks and more (interleaved only). None: num_ranks, as in Megatron.
         recompute: recompute the activations of a microbatch before its backward.
         extra_warmup: start twice as far ahead, to hide transfers (1f1b only).
+        balance: move saved activations between the stages of a pair, so that all save about as much (BPipe).
         tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
 
@@ -51,6 +54,7 @@ class Schedule:
     microbatch_group_size: int | None = None
     recompute: bool = False
     extra_warmup: bool = False
+    balance: bool = False
     tied_embeddings: bool = False
     data_parallel: bool = False
 
@@ -71,6 +75,16 @@ class Schedule:
         if self.weights.rule.updates_alone and self.extra_warmup:
             raise ValueError(
                 f"{self._name} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
+            )
+        if self.balance and self._order.max_in_flight(0) is None:
+            raise ValueError(
+                f"{self.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or "
+                "use order 1f1b or interleaved"
+            )
+        if self.balance and self.weights.rule.updates_alone:
+            raise ValueError(
+                f"{self._name} may drain after every microbatch, so no eviction can be planned ahead; drop "
+                "balance, or use flush or 2bw"
             )
         if self.weights.rule.updates_alone and self.tied_embeddings:
             raise ValueError(
@@ -100,7 +114,7 @@ class Schedule:
 
     @classmethod
     def preset(cls, name: str, *, num_stages: int, **choices: bool | int | None) -> "Schedule":
-        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream or interleaved.
+        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved or bpipe.
 
         Raises:
             ValueError: another name, or as the constructor.
@@ -108,6 +122,7 @@ class Schedule:
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         order, weights = PRESETS[name]
+        choices["balance"] = choices.get("balance", False) or name in BALANCED_PRESETS
         return cls(order=order, weights=weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
@@ -144,12 +159,35 @@ class Schedule:
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
         limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
-        return _cut(limits, self._most_together(batches))
+        own = _cut(limits, self._most_together(batches))
+        if not self.balance:
+            return own
+        accepting, on_rank = self._accepting_ranks(batches), self.max_saved_on_rank(batches)
+        return tuple(
+            on_rank[rank] if rank in accepting else min(own[stage], on_rank[rank])
+            for stage, rank in enumerate(self.rank_of_stage)
+        )
 
     def max_saved_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The same for each rank, over all its stages; a microbatch counts once at each of them."""
-        limits = [self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
-        return _cut(limits, self._most_together(batches) * self.num_virtual_stages)
+        own = self._in_flight_on_rank(batches)
+        if not self.balance:
+            return own
+        accepting = self._accepting_ranks(batches)
+        return tuple(
+            bound if rank in accepting else min(own[rank], bound) for rank, bound in enumerate(self._bounds_of_ranks)
+        )
+
+    def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that move saved activations away in a program of these batches; none: there is nothing to balance.
+
+        That is so without `balance`, and with it for few ranks (1F1B: fewer than 4), or batches too small to fill the
+        pipeline.
+        """
+        if not self.balance:
+            return ()
+        pairs = enumerate(zip(self._in_flight_on_rank(batches), self._bounds_of_ranks, strict=True))
+        return tuple(rank for rank, (own, bound) in pairs if own > bound)
 
     @property
     def report_lag(self) -> int:
@@ -192,9 +230,11 @@ class Schedule:
         for num_microbatches in batches:
             self.validate(num_microbatches)
         outline = self._outline(batches, first_batch=first_batch, first_microbatch=first_microbatch)
+        ordered = [self._order_legs(rank, outline) for rank in range(self.num_ranks)]
+        if self.balance:
+            ordered = add_balance(ordered, outline, self._bounds_of_ranks)
         legs_of_rank = []
-        for rank in range(self.num_ranks):
-            legs = self._order_legs(rank, outline)
+        for rank, legs in enumerate(ordered):
             if self.recompute:
                 legs = add_recompute(legs)
             legs = add_updates(legs, rank, outline)
@@ -250,7 +290,8 @@ class Schedule:
     def _name(self) -> str:
         """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
         weights = self.weights.value
-        names = [name for name, choice in PRESETS.items() if choice == (self.order, self.weights) and name != weights]
+        chosen = [name for name, choice in PRESETS.items() if choice == (self.order, self.weights)]
+        names = [name for name in chosen if name != weights and name not in BALANCED_PRESETS]
         return f"{names[0]} ({weights})" if names else weights
 
     @property
@@ -261,6 +302,19 @@ class Schedule:
             microbatch_group_size=self.microbatch_group_size,
             extra_warmup=self.extra_warmup,
         )
+
+    @property
+    def _bounds_of_ranks(self) -> tuple[int, ...]:
+        """With `balance`, the most microbatches that each rank may hold, over all its stages."""
+        return balanced_bounds([self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)])
+
+    def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """For each rank, the most microbatches between forward and end of backward, over all its stages."""
+        limits = [self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
+        return _cut(limits, self._most_together(batches) * self.num_virtual_stages)
+
+    def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
+        return {pair_of(rank, self.num_ranks) for rank in self.evicting_ranks(batches)}
 
     def _outline(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
         return Program(

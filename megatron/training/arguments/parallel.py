@@ -14,7 +14,8 @@ PIPELINE = Group(
             "gpipe: all forwards, then all backwards. flush: 1F1B with a flush after each batch, exact. 2bw: 1F1B "
             "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
             "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank: "
-            "refused so far, since one is built here.",
+            "refused so far, since one is built here. bpipe: flush with saved activations balanced over pairs of "
+            "stages; planned, proved and drawn, and not executed yet.",
             choices=tuple(PRESETS),
         ),
         switch(

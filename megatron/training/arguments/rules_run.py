@@ -59,6 +59,16 @@ def schedule(args: argparse.Namespace) -> None:
     program = pipeline_schedule(args)
     for num_microbatches in sorted(set(args.batch_sizes.all_num_microbatches())):
         program.validate(num_microbatches)
+        if program.evicting_ranks((num_microbatches,)):
+            raise ValueError(
+                f"--pipeline-schedule {args.pipeline_schedule} moves saved activations between ranks, which the "
+                "runtime cannot execute yet; use flush, which computes the same"
+            )
+    if program.balance:
+        args.notes.append(
+            f"--pipeline-schedule {args.pipeline_schedule} has nothing to move with these stages and batches, so it "
+            "runs as flush"
+        )
 
 
 def pipeline_schedule(args: argparse.Namespace) -> Schedule:

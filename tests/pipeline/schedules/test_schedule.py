@@ -98,6 +98,8 @@ def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batc
         ),
         ("pipedream", {"extra_warmup": True}, r"^pipedream \(stash\) keeps at most p-s weight versions"),
         ("pipedream", {"tied_embeddings": True}, r"^under pipedream \(stash\) .* cannot share an embedding"),
+        ("gpipe", {"balance": True}, "gpipe saves a whole batch at every stage, so there is nothing to balance"),
+        ("pipedream", {"balance": True}, "may drain after every microbatch, so no eviction can be planned ahead"),
     ],
 )
 def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):
@@ -144,6 +146,18 @@ def test_weights_may_be_named():
     """The policy's word will do for the policy."""
     assert Schedule(order="1f1b", weights="2bw", num_stages=2) == Schedule.preset("2bw", num_stages=2)
     assert set(PRESETS) >= {"gpipe", "flush", "2bw", "pipedream"}
+
+
+def test_bpipe_is_flush_balanced():
+    """The preset and the flag are one schedule; fewer than 4 stages, or small batches, leave nothing to balance."""
+    assert Schedule.preset("bpipe", num_stages=8) == Schedule.preset("flush", num_stages=8, balance=True)
+    assert Schedule.preset("bpipe", num_stages=8).evicting_ranks((4, 7)) == (0, 1, 2)
+    assert Schedule.preset("flush", num_stages=8).evicting_ranks((8,)) == ()
+    for num_stages, size in ((3, 9), (4, 3), (8, 5)):
+        schedule = Schedule.preset("bpipe", num_stages=num_stages)
+        assert schedule.evicting_ranks((size,)) == ()
+        assert schedule.build((size,)) == Schedule.preset("flush", num_stages=num_stages).build((size,))
+        assert schedule.max_saved_microbatches((size,)) == tuple(min(p, size) for p in range(num_stages, 0, -1))
 
 
 @settings(max_examples=30, deadline=None)

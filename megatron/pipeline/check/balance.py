@@ -1,0 +1,112 @@
+"""Proof: what is evicted comes back before its backward, and both ends of every move agree.
+
+A microbatch may leave a stage once, between its forward and whatever needs its activations first (its recompute, or its
+backward), and has to come back before that:
+
+    EVICT    after F; not twice; nothing has needed the activations yet
+    LOAD     after EVICT; not twice
+    R, B, I  not between EVICT and LOAD
+    ACCEPT   at the pair stage; not twice
+    RETURN   after ACCEPT; not twice
+
+Each rank carries out its moves in the order of its row (see `megatron.pipeline.moves`), so moves carry no tags: the
+n-th move of a rank meets the n-th of the rank that it is paired with. The two rows are shown to list the two ends of
+the same moves in the same order. If they did not, a stage would load another microbatch's activations, silently. That
+the moves end, and that nobody waits in a circle, is proved with the progress.
+"""
+
+from megatron.pipeline.check.compact import ACCEPT, EVICT, LOAD, RETURN, B, CompactProgram, F, I, R
+from megatron.pipeline.moves import counterpart, pair_of
+
+# What has happened to the activations of a microbatch at a stage; at its pair stage, _NOWHERE, _LENT, _GIVEN_BACK.
+_NOWHERE, _SAVED, _AWAY, _BACK, _USED, _LENT, _GIVEN_BACK = range(7)
+
+# code -> (what it must find, what it leaves)
+_MUST_FIND = {
+    EVICT: ((_SAVED,), _AWAY),
+    LOAD: ((_AWAY,), _BACK),
+    R: ((_SAVED, _BACK), _USED),
+    B: ((_SAVED, _BACK, _USED), _USED),
+    I: ((_SAVED, _BACK, _USED), _USED),
+    ACCEPT: ((_NOWHERE,), _LENT),
+    RETURN: ((_LENT,), _GIVEN_BACK),
+}
+_FOUND = {
+    _NOWHERE: "its activations are not here",
+    _SAVED: "its activations are here and were never evicted",
+    _AWAY: "its activations are at the pair stage, and no LOAD stands before it",
+    _BACK: "its activations were evicted and loaded already",
+    _USED: "its activations have been used already",
+    _LENT: "the activations of the pair stage were accepted already",
+    _GIVEN_BACK: "the activations of the pair stage were returned already",
+}
+
+
+def prove_balance(compact: CompactProgram) -> None:
+    """Prove the rules above.
+
+    Args:
+        compact: a program whose computations are proved.
+
+    Raises:
+        ProgramError: naming the first instruction that breaks its rule, or that has no other end.
+    """
+    if not compact.moves:
+        return
+    partners = partner_of_rank(compact)
+    num_places = compact.num_stages * compact.num_microbatches
+    own, lent = bytearray(num_places), bytearray(num_places)
+    for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
+        for position, (code, place) in enumerate(zip(codes, places, strict=True)):
+            if code == F:
+                own[place] = _SAVED
+            elif code in _MUST_FIND:
+                if EVICT <= code <= LOAD and partners[rank] == rank:
+                    raise compact.error(rank, position, "its pair stage lives on the same rank, so nothing can move")
+                wanted, left = _MUST_FIND[code]
+                states = lent if code in (ACCEPT, RETURN) else own
+                if states[place] not in wanted:
+                    raise compact.error(rank, position, _FOUND[states[place]])
+                states[place] = left
+    for rank, partner in enumerate(partners):
+        if rank < partner:
+            _prove_correspondence(compact, rank, partner)
+
+
+def partner_of_rank(compact: CompactProgram) -> list[int]:
+    """For each rank the one that has the pair stages of its stages.
+
+    Raises:
+        ValueError: the pair stages of a rank's stages live on several ranks.
+    """
+    ranks, num_stages = compact.rank_of_stage, compact.num_stages
+    partners: dict[int, int] = {}
+    for stage, rank in enumerate(ranks):
+        partner = ranks[pair_of(stage, num_stages)]
+        if partners.setdefault(rank, partner) != partner:
+            raise ValueError(
+                f"the stages of rank {rank} have their pair stages on ranks {partners[rank]} and {partner}, so it "
+                "has no pair; place stages p-1-x of stages x on one rank, or move nothing"
+            )
+    return [partners[rank] for rank in range(len(compact.codes))]
+
+
+def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) -> list[int]:
+    """The positions of the moves in a row, up to position `end`."""
+    return [position for position, code in enumerate(compact.codes[rank][:end]) if EVICT <= code <= LOAD]
+
+
+def _prove_correspondence(compact: CompactProgram, rank: int, partner: int) -> None:
+    own, others = moves_of_rank(compact, rank), moves_of_rank(compact, partner)
+    rows = compact.program.rows
+    for nth, (position, other) in enumerate(zip(own, others, strict=False)):
+        wanted = counterpart(rows[partner][other], compact.num_stages)
+        found = rows[rank][position]
+        if (found.kind, found.stage, found.microbatch) != (wanted.kind, wanted.stage, wanted.microbatch):
+            reason = f"move {nth} of rank {partner} is {rows[partner][other]}, whose other end is {wanted}"
+            raise compact.error(rank, position, reason)
+    if len(own) != len(others):
+        alone, rest = (rank, own[len(others) :]) if len(own) > len(others) else (partner, others[len(own) :])
+        missing = counterpart(rows[alone][rest[0]], compact.num_stages)
+        other_rank = partner if alone == rank else rank
+        raise compact.error(alone, rest[0], f"the row of rank {other_rank} has no {missing} to meet it")
