@@ -39,7 +39,8 @@ activate_environment() {
 
 prepare_environment() {
     activate_environment || return 1
-    local name missing files=("$repository/requirements/runtime.txt" "$repository/requirements/pinned.txt") options=()
+    # Pinned first: else pip fetches the newest torch, with all of CUDA, before it sees the other requirement.
+    local name missing files=("$repository/requirements/pinned.txt" "$repository/requirements/runtime.txt") options=()
     for name in "$@"; do
         files+=("$repository/requirements/$name.txt")
     done
