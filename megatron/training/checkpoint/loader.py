@@ -7,6 +7,7 @@ and the checkpoint lacks or holds in another shape.
 
 import pickle
 import warnings
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -166,7 +167,15 @@ def _is_extra_state(value: object) -> bool:
     return isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
 
 
+def _enum_member(enumeration: type[Enum], name: str) -> Enum:
+    """What `getattr` may do in a checkpoint: Python 3.11.2 writes a member of an enumeration that way."""
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
+    return enumeration[name]
+
+
 def _register_safe_classes() -> None:
+    torch.serialization.add_safe_globals([(_enum_member, "builtins.getattr")])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         from megatron.core.safe_globals import register_safe_globals
