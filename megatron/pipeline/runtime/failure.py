@@ -144,7 +144,8 @@ class Guard:
         self._doing: Callable[[], tuple[str, int | None]] = lambda: ("", None)
         self._overdue: Callable[[], BaseException | None] = lambda: None
         self._leaving = threading.Event()
-        self._ending = threading.Lock()
+        self._ending = threading.Lock()  # held from the end on
+        self._is_ending = False
         self._told: tuple[str, str, int | None] | None = None
         self._neighbours = self._join_ring(store, scope, timeout)
         self._listeners = [self._spawn(self._listen, *neighbour) for neighbour in self._neighbours]
@@ -208,6 +209,8 @@ class Guard:
         """A launcher that saw another rank die ends this one; tell why before going. Training may set a handler of
         its own.
         """
+        if self._is_ending:
+            return  # perhaps on the thread that is interrupted here: it goes on ending the process
         story = self._board.wait_for_story(CONSEQUENCE_PATIENCE)
         if story is not None:
             self._end(story)
@@ -257,6 +260,7 @@ class Guard:
 
     def _end(self, story: str) -> None:
         """Print the root cause, let the others read it, and end the process. Only the first caller gets through."""
+        self._is_ending = True
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread of this process is ending it
         sys.stderr.write(f"{self._name} stops: {story}\n")

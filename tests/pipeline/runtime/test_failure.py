@@ -6,10 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+
+from megatron.pipeline.runtime.failure import Guard
 
 JOB = Path(__file__).with_name("failing_job.py")
 STARTUP = 120.0  # seconds that the whole job may take on a busy machine
@@ -135,3 +138,22 @@ def test_a_peaceful_end_is_not_a_failure(with_torchrun):
     codes, output = launch("none", 0, num_ranks=2, with_torchrun=with_torchrun)
     assert all(code == 0 for code in codes), output
     assert output.count("done") == 2 and "stops" not in output
+
+
+def test_a_signal_to_the_thread_that_ends_the_job_does_not_stop_it(monkeypatch):
+    """A launcher terminates the ranks as soon as one is gone, also one that lingers until the others know why."""
+    exits, counts = [], []
+    monkeypatch.setattr(os, "_exit", exits.append)
+
+    class Board:
+        def count(self, name, amount=0):
+            if not counts:
+                guard._on_terminate(signal.SIGTERM, None)
+            counts.append(name)
+            return guard.world_size
+
+    guard = object.__new__(Guard)
+    guard._name, guard._board, guard._exit_code, guard.world_size = "rank 0", Board(), 3, 2
+    guard._hosts_store, guard._ending, guard._is_ending = True, threading.Lock(), False
+    guard._end("rank 1 failed")
+    assert exits == [3]
