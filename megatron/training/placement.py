@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
+from megatron.pipeline.schedules.orders import BALANCED_PRESETS
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, estimated_forward_seconds
 from megatron.placement.cost import placement_cost
 from megatron.placement.degrees import Degrees
@@ -114,7 +115,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
 
 def balances_activations(args: argparse.Namespace) -> bool:
     """Whether the run moves activations between the stages of a pair."""
-    return args.pipeline_schedule == "bpipe" or getattr(args, "balance_activations", False)
+    return args.pipeline_schedule in BALANCED_PRESETS
 
 
 def _mapping(

@@ -24,7 +24,7 @@ def topology(path, *names, gpus=2, **more):
 
 def balanced(extra, *, world_size=4):
     args = arguments(f"{PIPELINE} {extra}", world_size=world_size)
-    args.pipeline_schedule, args.balance_activations = "flush", True
+    args.pipeline_schedule = "bpipe"
     return args
 
 
@@ -121,7 +121,7 @@ def test_advice_where_nothing_is_asked_for(monkeypatch, local, words):
     args = balanced("--tensor-model-parallel-size 2", world_size=8)
     (line,) = placement.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines
     assert line.startswith(words)
-    args.balance_activations = False
+    args.pipeline_schedule = "flush"
     assert placement.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines == ()
 
 

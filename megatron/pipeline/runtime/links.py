@@ -14,6 +14,7 @@ thread per link posts in order, waits for the sends and drops the aliases; the c
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 import time
@@ -160,7 +161,7 @@ class _GlooReceive:
         return self._tensor
 
 
-class _GlooEnd:
+class _GlooEnd(abc.ABC):
     """One end of a link over gloo, with the thread that posts its transfers."""
 
     def __init__(
@@ -172,9 +173,9 @@ class _GlooEnd:
         self._sends = sends
         self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
 
+    @abc.abstractmethod
     def _finish_send(self, item: Any) -> None:
         """On the link's thread: send what `send` has put there, and return when it has been read."""
-        raise NotImplementedError
 
     def num_unread(self) -> int:
         return self._worker.num_unfinished() if self._sends else 0
