@@ -91,7 +91,8 @@ class BufferPool:
 class ActivationMemory:
     """What one rank saves, over all of its stages, in bytes: in graphs, and in buffers that are in use.
 
-    `peak_bytes` is the most at the end of a forward or when a buffer is taken, the only moments at which it grows.
+    `peak_bytes` is the most over the run so far, looked at when a forward has ended or a buffer is taken, the only
+    moments at which it grows.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -100,6 +101,7 @@ class ActivationMemory:
         self.device = probe.device  # "cuda" with the number of the current one
         self.pool = BufferPool(self.device)
         self.peak_bytes = 0
+        self._recent_peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()  # buffers are taken by the thread of the moves, too
 
@@ -108,11 +110,17 @@ class ActivationMemory:
         with self._lock:
             return self._count()
 
+    def take_recent_peak(self) -> int:
+        """The most bytes since the last call, or since the start."""
+        with self._lock:
+            peak, self._recent_peak_bytes = self._recent_peak_bytes, self._count()
+        return peak
+
     def hold(self, stage: int, microbatch: int, num_bytes: int) -> None:
         """A graph saves these bytes from now on."""
         with self._lock:
             self._in_graphs[stage, microbatch] = num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._count())
+            self._note()
 
     def drop(self, stage: int, microbatch: int) -> None:
         """It does no longer: its backward has ended."""
@@ -126,8 +134,13 @@ class ActivationMemory:
         with self._lock:
             self._in_graphs.pop(instead_of, None)
             buffer = self.pool.take(num_bytes)
-            self.peak_bytes = max(self.peak_bytes, self._count())
+            self._note()
             return buffer
 
     def _count(self) -> int:
         return sum(self._in_graphs.values()) + self.pool.used_bytes
+
+    def _note(self) -> None:
+        now = self._count()
+        self.peak_bytes = max(self.peak_bytes, now)
+        self._recent_peak_bytes = max(self._recent_peak_bytes, now)
