@@ -134,13 +134,12 @@ def estimate_traffic(
         balances_activations: BPipe moves activations between pairs.
         sequence_parallel: activations between stages are split over tensor ranks.
         tied_embeddings: the last stage holds the embedding too.
-        num_virtual_stages: v, the stages of each rank; more than one need `balances_activations=False`.
+        num_virtual_stages: v, the stages of each rank. Evictions are estimated as those of one stage.
 
     Raises:
         ValueError: a number of microbatches or a vocabulary below 1.
     """
     assert (shape.tensor, shape.pipeline) == (degrees.tensor, degrees.pipeline)
-    assert num_virtual_stages == 1 or not balances_activations, "only the moves of 1F1B are counted"
     if num_microbatches < 1 or vocabulary_size < 1:
         raise ValueError(f"{num_microbatches} microbatches, vocabulary of {vocabulary_size}: give 1 or more of each")
     p, t = degrees.pipeline, degrees.tensor

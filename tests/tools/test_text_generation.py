@@ -30,8 +30,8 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
 
     words = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-        "--micro-batch-size 1 --lr 0.1 --train-iters 1 --mock-data --tokenizer-type ByteLevelTokenizer --swiglu "
-        "--init-method-std 0.4"
+        "--micro-batch-size 1 --global-batch-size 2 --lr 0.1 --train-iters 1 --mock-data "
+        "--tokenizer-type ByteLevelTokenizer --swiglu --init-method-std 0.4"
     )
     args = parse_args([*words.split(), *flags.split()])
     validate_args(args, world_size=dist.get_world_size())

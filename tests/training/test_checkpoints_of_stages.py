@@ -8,7 +8,7 @@ from tests.training.run_case import joined_weights, train
 
 FULL = pytest.mark.full
 EXACT = "--untie-embeddings-and-output-weights --clip-grad 0"
-CLIPPED = "--clip-grad 0.5"
+CLIPPED = "--clip-grad 0.5 --adam-eps 1e-5"  # eps: the noise of gradients that should be 0 stays noise
 UNDROPPED = "--hidden-dropout 0 --attention-dropout 0"
 P1, P2, P4 = (f"--pipeline-model-parallel-size {p}" for p in (1, 2, 4))
 V2 = "--num-virtual-stages-per-pipeline-rank 2"
@@ -72,7 +72,7 @@ def test_other_cuts_go_on_with_the_same_numbers(saved, model, writers, source, r
     )
     assert found.keys() == expected.keys() == {4, 5, 6}
     for iteration, record in found.items():
-        for name, tolerance in (("lm_loss", 0 if exact else 1e-5), ("grad_norm", 1e-12 if exact else 2e-5)):
+        for name, tolerance in (("lm_loss", 0 if exact else 1e-6), ("grad_norm", 1e-12 if exact else 2e-6)):
             assert record[name] == pytest.approx(expected[iteration][name], rel=tolerance, abs=0), (iteration, name)
     weights, expected_weights = joined_weights(rest), joined_weights(whole)
     names = weights.keys() & expected_weights.keys()
@@ -81,7 +81,7 @@ def test_other_cuts_go_on_with_the_same_numbers(saved, model, writers, source, r
         if exact:
             assert torch.equal(weights[name], expected_weights[name]), name
         else:
-            torch.testing.assert_close(weights[name], expected_weights[name], rtol=0, atol=2e-4)
+            torch.testing.assert_close(weights[name], expected_weights[name], rtol=0, atol=1e-5)
 
 
 def test_keys_do_not_depend_on_the_cut(saved):
@@ -90,7 +90,8 @@ def test_keys_do_not_depend_on_the_cut(saved):
     for num_ranks, cut in ((1, P1), (2, f"{P2} {V2}")):
         folder, _ = saved(num_ranks, f"{EXACT} {cut}")
         entries = FileSystemReader(f"{folder}/iter_0000003").read_metadata().state_dict_metadata
-        stored.append({key: tuple(entry.size) for key, entry in entries.items() if not key.startswith("rng_state")})
+        shapes = {key: tuple(getattr(entry, "size", ())) for key, entry in entries.items()}  # objects have none
+        stored.append({key: shape for key, shape in shapes.items() if not key.startswith("rng_state")})
     assert stored[0] == stored[1]
     assert stored[0]["decoder.layers.mlp.linear_fc1.weight"] == (4, 128, 32)
     assert "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight" in stored[0]

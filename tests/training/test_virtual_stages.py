@@ -14,6 +14,7 @@ from tests.training.run_case import joined_weights, train
 FULL = pytest.mark.full
 EXACT = "--untie-embeddings-and-output-weights --clip-grad 0"
 CLIPPED = "--clip-grad 0.5"  # tied
+DAMPED = "--adam-eps 1e-5"  # so that the noise of gradients that should be 0, as of the keys' bias, stays noise
 V2 = "--num-virtual-stages-per-pipeline-rank 2"
 P2, P4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 NAMES = ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
@@ -34,6 +35,7 @@ def single(flags: str) -> tuple[dict, dict]:
 
 def check(num_ranks: int, model: str, layout: str, *, exact: bool) -> None:
     """`layout` (flags) on `num_ranks` ranks equals one process; exactly, or to rounding that six updates spread."""
+    model = model if exact else f"{model} {DAMPED}"
     expected, weights = single(model)
     results = train(num_ranks, f"{model} {layout}")
     found, found_weights = values(results), joined_weights(results)
@@ -48,10 +50,10 @@ def check(num_ranks: int, model: str, layout: str, *, exact: bool) -> None:
         different = [name for name, tensor in weights.items() if not torch.equal(found_weights[name], tensor)]
         assert not different
         return
-    assert found["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+    assert found["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-6)
     for name, tensor in weights.items():
-        torch.testing.assert_close(found_weights[name], tensor, rtol=0, atol=2e-4, msg=partial("{}: {}".format, name))
+        torch.testing.assert_close(found_weights[name], tensor, rtol=0, atol=1e-5, msg=partial("{}: {}".format, name))
 
 
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
@@ -165,5 +167,5 @@ def test_evaluations_and_checkpoints_change_nothing(tmp_path):
     losses = [record["validation_loss"] for record in busy[-1]["records"] if "validation_loss" in record]
     single_run = train(1, "--train-iters 5 --eval-iters 2 --eval-interval 2")
     expected = [record["validation_loss"] for record in single_run[-1]["records"] if "validation_loss" in record]
-    assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-5)
+    assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-6)
     assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
