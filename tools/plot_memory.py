@@ -66,7 +66,8 @@ def draw(runs: Sequence[Peaks], path: Path, *, title: str = "") -> None:
     axes.set_xlabel("pipeline rank")
     axes.set_ylabel("saved activations at their fullest (MiB)")
     axes.set_title(title)
-    axes.legend()
+    axes.set_ylim(top=1.12 * max(max(run.mebibytes) for run in runs))  # room for the legend
+    axes.legend(ncols=len(runs), loc="upper right", framealpha=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
