@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from megatron.placement.cost import Level
 from megatron.placement.degrees import Degrees
-from megatron.placement.pairs import pair_places, transferring_stages
+from megatron.placement.pairs import pair_places
 from megatron.placement.report import PlacementReport
 from megatron.placement.traffic import Kind
 
@@ -58,11 +58,10 @@ def _seats(report: PlacementReport, table) -> "Table":
 
 def _pairs(report: PlacementReport, table) -> "Table":
     made = table("stages", "activations", "cross a node", justify="right")
-    moving = transferring_stages(report.degrees.pipeline)
     for pair in pair_places(report.mapping, report.degrees, report.topology.node_of_slot):
         made.add_row(
             f"{pair.evictor} and {pair.acceptor}",
-            "move" if pair.evictor in moving else "stay",
+            "move" if pair.evictor in report.evictors else "stay",
             f"{pair.num_crossing} of {len(pair.nodes)}",
         )
     return made

@@ -28,7 +28,7 @@ def jobs(draw, *, max_slots: int, max_tensor: int = 3):
         left -= nodes[-1]
     by_stage = st.tuples(*[AMOUNT] * pipeline)
     traffic = Traffic(
-        pipeline=draw(AMOUNT),
+        pipeline=draw(by_stage) if pipeline > 1 else (0.0,),
         pair=tuple(
             amount if stage < pipeline // 2 else 0.0 for stage, amount in enumerate(draw(by_stage))
         ),
@@ -77,7 +77,7 @@ def test_exchanges_change_the_cost_as_predicted(job, random):
     places = [place for place, count in enumerate(assignment.capacities) for _ in range(count)]
     random.shuffle(places)
     cost = assignment.set(places)
-    scale = sum(map(sum, (traffic.data, traffic.pair))) + traffic.pipeline + traffic.embedding + 1.0
+    scale = sum(map(sum, (traffic.data, traffic.pair, traffic.pipeline))) + traffic.embedding + 1.0
     for _ in range(5):
         first, second = random.choices(range(assignment.num_units), k=2)
         if assignment.place_of[first] == assignment.place_of[second]:

@@ -86,6 +86,48 @@ def test_transfer_that_does_not_fit_is_a_warning(tmp_path):
     assert lines[1].startswith("pairs: ") and lines[1].endswith("if a forward takes as long")
 
 
+def test_pairs_that_cross_an_unknown_network_are_a_warning():
+    """Without a topology nobody can say whether it is fast enough: the bytes, and the remedy; none where none cross."""
+    hosts = [Process(name, local) for name in "abcd" for local in (0, 1)]
+    flags = "--tensor-model-parallel-size 2 --rank-mapping pair-adjacent"
+    _, lines = placement.decide(balanced(flags, world_size=8), hosts)
+    assert "2 of 2 pairs that move activations cross a node, for tensor parallel size 2 fills a node of 2" in lines[0]
+    assert lines[1].startswith("warning: pairs that cross a node move ") and "give --rank-topology" in lines[1]
+    assert len(placement.decide(balanced("--rank-mapping pair-adjacent"), TWO_HOSTS)[1]) == 1
+
+
+def test_batch_too_small_to_move_anything():
+    """Two microbatches do not fill four stages: no pair moves, and no advice is given."""
+    few = balanced("--rank-mapping pair-adjacent --global-batch-size 2 --micro-batch-size 1")
+    assert placement.evictors(few) == ()
+    assert placement.decide(few, TWO_HOSTS)[1] == [
+        "rank mapping pair-adjacent on 2 nodes: no pair has activations to move"
+    ]
+
+
+def test_bytes_follow_the_precision(tmp_path):
+    """FP32 sends twice what bf16 sends, and bf16 reduces gradients in 16 bits unless they are accumulated in FP32."""
+    degrees = Degrees(tensor=2, pipeline=2, data=2)
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+
+    def traffic(more):
+        return placement.estimated_traffic(arguments(f"{flags} {more}", world_size=8), degrees)
+
+    wide, narrow, kept = traffic(""), traffic("--bf16"), traffic("--bf16 --accumulate-allreduce-grads-in-fp32")
+    assert wide.pipeline[0] == 2 * narrow.pipeline[0] == 2 * kept.pipeline[0] > 0
+    assert wide.data == kept.data and wide.embedding == kept.embedding
+    assert traffic("--bf16 --sequence-parallel").pipeline[0] == narrow.pipeline[0] / 2
+
+
+def test_flash_attention_saves_no_scores():
+    """As if the attention were recomputed: equation 5."""
+    args = arguments("")
+    args.transformer_impl = "transformer_engine"
+    assert placement.recompute_scope(args) is RecomputeScope.ATTENTION
+    args.attention_backend = "unfused"
+    assert placement.recompute_scope(args) is RecomputeScope.NONE
+
+
 def test_pairs_without_transfers_are_noted():
     """pair-adjacent under a schedule that moves nothing between pairs has no use."""
     args = arguments(f"{PIPELINE} --rank-mapping pair-adjacent", world_size=4)
