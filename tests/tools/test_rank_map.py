@@ -106,7 +106,7 @@ def test_bandwidth_is_judged(run, tmp_path):
 
 
 def test_schedule_decides_what_is_sent(run):
-    """flush moves nothing between pairs; several stages on each rank send more, also from the last rank to the first."""
+    """flush moves nothing between pairs; several stages on each rank send more, also from last rank to first."""
     words = [*TOPOLOGY, "--pipeline-model-parallel-size", "8", *MODEL, "--json"]
 
     def sent(*schedule):
