@@ -191,8 +191,10 @@ def _targets(assignment: Assignment, unit: int) -> list[int]:
 
 
 def _exchange_if_better(assignment: Assignment, unit: int, other: int, threshold: float, *, together: bool) -> float:
-    """Exchange two units (`together`: and then the units of their pairs) if that lowers the cost; returns by how much, 0 if
-    they stay."""
+    """Exchange two units (`together`: and then the units of their pairs) if that lowers the cost.
+
+    Returns the change, 0 where they stay.
+    """
     if assignment.place_of[unit] == assignment.place_of[other]:
         return 0.0
     change = assignment.change(unit, other)

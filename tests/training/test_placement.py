@@ -224,6 +224,18 @@ def test_problem_is_told_to_all(monkeypatch, tmp_path, flags, reason):
     assert len(set(map(str, found))) == 1
 
 
+def test_figure_6_in_a_run():
+    """Logical rank by process of two hosts of 8, counted in blocks; over the hosts in turn, each slot has the same."""
+    flags = "--tensor-model-parallel-size 2 --rank-mapping pair-adjacent"
+    first_host = [0, 1, 12, 13, 4, 5, 8, 9]  # PP 0, 3, 1, 2 of DP 0
+    second_host = [2, 3, 14, 15, 6, 7, 10, 11]
+    blocks = [Process(name, local) for name in "ab" for local in range(8)]
+    assert placement.decide(balanced(flags, world_size=16), blocks)[0] == first_host + second_host
+    in_turn = [Process(name, local) for local in range(8) for name in "ab"]
+    ranks = placement.decide(balanced(flags, world_size=16), in_turn)[0]
+    assert (ranks[::2], ranks[1::2]) == (first_host, second_host)
+
+
 def test_mapping_is_that_of_the_room():
     """With hosts in blocks, physical ranks become what the mapping says of their slots."""
     args = arguments(f"{PIPELINE} --rank-mapping pair-adjacent", world_size=8)
