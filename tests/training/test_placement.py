@@ -1,6 +1,7 @@
 """--rank-mapping: decided on the process of physical rank 0, followed by all, and said in the log."""
 
 import json
+import os
 import threading
 from datetime import timedelta
 
@@ -58,6 +59,16 @@ def test_topology_may_put_rank_0_on_the_second_host(tmp_path):
         0,
         3,
     ]
+
+
+def test_job_on_a_part_of_the_topology(tmp_path):
+    """Two of three nodes, two processes on nodes of eight: the rest is left out, and shares nothing."""
+    whole = topology(tmp_path / "whole.json", "a", "x", "b", gpus=8)
+    part = topology(tmp_path / "part.json", "a", "b")
+    flags = "--rank-mapping optimized --rank-topology"
+    assert placement.decide(balanced(f"{flags} {whole}"), TWO_HOSTS) == placement.decide(
+        balanced(f"{flags} {part}"), TWO_HOSTS
+    )
 
 
 def test_optimized_and_file(tmp_path):
@@ -177,7 +188,8 @@ def assign(monkeypatch, processes, *extra):
     """What `assign_rank` gives or raises on each process, in threads over one store."""
     from torch.distributed import HashStore
 
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RANK", "as launched")
+    monkeypatch.setenv("LOCAL_RANK", "as launched")
     here, store, found = threading.local(), HashStore(), [None] * len(processes)
     monkeypatch.setattr(placement, "this_process", lambda: processes[here.rank])
 
@@ -204,6 +216,7 @@ def test_all_follow_one_decision(monkeypatch, tmp_path):
     path = topology(tmp_path / "t.json", "b", "a")
     found = assign(monkeypatch, TWO_HOSTS, "--rank-mapping pair-adjacent", f"--rank-topology {path}")
     assert [(each.rank, each.store_host) for each in found] == [(1, 1), (2, 1), (0, 1), (3, 1)]
+    assert os.environ["RANK"] in "0123" and os.environ["LOCAL_RANK"] == "as launched"
 
 
 @pytest.mark.parametrize(
