@@ -24,9 +24,7 @@ def topology(path, *names, gpus=2, **more):
 
 
 def balanced(extra, *, world_size=4):
-    args = arguments(f"{PIPELINE} {extra}", world_size=world_size)
-    args.pipeline_schedule = "bpipe"
-    return args
+    return arguments(f"{PIPELINE} --pipeline-schedule bpipe {extra}", world_size=world_size)
 
 
 def test_pair_adjacent():
@@ -128,6 +126,20 @@ def test_bytes_follow_the_precision(tmp_path):
     assert wide.pipeline[0] == 2 * narrow.pipeline[0] == 2 * kept.pipeline[0] > 0
     assert wide.data == kept.data and wide.embedding == kept.embedding
     assert traffic("--bf16 --sequence-parallel").pipeline[0] == narrow.pipeline[0] / 2
+
+
+def test_several_stages_on_a_rank():
+    """What a run sends: twice from rank to rank, once from the last to the first; half the bytes move at each stage."""
+    degrees = Degrees(tensor=1, pipeline=4, data=1)
+    flags = "--pipeline-model-parallel-size 4 --num-layers 8 --micro-batch-size 1 --global-batch-size 8"
+    one = arguments(f"{flags} --pipeline-schedule bpipe", world_size=4)
+    two = arguments(f"{flags} --num-virtual-stages-per-pipeline-rank 2 --balance-activations", world_size=4)
+    edge = placement.estimated_traffic(one, degrees).pipeline[0]
+    assert placement.estimated_traffic(one, degrees).pipeline == (edge, edge, edge, 0)
+    assert placement.estimated_traffic(two, degrees).pipeline == (2 * edge, 2 * edge, 2 * edge, edge)
+    assert placement.evictors(two) == (0,) and placement.estimated_traffic(two, degrees).pair[0] > 0
+    shapes = [placement.model_shape(args, degrees) for args in (one, two)]
+    assert shapes[1].layers_of_stage == shapes[0].layers_of_stage / 2 == 1
 
 
 def test_flash_attention_saves_no_scores():
