@@ -22,7 +22,11 @@ def test_nothing_grows_over_200_batches(kind):
     """
     assert (NUM_BATCHES - WARMUP) * ACTIVATION_BYTES >= 10 * TOLERANCE
     outcomes = workers.run(
-        8, f"tests.pipeline.runtime.endurance_cases:{kind}", num_batches=NUM_BATCHES, warmup=WARMUP, timeout=240
+        8,
+        f"tests.pipeline.runtime.balanced_endurance_cases:{kind}",
+        num_batches=NUM_BATCHES,
+        warmup=WARMUP,
+        timeout=240,
     )
     for before, after in outcomes:
         assert after.resident - before.resident < TOLERANCE
