@@ -124,8 +124,8 @@ class MegatronStage:
             if held:
                 raise ValueError(
                     f"--recompute-modules {' '.join(sorted(held))}: megatron.core lets autograd hold their inputs as "
-                    "leaves, which cannot be freed, so activations cannot be moved: recompute core_attn, or do not "
-                    "balance activations."
+                    "leaves, which cannot be freed, so activations can be neither moved nor counted: recompute "
+                    "core_attn, or neither balance nor count activations."
                 )
         return CapturedActivations(self.index, self.model, memory)
 
