@@ -192,7 +192,7 @@ def build_engine(
 ) -> PipelineEngine:
     """The engine over this rank's pipeline group, going on at `position`.
 
-    `activation_memory`: the stage's, where the schedule moves activations.
+    `activation_memory`: the stages', where the schedule moves activations.
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
     also after a change of the microbatch size or of the number of replicas.
     """

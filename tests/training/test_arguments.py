@@ -273,6 +273,41 @@ def test_stages_and_layers():
         arguments("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2", world_size=4)
 
 
+@pytest.mark.parametrize("flags", ["--pipeline-schedule bpipe", "--balance-activations"])
+def test_balancing_with_and_without_something_to_move(flags):
+    """The preset and the flag are one schedule. Where no stage is over its bound, a note says so and nothing moves."""
+    moving = arguments(f"{flags} --pipeline-model-parallel-size 4", world_size=4)
+    assert moving.moves_activations
+    assert pipeline_schedule(moving) == Schedule.preset("flush", num_stages=4, balance=True, tied_embeddings=True)
+    for stages, batch in ((2, 8), (4, 3)):
+        args = parse_args(words(f"{flags} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"))
+        notes = validate_args(args, world_size=stages)
+        assert not args.moves_activations
+        text = "has nothing to move with these stages and batches: saved activations stay where they are"
+        assert f"{flags} {text}" in notes
+    grows = "--global-batch-size 8 --rampup-batch-size 2 2 100"
+    assert arguments(f"{flags} --pipeline-model-parallel-size 4 {grows}", world_size=4).moves_activations
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--pipeline-schedule gpipe", "gpipe saves a whole batch at every stage, so there is nothing to balance"),
+        (
+            "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 1",
+            "may drain after every microbatch, so no eviction can be planned ahead",
+        ),
+    ],
+    ids=["gpipe", "pipedream"],
+)
+def test_schedules_that_cannot_balance_refuse_it(flags, reason):
+    """In one sentence, before anything starts."""
+    flags += " --pipeline-model-parallel-size 4"
+    assert not arguments(flags, world_size=4).moves_activations
+    with pytest.raises(ValueError, match=reason):
+        arguments(f"{flags} --balance-activations", world_size=4)
+
+
 V = "--num-virtual-stages-per-pipeline-rank"
 LAYOUT = "--pipeline-model-parallel-layout"
 
@@ -345,41 +380,6 @@ def test_a_rank_with_nothing_to_hold():
         ValueError, match="leaves rank 2 of the pipeline nothing to hold; give one of its stages a layer"
     ):
         arguments(f"--pipeline-model-parallel-size 4 {LAYOUT} Ett|t||tL", world_size=4)
-
-
-@pytest.mark.parametrize("flags", ["--pipeline-schedule bpipe", "--balance-activations"])
-def test_balancing_with_and_without_something_to_move(flags):
-    """The preset and the flag are one schedule. Where no stage is over its bound, a note says so and nothing moves."""
-    moving = arguments(f"{flags} --pipeline-model-parallel-size 4", world_size=4)
-    assert moving.moves_activations
-    assert pipeline_schedule(moving) == Schedule.preset("flush", num_stages=4, balance=True, tied_embeddings=True)
-    for stages, batch in ((2, 8), (4, 3)):
-        args = parse_args(words(f"{flags} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"))
-        notes = validate_args(args, world_size=stages)
-        assert not args.moves_activations
-        text = "has nothing to move with these stages and batches: saved activations stay where they are"
-        assert f"{flags} {text}" in notes
-    grows = "--global-batch-size 8 --rampup-batch-size 2 2 100"
-    assert arguments(f"{flags} --pipeline-model-parallel-size 4 {grows}", world_size=4).moves_activations
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ("--pipeline-schedule gpipe", "gpipe saves a whole batch at every stage, so there is nothing to balance"),
-        (
-            "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 1",
-            "may drain after every microbatch, so no eviction can be planned ahead",
-        ),
-    ],
-    ids=["gpipe", "pipedream"],
-)
-def test_schedules_that_cannot_balance_refuse_it(flags, reason):
-    """In one sentence, before anything starts."""
-    flags += " --pipeline-model-parallel-size 4"
-    assert not arguments(flags, world_size=4).moves_activations
-    with pytest.raises(ValueError, match=reason):
-        arguments(f"{flags} --balance-activations", world_size=4)
 
 
 def test_schedule_is_checked_for_every_batch_size():
