@@ -42,7 +42,7 @@ def train_case(
     look_after: tuple[int, ...] = (),
 ) -> dict:
     """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
-    each batch's gradients, and what was saved of its first stage: most microbatches, and the bytes in which one moved.
+    each batch's gradients, and by stage what was saved: microbatches at most, and the bytes in which one moved.
 
     `stop_after`: rank -> iteration after whose report that rank gets the wish to stop. `minutes_ago`: when the program
     was started. `look_after`: iterations after which to look at what the process takes (`resources`).
@@ -90,8 +90,8 @@ def train_case(
             "iteration": run.iteration,
             "weights": whole_weights(run.chunks),
             "gradients": gradients,
-            "saved_microbatches": run.engine.saved_microbatches_peak[run.stages[0].index],
-            "moved_bytes": _moved_bytes(run.stages[0]),
+            "saved_microbatches": run.engine.saved_microbatches_peak,
+            "moved_bytes": {stage.index: _moved_bytes(stage) for stage in run.stages},
             "resources": resources,
             "generator": torch.get_rng_state(),
         }
