@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import hashlib
 import shutil
 import sys
 import tempfile
@@ -33,7 +34,8 @@ def data_flags() -> str:
 
 
 def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago: float = 0.0) -> dict:
-    """Run on this rank; returns the metrics (last rank), the printed lines and the weights.
+    """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
+    each batch's gradients, and what was saved of its first stage: most microbatches, and the bytes in which one moved.
 
     `stop_after`: rank -> iteration after whose report that rank gets the wish to stop. `minutes_ago`: when the program
     was started.
@@ -67,6 +69,7 @@ def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago
             datasets_provider=build_datasets,
         )  # fmt: skip
     run.reporter.say = lines.append
+    gradients = _digests_of_gradients(run.update)
     if stop_after and rank in stop_after:
         _stop_after(run.reporter, stop, stop_after[rank])
     try:
@@ -77,11 +80,42 @@ def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago
             "losses": {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record},
             "lines": lines,
             "iteration": run.iteration,
-            "weights": {name: value.detach().clone() for name, value in run.chunks[0].named_parameters()},
+            "weights": whole_weights(run.chunks),
+            "gradients": gradients,
+            "saved_microbatches": run.engine.saved_microbatches_peak[run.stages[0].index],
+            "moved_bytes": _moved_bytes(run.stages[0]),
             "generator": torch.get_rng_state(),
         }
     finally:
         shutil.rmtree(folder)
+
+
+def whole_weights(chunks: list) -> dict[str, torch.Tensor]:
+    """This rank's weights under their names in the whole model, joined over the tensor ranks. Collective."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    group, found = parallel_state.get_tensor_model_parallel_group(), {}
+    for model in map(unwrap_model, chunks):
+        for name, value in model.named_parameters():
+            words, tensor = name.split("."), value.detach().clone()
+            if name.startswith("decoder.layers."):
+                words[2] = str(model.decoder.layers[int(words[2])].layer_number)
+            if getattr(value, "tensor_model_parallel", False) and group.size() > 1:
+                parts = [torch.empty_like(tensor) for _ in range(group.size())]
+                torch.distributed.all_gather(parts, tensor, group=group)
+                tensor = torch.cat(parts, dim=value.partition_dim)
+            found[".".join(words)] = tensor
+    return found
+
+
+def joined_weights(results: list[dict]) -> dict[str, torch.Tensor]:
+    """The whole model from all ranks' results; the replicas' weights are equal."""
+    joined: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, tensor in result["weights"].items():
+            assert torch.equal(joined.setdefault(name, tensor), tensor), f"replicas differ in {name}"
+    return joined
 
 
 def _stop_after(reporter, stop, iteration: int) -> None:
@@ -93,6 +127,27 @@ def _stop_after(reporter, stop, iteration: int) -> None:
             stop._handle(15, None)
 
     reporter.iteration = watching
+
+
+def _digests_of_gradients(update) -> list[str]:
+    """Grows by one for each step: of the reduced gradients that it applies (if it does, and not something before)."""
+    step, digests = update.step, []
+
+    def watched(version: int):
+        batch = update._batches[version - 1]
+        if not batch.applied:
+            flats = update._gradients[batch.slot].flats
+            digests.append(hashlib.blake2b(b"".join(flat.numpy().tobytes() for flat in flats)).hexdigest())
+        return step(version)
+
+    update.step = watched
+    return digests
+
+
+def _moved_bytes(stage) -> int | None:
+    """Of one microbatch; None where none was evicted."""
+    layout = getattr(stage._captured, "layout", None)
+    return None if layout is None else layout.buffer_bytes
 
 
 def train(num_ranks: int, flags: str = "", **options) -> list[dict]:
