@@ -14,15 +14,14 @@ Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command
 """
 
 import argparse
-import importlib.util
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.placement") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed: run from the sources beside it
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
+import command_line
+from command_line import count, positive
 
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, estimated_forward_seconds
@@ -49,17 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--rank-mapping optimized needs the model's traffic; give {', '.join(missing)}")
     if not given and options.forward_ms is not None:
         parser.error(f"--forward-ms says nothing without the model; give {', '.join(missing)}")
-    try:
-        return _run(options)
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror}", file=sys.stderr)
-        return 2
+    return command_line.run(_run, options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -203,47 +192,28 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no positive whole number")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is no finite number above 0")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
-    summary, _, examples = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line.parser_of(__doc__)
     parser.add_argument(
         "--rank-topology", required=True, metavar="FILE", help="nodes, GPUs and bandwidths: YAML or JSON"
     )
     parser.add_argument("--rank-mapping", default="standard", metavar="|".join((*NAMES, "FILE")),
                         help="a name, or a file with the rank of each slot (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--tensor-model-parallel-size", type=_positive, default=1, metavar="T")
-    parser.add_argument("--pipeline-model-parallel-size", type=_positive, default=1, metavar="P")
+    parser.add_argument("--tensor-model-parallel-size", type=count, default=1, metavar="T")
+    parser.add_argument("--pipeline-model-parallel-size", type=count, default=1, metavar="P")
     parser.add_argument("--pipeline-schedule", choices=tuple(PRESETS), default="bpipe",
                         help="decides what stages and pairs send (default: %(default)s)")  # fmt: skip
     parser.add_argument("--balance-activations", action="store_true", help="pairs move activations, as under bpipe")
-    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=_positive, default=1, metavar="V")
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=count, default=1, metavar="V")
     model = parser.add_argument_group("model", "All or none of the first six; with them, traffic is estimated.")
     for name in _SHAPE:
-        model.add_argument(_flag(name), type=_positive, metavar="N")
-    model.add_argument("--vocab-size", type=_positive, default=51200, metavar="N", help="default: %(default)s")
+        model.add_argument(_flag(name), type=count, metavar="N")
+    model.add_argument("--vocab-size", type=count, default=51200, metavar="N", help="default: %(default)s")
     scopes = [scope.value for scope in RecomputeScope]
     model.add_argument("--recompute", choices=scopes, default="none", help="what is recomputed (default: %(default)s)")
     model.add_argument("--sequence-parallel", action="store_true", help="activations are split over tensor ranks")
     model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    model.add_argument("--forward-ms", type=_milliseconds, metavar="MS",
+    model.add_argument("--forward-ms", type=positive, metavar="MS",
                        help="measured forward of a microbatch; default: estimated where the topology gives "
                        "teraflops_per_gpu")  # fmt: skip
     output = parser.add_argument_group("output")

@@ -51,7 +51,7 @@ def simulate(program: Program, costs: Costs | None = None, *, synchronous_moves:
     Raises:
         ValueError: a cost is out of range.
         SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a
-            deadlock; run `check`, which says more.
+            deadlock; run `check`, which says more. Times that overflow.
     """
     return _Simulation(program, costs or Costs(), synchronous_moves=synchronous_moves).run()
 
@@ -204,6 +204,8 @@ class _Simulation:
         while self.runnable:
             self._run_rank(self.runnable.pop())
         self._report_unfinished()
+        if not all(map(math.isfinite, self.clock)):
+            raise SimulationError("the times of the program are more than a number can hold; give smaller costs")
         program = self.program
         return Timeline(
             program.rows, tuple(self.starts), tuple(self.ends), tuple(program.rank_of_stage), tuple(program.batches),
