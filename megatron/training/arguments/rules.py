@@ -8,10 +8,14 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training.arguments import rules_model, rules_run
+from megatron.training.arguments import rules_bert, rules_model, rules_run
 from megatron.training.arguments.parser import GROUPS
 
-RULES: tuple[Callable[[argparse.Namespace], None], ...] = (*rules_model.RULES, *rules_run.RULES)
+RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
+    *rules_model.RULES,
+    *rules_bert.RULES,
+    *rules_run.RULES,
+)
 
 
 def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> list[str]:
