@@ -104,6 +104,15 @@ class BertDataset(BERTMaskedWordPieceDataset):
         super().__init__(*args)
         self.token_lookup.sort()
 
+    def __getitem__(self, idx: int) -> dict:
+        try:
+            return super().__getitem__(idx)
+        except KeyError as error:  # looks every token up, to know where words begin
+            raise ValueError(
+                f"token id {error.args[0]} in {self.dataset_path} is not in the vocabulary; use the tokenizer that the "
+                f"data was made with"
+            ) from error
+
 
 def build_bert_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
     """A BERT's three datasets; see `build_blended`. Raises ValueError also for a tokenizer that does not fit."""
@@ -132,7 +141,7 @@ def _check_tokenizer(args: argparse.Namespace, tokenizer: MegatronTokenizerBase)
     for name in ("cls", "sep", "mask", "pad"):
         try:
             numbers[name] = getattr(tokenizer, name)
-        except (AttributeError, NotImplementedError):
+        except (AttributeError, NotImplementedError, RecursionError):  # some of megatron.core's ask themselves
             numbers[name] = None
     missing = [f"[{name.upper()}]" for name, number in numbers.items() if number is None]
     if missing:
