@@ -41,6 +41,7 @@ def alone():
     [
         (2, "flush"),
         (4, "2bw"),
+        (4, "bpipe"),
         pytest.param(4, "flush", marks=pytest.mark.full),
         pytest.param(2, "2bw", marks=pytest.mark.full),
         pytest.param(2, "gpipe", marks=pytest.mark.full),
