@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pretrains a BERT without pipeline flushes (PipeDream-2BW): as it stands a small one on 2 CPU ranks and on text that
-# every machine has, in about 2 minutes; with arguments a BERT-large on one node of GPUs.
+# every machine has, in a few minutes; with arguments a BERT-large on one node of GPUs.
 #
 #   bash examples/pretrain_bert_2bw.sh                                   # results in outputs/bert, or in $OUTPUT
 #   GPUS_PER_NODE=8 TP=2 PP=4 bash examples/pretrain_bert_2bw.sh CHECKPOINTS VOCAB_FILE DATA_PREFIX [LOGS]
@@ -21,7 +21,7 @@ if [ "$#" -eq 0 ]; then
     VOCAB_FILE="$output/data/vocab.txt"
     DATA_PATH="$output/data/corpus_text_sentence"
     LOG_PATH="$output/logs"
-    size=(4 128 4 64 8 32 300 1e-3)
+    size=(4 128 4 64 8 32 300 1e-3 .3)
     GPUS_PER_NODE=${GPUS_PER_NODE:-2}
     PP=${PP:-2}
     PRECISION=${PRECISION-}
@@ -31,7 +31,7 @@ elif [ "$#" -ge 3 ]; then
     VOCAB_FILE=$2
     DATA_PATH=$3
     LOG_PATH=${4:-$CHECKPOINT_PATH/logs}
-    size=(24 1024 16 512 4 256 1000000 1e-4)
+    size=(24 1024 16 512 4 256 1000000 1e-4 .01)
     GPUS_PER_NODE=${GPUS_PER_NODE:-8}
     PP=${PP:-4}
     PRECISION=${PRECISION---bf16}
@@ -67,7 +67,7 @@ TRAINING_ARGS=(
     --lr "${LEARNING_RATE:-${size[7]}}"
     --min-lr 0
     --lr-decay-style linear
-    --lr-warmup-fraction 0.1
+    --lr-warmup-fraction "${size[8]}"
 )
 if [ -n "$PRECISION" ]; then
     TRAINING_ARGS+=("$PRECISION")

@@ -4,7 +4,7 @@ Samples are read in order, from an absolute position: sample number `consumed + 
 size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
 batch size and any schedule see the same samples. Which parts of a sample a stage needs is said by `Field`s, which a
 model brings along. Only the first tensor parallel rank of a stage that needs some reads; it broadcasts to its tensor
-group.
+group. Where a rank has several stages, each has an iterator of its own.
 """
 
 import argparse
@@ -38,12 +38,13 @@ class Field:
     dtype: torch.dtype = torch.int64
     least_id: int | None = None
 
-    def is_needed(self) -> bool:
-        """Whether this rank's stage needs it."""
+    def is_needed(self, vp_stage: int | None = None) -> bool:
+        """Whether a stage of this rank needs it: that of the given number, from 0, or any."""
+        place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
         return (
             self.stages == "all"
-            or (self.stages == "first" and parallel_state.is_pipeline_first_stage())
-            or (self.stages == "last" and parallel_state.is_pipeline_last_stage())
+            or (self.stages == "first" and parallel_state.is_pipeline_first_stage(**place))
+            or (self.stages == "last" and parallel_state.is_pipeline_last_stage(**place))
         )
 
 
@@ -115,8 +116,8 @@ def _start_worker(_: int) -> None:
 
 
 class MicrobatchIterator:
-    """Microbatches of one dataset on this rank, as dictionaries of tensors on the device: the fields that this stage
-    needs, {} where it needs none.
+    """Microbatches of one dataset for one stage of this rank, as dictionaries of tensors on the device: the fields that
+    the stage needs, {} where it needs none.
 
     Args:
         dataset: None on ranks that do not read.
@@ -124,6 +125,7 @@ class MicrobatchIterator:
         name: how errors call the data.
         consumed_samples: where to start.
         vocab_size: ids at or beyond it raise ValueError.
+        vp_stage: which of the rank's stages, from 0.
         repeats: begin again where the dataset ends; otherwise its end raises ValueError.
     """
 
@@ -136,11 +138,12 @@ class MicrobatchIterator:
         name: str,
         consumed_samples: int,
         vocab_size: int,
+        vp_stage: int = 0,
         repeats: bool = False,
     ) -> None:
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
-        self.fields = [field for field in fields if field.is_needed()]
+        self.fields = [field for field in fields if field.is_needed(vp_stage)]
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
         self.reads = bool(self.fields) and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -42,6 +42,7 @@ def alone():
         (2, "flush"),
         (4, "2bw"),
         (4, "bpipe"),
+        (2, "interleaved --num-virtual-stages-per-pipeline-rank 2"),
         pytest.param(4, "flush", marks=pytest.mark.full),
         pytest.param(2, "2bw", marks=pytest.mark.full),
         pytest.param(2, "gpipe", marks=pytest.mark.full),
