@@ -39,10 +39,10 @@ def alone():
 @pytest.mark.parametrize(
     "stages, schedule",
     [
-        (2, "flush"),
         (4, "2bw"),
         (4, "bpipe"),
         (2, "interleaved --num-virtual-stages-per-pipeline-rank 2"),
+        pytest.param(2, "flush", marks=pytest.mark.full),
         pytest.param(4, "flush", marks=pytest.mark.full),
         pytest.param(2, "2bw", marks=pytest.mark.full),
         pytest.param(2, "gpipe", marks=pytest.mark.full),
@@ -88,6 +88,7 @@ def test_a_resumed_run_goes_on(tmp_path, flags):
         "--position-embedding-type rope --swiglu --disable-bias-linear",
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-schedule 2bw",
         "--num-workers 1 --micro-batch-size 2 --clip-grad 1.0",
+        "--decoder-first-pipeline-num-layers 1 --pipeline-schedule 2bw",
     ],
 )
 def test_feature_trains_on_two_stages(flags):

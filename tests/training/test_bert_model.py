@@ -38,7 +38,10 @@ def whole_model(num_ranks: int, flags: str) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-@pytest.mark.parametrize("more", ["", "--untie-embeddings-and-output-weights --bert-no-binary-head"])
+UNTIED = "--untie-embeddings-and-output-weights --bert-no-binary-head"
+
+
+@pytest.mark.parametrize("more", ["", pytest.param(UNTIED, marks=pytest.mark.full)])
 def test_weights_do_not_depend_on_the_number_of_stages(more):
     """p=1, 2 and 4 start from bit-equal weights, tied or not, and no two matrices share a stream."""
     single = whole_model(1, more)
