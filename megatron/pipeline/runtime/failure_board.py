@@ -1,18 +1,29 @@
 """The notice board of a job's failure: what the ranks of a job tell each other through the store.
 
-It holds the story of the first failure (the first writer wins), what every rank does now, and who has read and left.
-The board has a connection of its own, so that looking at it never waits behind another user of the store. A store
-that fails once has lost its host and stays lost: nothing is asked of it again.
+It holds the story of the first failure (the first writer wins), what every rank does now and where, and who has read
+and left. The board has a connection of its own, so that looking at it never waits behind another user of the store. A
+store that fails once has lost its host and stays lost: nothing is asked of it again.
+
+A store whose host is down, or cut off from the network, does not fail: an answer never comes, and the store's client
+waits for it for ever. So a thread asks, and whoever wants an answer waits for it at most `PATIENCE` seconds. While the
+store is silent nobody waits at all; should it answer again, all goes on.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from queue import SimpleQueue
 from typing import Any
 
 from torch.distributed import Store
+
+PATIENCE = 5.0
+"""Seconds that an answer of the store may take; it takes milliseconds."""
 
 
 class FailureBoard:
@@ -22,15 +33,44 @@ class FailureBoard:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._scope = scope
         self.is_lost = False
+        self._asked_at: float | None = None  # when the question was asked that the store is answering
+        self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._answer, name="failure board", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the store has owed an answer; 0 unless that is longer than it may take."""
+        asked_at = self._asked_at
+        waited = 0.0 if asked_at is None else time.monotonic() - asked_at
+        return waited if waited > PATIENCE else 0.0
+
+    def close(self) -> None:
+        """Stop the thread, unless the store keeps it."""
+        self._questions.put(None)
+        self._thread.join(PATIENCE)
+
+    def _answer(self) -> None:
+        while (item := self._questions.get()) is not None:
+            question, answer = item
+            self._asked_at = time.monotonic()
+            try:
+                answer.set_result(question(self._store))
+            except Exception:  # whatever the store raises, its host cannot be reached
+                self.is_lost = True
+                answer.set_result(None)
+            self._asked_at = None
 
     def _ask(self, question: Callable[[Store], Any], default: Any) -> Any:
-        if self.is_lost:
+        if self.is_lost or self.silent_seconds:
             return default
+        answer: Future = Future()
+        self._questions.put((question, answer))
         try:
-            return question(self._store)
-        except Exception:  # whatever the store raises, its host cannot be reached
-            self.is_lost = True
+            found = answer.result(PATIENCE)
+        except NoAnswer:
             return default
+        return default if self.is_lost else found
 
     def _key(self, name: str) -> str:
         return f"{self._scope}/{name}"
@@ -53,6 +93,14 @@ class FailureBoard:
     def tell(self, story: str) -> str:
         """Make `story` the root cause unless another is there; return the one that counts."""
         return self._ask(lambda store: store.compare_set(self._key("story"), "", story).decode(), story)
+
+    def set_host(self, rank: int, host: str) -> None:
+        """Tell on which host a rank runs."""
+        self._ask(lambda store: store.set(self._key(f"host/{rank}"), host), None)
+
+    def host(self, rank: int) -> str | None:
+        """As the rank has told, if it has."""
+        return self._read(f"host/{rank}")
 
     def set_doing(self, rank: int, name: str, doing: str, waits_for: int | None) -> None:
         """Tell what a rank is called, what it does, and which rank it waits for."""
