@@ -30,7 +30,8 @@ from types import TracebackType
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _PATIENCE = 20.0  # seconds for a namespace to come up, on a busy machine
-_BURST_BYTES = 256 << 10  # above the 64 KiB that a host hands to its network at once
+_BURST_SECONDS = 0.01  # what a link at rest sends beyond its rate
+_LEAST_BURST = 16 << 10  # bytes: some whole frames
 # A private /etc/hosts without a file on the machine: written to memory, bound over the real one.
 _SETUP = (
     'hostname "$1" && mount -t tmpfs hosts /tmp && printf "$2" >/tmp/hosts && mount --bind /tmp/hosts /etc/hosts && '
@@ -51,6 +52,22 @@ class Traffic:
 
     def since(self, before: "Traffic") -> "Traffic":
         return Traffic(self.sent - before.sent, self.received - before.received)
+
+
+def own_traffic(device: str = "eth0") -> Traffic:
+    """What the host in which this process runs has sent and received through a device."""
+    with open("/proc/self/net/dev") as table:
+        for line in table:
+            name, _, counters = line.partition(":")
+            if name.strip() == device:
+                numbers = counters.split()
+                return Traffic(sent=int(numbers[8]), received=int(numbers[0]))
+    raise ValueError(f"this host has no network device {device}")
+
+
+def burst_bytes(bytes_per_second: float) -> int:
+    """What a limited link may send at once after a rest."""
+    return max(int(bytes_per_second * _BURST_SECONDS), _LEAST_BURST)
 
 
 class Hosts:
@@ -115,7 +132,8 @@ class Hosts:
         for index in range(len(self.names)):
             device = [*self._enter(1 + index, "--net"), "tc", "qdisc"]
             if bytes_per_second is not None:
-                limit = ["tbf", "rate", f"{bytes_per_second * 8:.0f}bit", "burst", str(_BURST_BYTES), "latency", "1s"]
+                rate, burst = f"{bytes_per_second * 8:.0f}bit", str(burst_bytes(bytes_per_second))
+                limit = ["tbf", "rate", rate, "burst", burst, "latency", "1s"]  # waits for a second before it drops
                 _run([*device, "replace", "dev", "eth0", "root", *limit])
             elif self._bytes_per_second is not None:
                 _run([*device, "del", "dev", "eth0", "root"])
