@@ -12,8 +12,9 @@ Solution: a guard around the training of each rank.
   (``kill -9``, a crash), the kernel closes its connections and the neighbours know at once: no heartbeat, no false
   alarm. A rank that leaves the guard in peace says so before.
 - A rank whose transfer broke because its peer is gone waits a moment for the peer's own story before it tells its own.
-- A host that is cut off closes no connection. The ranks that wait for it end at their transfers' timeout; those that
-  cannot reach the job's store any more, once it has been silent for as long. Neither waits for an answer of the store.
+- A host that is cut off closes no connection. Who waits for it ends at the timeout of the transfer or collective, and
+  says of which ranks nothing is heard: each tells every `POLL` seconds what it does. Who cannot reach the store any
+  more ends once it has been silent for as long.
 - A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that
   sees it go would end them before they could speak, and because one of them may host the store.
 """
@@ -48,6 +49,8 @@ CONSEQUENCE_PATIENCE = 2.0
 """How long a rank with a broken transfer waits for somebody else's story."""
 LINGER = 2.0
 """How long a failed rank stays for the others to read its story."""
+UNHEARD_PATIENCE = 5 * POLL
+"""How long a rank may say nothing until it counts as not heard of, once something has timed out."""
 _FOREVER = timedelta(days=3650)
 _GOODBYE = timedelta(seconds=5)
 _BROKEN = (
@@ -134,6 +137,10 @@ def is_consequence(error: BaseException | None) -> bool:
     return False
 
 
+def _is_timeout(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and "timed out" in str(error).lower())
+
+
 class Guard:
     """Watches over one rank of the job; made by `guard`."""
 
@@ -142,8 +149,7 @@ class Guard:
     ) -> None:
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
-        self._board = FailureBoard(store, scope=scope)
-        self._board.set_host(self.rank, host)
+        self._board = FailureBoard(store, scope=scope, host=host)
         self._exit_code = exit_code
         self._timeout = timeout.total_seconds()
         self._agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -155,7 +161,6 @@ class Guard:
         self._leaving = threading.Event()
         self._ending = threading.Lock()  # held from the end on
         self._is_ending = False
-        self._told: tuple[str, str, int | None] | None = None
         self._neighbours = self._join_ring(store, scope, timeout)
         self._listeners = [self._spawn(self._listen, *neighbour) for neighbour in self._neighbours]
         self._poller = self._spawn(self._poll)
@@ -191,10 +196,7 @@ class Guard:
             story = self._board.story()
             if story is not None:
                 self._end(story)
-            told = (self._name, *self._doing())
-            if told != self._told:
-                self._told = told
-                self._board.set_doing(self.rank, *told)
+            self._board.set_doing(self.rank, self._name, *self._doing())
             if self._board.is_lost:
                 self._end(self._story_of_lost_store())
             if self._board.silent_seconds > self._timeout:
@@ -237,7 +239,8 @@ class Guard:
         where = getattr(error, "pipeline_where", self._name)
         during = f" in {instruction}" if instruction is not None else ""
         text = " ".join(str(error).split())
-        return f"{where} failed{during}: {type(error).__name__}: {text}"
+        story = f"{where} failed{during}: {type(error).__name__}: {text}"
+        return story + (self._circumstances() if _is_timeout(error) else "")
 
     def _story_of_lost_store(self) -> str:
         return (
@@ -254,13 +257,15 @@ class Guard:
     def _store_owner(self) -> str:
         return "the launcher" if self._agent_hosts_store else f"rank {self._store_host}"
 
-    def _circumstances(self, peer: int) -> str:
-        """What is known where a transfer from `peer` did not come in time."""
+    def _circumstances(self, peer: int | None = None) -> str:
+        """What is known where a collective, or a transfer from `peer`, did not end in time."""
         if self._board.silent_seconds:
             return f"; {self._story_of_silent_store()}"
-        host, own_host = self._board.host(peer), self._board.host(self.rank)
-        elsewhere = f"; rank {peer} is on {host}, and rank {self.rank} on {own_host}" if host != own_host else ""
-        return elsewhere + self._who_waits(peer)
+        unheard = self._board.unheard((rank for rank in range(self.world_size) if rank != self.rank), UNHEARD_PATIENCE)
+        text = ""
+        for host, ranks in unheard.items():
+            text += f"; nothing is heard of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host}"
+        return text + self._who_waits(peer)
 
     def _who_waits(self, rank: int | None) -> str:
         """Follow who waits for whom from `rank` on, as far as the ranks have told."""

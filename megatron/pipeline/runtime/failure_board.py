@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from queue import SimpleQueue
@@ -27,11 +27,13 @@ PATIENCE = 5.0
 
 
 class FailureBoard:
-    """Reads and writes the notices of one guarded block, under `scope`."""
+    """Reads and writes the notices of one guarded block, under `scope`; `host` is what this process's is called."""
 
-    def __init__(self, store: Store, *, scope: str) -> None:
+    def __init__(self, store: Store, *, scope: str, host: str) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._scope = scope
+        self._host = host
+        self._num_told = 0
         self.is_lost = False
         self._asked_at: float | None = None  # when the question was asked that the store is answering
         self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future] | None] = SimpleQueue()
@@ -94,23 +96,26 @@ class FailureBoard:
         """Make `story` the root cause unless another is there; return the one that counts."""
         return self._ask(lambda store: store.compare_set(self._key("story"), "", story).decode(), story)
 
-    def set_host(self, rank: int, host: str) -> None:
-        """Tell on which host a rank runs."""
-        self._ask(lambda store: store.set(self._key(f"host/{rank}"), host), None)
-
-    def host(self, rank: int) -> str | None:
-        """As the rank has told, if it has."""
-        return self._read(f"host/{rank}")
-
     def set_doing(self, rank: int, name: str, doing: str, waits_for: int | None) -> None:
-        """Tell what a rank is called, what it does, and which rank it waits for."""
-        text = json.dumps([name, doing, waits_for])
+        """Tell what a rank is called, what it does, and which rank it waits for; and that it is there."""
+        self._num_told += 1
+        text = json.dumps([name, doing, waits_for, self._host, self._num_told])
         self._ask(lambda store: store.set(self._key(f"doing/{rank}"), text), None)
 
     def doing(self, rank: int) -> tuple[str, str, int | None]:
         """(name, doing, rank it waits for) as a rank told last."""
         text = self._read(f"doing/{rank}")
-        return (f"rank {rank}", "", None) if text is None else tuple(json.loads(text))
+        return (f"rank {rank}", "", None) if text is None else tuple(json.loads(text)[:3])
+
+    def unheard(self, ranks: Iterable[int], patience: float) -> dict[str, list[int]]:
+        """Host -> those of `ranks` on it that told something once, and nothing within `patience` seconds."""
+        before = {rank: self._read(f"doing/{rank}") for rank in ranks}
+        time.sleep(patience)
+        found: dict[str, list[int]] = {}
+        for rank, text in before.items():
+            if text is not None and text == self._read(f"doing/{rank}"):
+                found.setdefault(json.loads(text)[3], []).append(rank)
+        return found if not self.silent_seconds and not self.is_lost else {}
 
     def count(self, name: str, amount: int = 0) -> int:
         """Add to a counter that all ranks share; 0 when the store is lost."""
