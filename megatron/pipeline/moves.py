@@ -21,7 +21,7 @@ A microbatch counts as saved from the start of its forward, or from when its LOA
 its backward, or until its EVICT or RETURN has completed: on both sides while it moves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.instruction import COMPUTATIONS, MOVES, Instruction, Kind
 
@@ -37,6 +37,23 @@ _NEED_ACTIVATIONS = frozenset({Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPU
 def pair_of(index: int, count: int) -> int:
     """The stage (of `count` stages) that a stage is paired with; likewise the rank."""
     return count - 1 - index
+
+
+def partner_of_rank(rank_of_stage: Sequence[int], rank: int) -> int:
+    """The rank that has the pair stages of a rank's stages; the rank itself where they live there, too.
+
+    Raises:
+        ValueError: they live on several ranks.
+    """
+    num_stages = len(rank_of_stage)
+    own = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+    partners = list(dict.fromkeys(rank_of_stage[pair_of(stage, num_stages)] for stage in own))
+    if len(partners) != 1:
+        raise ValueError(
+            f"the stages of rank {rank} have their pair stages on ranks {' and '.join(map(str, partners))}, so it has "
+            "no pair; place stages p-1-x of stages x on one rank, or move nothing"
+        )
+    return partners[0]
 
 
 def counterpart(move: Instruction, num_stages: int) -> Instruction:

@@ -147,3 +147,23 @@ def test_bpipe_over_two_hosts(one_host, tmp_path, mapping, launchers, crosses):
     assert moves > 4 * START, "what is to be told apart from the rest"
     for number in sent:
         assert predicted <= number <= 1.06 * predicted + START  # headers: 66 of 1,514 bytes, and acknowledgements
+
+
+@pytest.mark.full
+def test_a_host_disappears_while_pairs_cross(tmp_path):
+    """Under `standard` the only pair is on two hosts, so the link goes down amid its moves: all four ranks end within
+    the timeout, those of the first host with one story that names both ranks of the other."""
+    flags = [*FLAGS, "--pipeline-schedule", "bpipe", "--train-iters", 100_000]
+    flags += ["--distributed-timeout-minutes", TIMEOUT / 60]
+    with make_hosts(2) as hosts, job(hosts, static(2), *flags, directory=tmp_path) as jobs:
+        launch.wait_for_iteration(jobs[0], tmp_path / "metrics.jsonl", 2)
+        hosts.set_rate(1e6)  # the pair's three moves of 300 KB take most of an iteration
+        launch.wait_for_iteration(jobs[0], tmp_path / "metrics.jsonl", 5)
+        hosts.set_link(1, up=False)
+        cut = launch.now()
+        first, second = (each.wait() for each in jobs)
+        assert launch.now() - cut < END, first.output + second.output
+    told = endings(first)
+    assert len(told) == 2 and len(set(told)) == 1 and "nothing is heard of ranks 2, 3 on host1" in told[0], first.output
+    told = endings(second)
+    assert len(told) == 2 and all("the launcher has not answered for" in each for each in told), second.output

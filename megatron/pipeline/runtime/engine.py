@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.executor import Executor, annotate
+from megatron.pipeline.runtime.move_queue import MoveQueue
+from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Stage, WeightUpdate
 from megatron.pipeline.runtime.trace import BatchExtent, RankTrace, Tracer
 from megatron.pipeline.schedules import Schedule
@@ -103,13 +105,31 @@ class PipelineEngine:
             )
             for _ in range(2)
         )
+        self._saved = SavedMicrobatches(due)
+        self._transfers = None
+        if activation_memory is not None:
+            queue = MoveQueue(
+                device=self._device,
+                tracer=tracer,
+                on_error=failure.report,
+                annotate=lambda error, move: annotate(error, move, self._channels.name_of(move.stage)),
+            )
+            self._transfers = ActivationTransfers(
+                self._channels,
+                activation_memory,
+                self._saved,
+                queue,
+                num_stages=schedule.num_stages,
+                timeout=timeout,
+            )
         self._executor = Executor(
             self._stages,
             update,
             self._channels,
             self._chain,
             self._late_chain,
-            transfers=None if activation_memory is None else ActivationTransfers(self._channels, activation_memory),
+            self._saved,
+            transfers=self._transfers,
             tracer=tracer,
             wishes=lambda: self.wishes,
         )
@@ -134,7 +154,12 @@ class PipelineEngine:
     @property
     def saved_microbatches_peak(self) -> dict[int, int]:
         """stage -> the most microbatches that were saved at once, over the run so far."""
-        return dict(self._executor.peak_saved_microbatches)
+        return dict(self._saved.peaks)
+
+    @property
+    def saved_microbatches_peak_on_rank(self) -> int:
+        """The same over all stages of this rank together; a microbatch counts once at each of them."""
+        return self._saved.peak_on_rank
 
     @property
     def saved_activation_bytes_peak(self) -> int | None:
@@ -146,7 +171,8 @@ class PipelineEngine:
         return self._executor.num_executed
 
     def num_unread_sends(self) -> int:
-        return self._channels.num_unread_sends()
+        """Transfers that are not complete: sends that were not read, and moves."""
+        return self._channels.num_unread_sends() + (self._transfers.num_incomplete if self._transfers else 0)
 
     def run_batch(self, num_microbatches: int, num_samples: int) -> list[BatchReport]:
         """Start the next batch and execute its leg. Returns the reports that every rank has by now, oldest first."""
@@ -197,6 +223,8 @@ class PipelineEngine:
             self._guard.unwatch()
         self._chain.close()
         self._late_chain.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self._channels.close()
 
     def _take_reports(self, last_batch: int) -> list[BatchReport]:
@@ -217,10 +245,18 @@ class PipelineEngine:
     def _doing(self) -> tuple[str, int | None]:
         """(what this rank executes now, the global rank it waits for or None); read by the failure guard's thread."""
         instruction = self._executor.current
+        move = None if self._transfers is None else self._transfers.current
+        doing, waits_for = self._computing(instruction)
+        return (doing if move is None else f"{doing}, with {move} under way"), waits_for
+
+    def _computing(self, instruction: Instruction | None) -> tuple[str, int | None]:
         waiting = self._channels.waiting
         reduction = self._chain.current or self._late_chain.current
         if instruction is None:
             return f"no instruction, waiting for {reduction}" if reduction else "between batches", None
+        if self._transfers is not None and self._transfers.waiting is not None:
+            move, peer = self._transfers.waiting
+            return f"{instruction} waiting for {move}", peer
         if waiting is None:
             if instruction.kind is Kind.STEP and reduction is not None:
                 return f"{instruction} waiting for {reduction}", None

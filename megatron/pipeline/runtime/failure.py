@@ -39,7 +39,7 @@ from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.runtime.channels import TransferError
 from megatron.pipeline.runtime.failure_board import FailureBoard
-from megatron.pipeline.runtime.links import gloo_pair
+from megatron.pipeline.runtime.links import FOREVER, gloo_pair
 
 POLL = 0.3
 """Seconds between two looks at the board."""
@@ -51,7 +51,6 @@ LINGER = 2.0
 """How long a failed rank stays for the others to read its story."""
 UNHEARD_PATIENCE = 5 * POLL
 """How long a rank may say nothing until it counts as not heard of, once something has timed out."""
-_FOREVER = timedelta(days=3650)
 _GOODBYE = timedelta(seconds=5)
 _BROKEN = (
     "connection closed by peer",
@@ -208,7 +207,7 @@ class Guard:
     def _listen(self, neighbour: int, group: Any, side: int) -> None:
         """Blocks until the neighbour says goodbye, or its process is gone."""
         try:
-            group.recv([torch.empty(1)], 1 - side, side).wait(_FOREVER)
+            group.recv([torch.empty(1)], 1 - side, side).wait(FOREVER)
             return
         except RuntimeError:
             story = self._board.wait_for_story(SILENCE_PATIENCE)
