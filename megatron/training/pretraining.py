@@ -14,7 +14,7 @@ from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
 from megatron.training.loop import run_to_the_end
-from megatron.training.placement import Assignment, assign_rank
+from megatron.training.placement import Assignment, assign_rank, this_process
 from megatron.training.signals import StopSignal
 
 
@@ -42,7 +42,8 @@ def pretrain(
     configure_logging(args.logging_level)
     assignment, notes = _join_job(args)
     outcome = None
-    with failure.guard(store_host=assignment.store_host):
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=this_process().host):
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,
