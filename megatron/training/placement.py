@@ -131,8 +131,9 @@ def _mapping(
     return load_mapping(args.rank_mapping, degrees.world_size)
 
 
-def _model(args: argparse.Namespace, degrees: Degrees) -> tuple[ModelShape, Traffic]:
-    shape = ModelShape(
+def model_shape(args: argparse.Namespace, degrees: Degrees) -> ModelShape:
+    """The model as appendix B's formulas take it."""
+    return ModelShape(
         num_layers=args.num_layers,
         num_attention_heads=args.num_attention_heads,
         hidden_size=args.hidden_size,
@@ -141,6 +142,10 @@ def _model(args: argparse.Namespace, degrees: Degrees) -> tuple[ModelShape, Traf
         pipeline=degrees.pipeline,
         tensor=degrees.tensor,
     )
+
+
+def _model(args: argparse.Namespace, degrees: Degrees) -> tuple[ModelShape, Traffic]:
+    shape = model_shape(args, degrees)
     traffic = estimate_traffic(
         shape, degrees, num_microbatches=max(args.batch_sizes.all_num_microbatches()),
         vocabulary_size=args.vocab_size or _VOCABULARY, scope=recompute_scope(args),

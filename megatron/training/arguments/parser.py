@@ -5,7 +5,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron.training.arguments import data, model, output, parallel, refusals, training
+from megatron.training.arguments import data, dry_run, model, output, parallel, refusals, training
 from megatron.training.arguments.specification import Flag, Group
 
 GROUPS: tuple[Group, ...] = (
@@ -21,6 +21,7 @@ GROUPS: tuple[Group, ...] = (
     data.TOKENIZER,
     output.CHECKPOINT,
     output.LOGGING,
+    dry_run.GROUP,
     refusals.GROUP,
 )
 
