@@ -15,18 +15,20 @@ paper counts for a layer, in bytes per token, with e bytes an element:
                         input of the activation, its result            8 e h        split
                         dropout's mask                                 h            shared where sequences are split
 
-"split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores.
+"split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores. With
+grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
+the projection's result, beside which the queries of several groups are a copy.
 Whole layers that are recomputed keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by t;
 the published feasibility of its configurations agrees with dividing.)
 
-Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation.
+Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation, and with that
+these counts are what megatron.core's layers save there (a test captures it).
 """
 
 from dataclasses import dataclass
 
 from megatron.planner.architecture import Architecture
 
-_MASK = 1
 _FP32 = 4
 
 CORE_ATTENTION, MLP, NORM = "core_attn", "mlp", "layernorm"
@@ -71,7 +73,8 @@ class ActivationSetting:
         residual_bytes: of the residual stream, and so of what stages send each other.
         sequence_parallel: what is not split by heads or columns is split along the sequence.
         saves_scores: the attention keeps its scores (unfused); flash attention does not.
-        softmax_in_fp32: where scores are kept, the softmax is computed in FP32 and kept in both formats.
+        softmax_in_fp32: where scores are kept, the softmax is kept in FP32, and without dropout in 16 bits besides.
+        mask_bytes: of an element of a dropout mask.
         fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do.
         recompute: see `Recompute`.
     """
@@ -83,6 +86,7 @@ class ActivationSetting:
     sequence_parallel: bool = False
     saves_scores: bool = True
     softmax_in_fp32: bool = False
+    mask_bytes: int = 1
     fused_gate: bool = True
     recompute: Recompute = Recompute()
 
@@ -116,9 +120,9 @@ class Activations:
         elif recompute.method == "uniform":
             total = min(recompute.num_layers, num_layers) * full
         elif recompute.method == "block":
-            total = full
+            total = full * (num_layers > 0)
         else:
-            total = full - self._layer(recompute.modules) if num_layers else 0.0
+            total = (full - self._layer(recompute.modules)) * (num_layers > 0)
         return total + is_last * self.logits_gradient
 
     # --- parts
@@ -144,7 +148,7 @@ class Activations:
 
     @property
     def _embedding_mask(self) -> float:
-        return self.shape.hidden_dropout * _MASK * self.shape.hidden_size * self.tokens / self._shared
+        return self.shape.hidden_dropout * self._mask * self.tokens / self._shared
 
     def _saved_layers(self, num_layers: int) -> float:
         recompute = self.setting.recompute
@@ -159,22 +163,39 @@ class Activations:
         """A layer that recomputes these modules."""
         shape, setting = self.shape, self.setting
         h, e = shape.hidden_size, setting.element_bytes
-        shared = 2 * setting.residual_bytes * h + shape.hidden_dropout * 2 * _MASK * h
+        shared = 2 * setting.residual_bytes * h + shape.hidden_dropout * 2 * self._mask
         if NORM not in recomputed:
             shared += 2 * e * h
-        split = e * (2 * shape.query_width + 2 * shape.key_width)
+        keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
+        split = e * self._attention_width(keeps_scores=keeps_scores)
         if shape.qk_norm:
             split += e * (shape.query_width + shape.key_width)
-        if setting.saves_scores and CORE_ATTENTION not in recomputed:
+        if keeps_scores:
             split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
         if MLP not in recomputed:
             gate = 1 if not shape.gated else 2 if setting.fused_gate else 3
             split += e * (gate + 1) * shape.ffn_hidden_size
         return self.tokens * (shared / self._shared + split / setting.tensor)
 
+    def _attention_width(self, *, keeps_scores: bool) -> int:
+        """Queries, keys, values and the attention's result, in elements of a token."""
+        q, k = self.shape.query_width, self.shape.key_width
+        if q == k or keeps_scores:
+            return 4 * q
+        copies_queries = self.shape.num_query_groups > self.setting.tensor
+        return (2 + copies_queries) * q + 2 * k
+
+    @property
+    def _mask(self) -> int:
+        """Bytes of a dropout mask over the residual stream, per token."""
+        return self.setting.mask_bytes * self.shape.hidden_size
+
     @property
     def _score_bytes(self) -> int:
         """Bytes that one score leaves behind."""
-        e = self.setting.element_bytes
-        softmax = e + (_FP32 if self.setting.softmax_in_fp32 and e < _FP32 else 0)
-        return softmax + (e + _MASK if self.shape.attention_dropout else 0)
+        setting, e = self.setting, self.setting.element_bytes
+        is_wider = setting.softmax_in_fp32 and e < _FP32
+        softmax = _FP32 if is_wider else e
+        if self.shape.attention_dropout:
+            return softmax + setting.mask_bytes + e
+        return softmax + is_wider * e

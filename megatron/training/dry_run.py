@@ -64,13 +64,13 @@ def check_job(args: argparse.Namespace) -> DryRun:
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
     warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
-    transformer_config(args)
+    config = transformer_config(args)
     optimizer_config(args)
     schedule = pipeline_schedule(args)
     report, demand = prove(args, schedule)
     memory = estimate_memory(
         plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
-        layers=plan.layers_of_stages(args), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        layers=plan.layers_of_stages(config), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
     )  # fmt: skip
     placement, lines = place(args)
     return DryRun(

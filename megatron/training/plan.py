@@ -1,7 +1,10 @@
-"""From checked flags to the planner's records. No torch in here."""
+"""From checked flags to the planner's records."""
 
 import argparse
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner import ActivationSetting, Architecture, Recompute, TrainingState
 
 _FP32, _HALF = 4, 2
@@ -59,20 +62,17 @@ def training_state(args: argparse.Namespace) -> TrainingState:
     )
 
 
-def layers_of_stages(args: argparse.Namespace) -> tuple[int, ...]:
+def layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
     """How many layers each stage has, as megatron.core splits them."""
-    p, num_layers = args.pipeline_model_parallel_size, args.num_layers
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if p == 1:
-        return (num_layers,)
-    if first is not None or last is not None:
-        num_middle = p - (first is not None) - (last is not None)
-        middle = (num_layers - (first or 0) - (last or 0)) // num_middle if num_middle else 0
-        ends = (middle if first is None else first, middle if last is None else last)
-        return (ends[0], *[middle] * (p - 2), ends[1])
-    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
-    counted = (num_layers + embedding + loss) // p
-    return (counted - embedding, *[counted] * (p - 2), counted - loss)
+    num_ranks, num_virtual = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    layout = config.pipeline_model_parallel_layout
+
+    def count(rank: int, virtual: int) -> int:
+        if layout is not None:
+            return layout.layout[rank][virtual].count(LayerType.decoder)
+        return get_num_layers_to_build(config, vp_stage=virtual, pp_rank=rank)
+
+    return tuple(count(rank, virtual) for virtual in range(num_virtual) for rank in range(num_ranks))
 
 
 def _recompute(args: argparse.Namespace) -> Recompute:
