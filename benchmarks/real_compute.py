@@ -9,9 +9,12 @@ each round every contender runs some batches, in an order that changes from roun
 limit is the median of its ratios *within* the rounds.
 
 The limit is each stage's own compute (forwards, backwards, optimizer step) in the same two processes at the same time,
-without communication: no schedule can be faster. Flushing costs (p-1) of m+p-1 slots, so the ideal of `flush` and its
-peers is m/(m+1) of the limit; `2bw` has no such cost. Every batch includes its optimizer step. Before a contender's
-batches are timed, one (three under 2bw, until its legs repeat) runs outside of the clock.
+without communication: no schedule can be faster. Every batch includes its optimizer step. Before a contender's batches
+are timed, one (three under 2bw, until its legs repeat) runs outside of the clock.
+
+Flushing costs p-1 of m+p-1 slots, so the ideal of `flush` and its peers would be m/(m+1) of the limit. It is more: the
+step is no slot, and while one core waits the other one has the caches and the memory to itself. Both are measured, and
+the table gives the ideal from the stages' own times (`Own.flush_ideal`) and how far ahead of it 2bw can come.
 
 Stages have to be balanced for the limit to mean anything: the vocabulary, and with it the output layer of the last
 stage, is adjusted until the stages' times differ by less than 3%; the table shows them.
@@ -25,7 +28,7 @@ import statistics
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,11 +42,30 @@ BALANCE = 0.03
 """Largest relative difference of the stages' own times."""
 
 
+@dataclass(frozen=True)
+class Own:
+    """A stage's own times, milliseconds: of a microbatch (forward and backward) while the other stage computes too, of
+    one while the other core waits, and of the optimizer step while the other stage steps."""
+
+    microbatch: float
+    microbatch_undisturbed: float
+    step: float
+
+    def limit(self, num_microbatches: int) -> float:
+        """Milliseconds of a batch."""
+        return num_microbatches * self.microbatch + self.step
+
+    def flush_ideal(self, num_microbatches: int) -> float:
+        """Milliseconds of a batch that is flushed (p=2): before the first and after the last of the last stage's m
+        slots the first stage computes alone, a slot in all, and during one of the m it waits itself."""
+        return (num_microbatches - 1) * self.microbatch + 2 * self.microbatch_undisturbed + self.step
+
+
 @dataclass
 class Result:
-    """Seconds per batch: num_microbatches -> contender -> one figure a round, the slower rank's."""
+    """Seconds per batch: num_microbatches -> contender -> one figure a round, the slower rank's. `own`: the stages'."""
 
-    stage_milliseconds: tuple[float, float]
+    own: tuple[Own, Own]
     seconds: dict[int, dict[str, list[float]]]
     first_losses: dict[str, float]
     last_losses: dict[str, float]
@@ -68,18 +90,34 @@ def measure(contender, num_microbatches: int, num_batches: int) -> float:
     return seconds.item()
 
 
-def own_milliseconds(contender, num_microbatches: int, num_batches: int) -> list[float]:
-    """Milliseconds of a microbatch on each stage alone, its share of the step included; both stages run at once."""
-    dist.barrier()
+def own_times(contender, num_microbatches: int, num_batches: int) -> list[Own]:
+    """Each stage's own times, medians of some batches."""
+    together, step = _own_milliseconds(contender, num_microbatches, num_batches)
+    undisturbed = 0.0
+    for rank in (0, 1):
+        dist.barrier()  # waits without computing
+        if rank == dist.get_rank():
+            undisturbed, _ = _own_milliseconds(contender, num_microbatches, num_batches)
+    return gathered(Own(together, undisturbed, step))
+
+
+def gathered(value) -> list:
+    """`value` of both ranks."""
+    values: list = [None, None]
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _own_milliseconds(contender, num_microbatches: int, num_batches: int) -> tuple[float, float]:
+    """Milliseconds of a microbatch without, and of the step; the first batch is not timed."""
     contender.run(num_microbatches)
-    times = []
+    times, steps = [], []
     for _ in range(num_batches):
         start = time.perf_counter()
         contender.run(num_microbatches)
-        times.append(1e3 * (time.perf_counter() - start) / num_microbatches)
-    gathered: list = [None, None]
-    dist.all_gather_object(gathered, statistics.median(times))
-    return gathered
+        steps.append(contender.step_seconds[-1])
+        times.append((time.perf_counter() - start - steps[-1]) / num_microbatches)
+    return 1e3 * statistics.median(times), 1e3 * statistics.median(steps)
 
 
 def balance(model, args):
@@ -88,7 +126,9 @@ def balance(model, args):
 
     def difference(vocab_size: int) -> float:
         stage = StageAlone(replace(model, vocab_size=vocab_size))
-        first, last = own_milliseconds(stage, 8, args.balance_batches)
+        dist.barrier()
+        microbatch, step = _own_milliseconds(stage, 8, args.balance_batches)
+        first, last = gathered(microbatch + step / 8)
         progress(f"balancing: vocabulary {vocab_size}, stages of {first:.1f} and {last:.1f} ms a microbatch")
         return (last - first) / first
 
@@ -125,22 +165,26 @@ def compare(args) -> tuple[object, Result]:
         model = balance(model, args)
     entrants = contenders(model)
     seconds: dict[int, dict[str, list[float]]] = {}
-    own: list[list[float]] = []
+    own: list[list[Own]] = []
     order = random.Random(0)
     for num_microbatches in args.microbatches:
         num_batches = max(2, args.microbatches_per_round // num_microbatches)
         table = seconds[num_microbatches] = {entrant.name: [] for entrant in entrants}
         for round_number in range(args.rounds):
             progress(f"m = {num_microbatches}, round {round_number + 1} of {args.rounds}")
-            own.append(own_milliseconds(entrants[0], num_microbatches, 2))
+            dist.barrier()
+            own.append(own_times(entrants[0], num_microbatches, 2))
             for entrant in order.sample(entrants, len(entrants)):
                 table[entrant.name].append(measure(entrant, num_microbatches, num_batches))
-    losses: list = [None, None]
-    dist.all_gather_object(losses, {entrant.name: entrant.losses for entrant in entrants[1:]})
+    losses = gathered({entrant.name: entrant.losses for entrant in entrants[1:]})
     known = {name: max(rank[name] for rank in losses) for name in losses[0]}  # the list of the last stage is not empty
-    stage_milliseconds = tuple(statistics.median(times[rank] for times in own) for rank in (0, 1))
+    medians = tuple(_median([times[rank] for times in own]) for rank in (0, 1))
     first, last = ({name: found[position] for name, found in known.items()} for position in (0, -1))
-    return model, Result(stage_milliseconds, seconds, first, last)
+    return model, Result(medians, seconds, first, last)
+
+
+def _median(times: list[Own]) -> Own:
+    return Own(*(statistics.median(values) for values in zip(*map(astuple, times), strict=True)))
 
 
 def run_rank(rank: int, port: int, args) -> None:
@@ -164,12 +208,12 @@ def run_rank(rank: int, port: int, args) -> None:
 
 def report(model, result: Result, args) -> None:
     console = Console()
-    first, last = result.stage_milliseconds
     console.print(f"{model}")
-    console.print(
-        f"stages alone: {first:.1f} and {last:.1f} ms a microbatch (forward, backward, share of the step), "
-        f"{abs(last - first) / min(first, last):.1%} apart"
-    )
+    times = [own.limit(8) / 8 for own in result.own]
+    console.print(f"stages alone: {abs(times[1] - times[0]) / min(times):.1%} apart (m = 8), and in milliseconds")
+    for name, own in zip(("first", "last"), result.own, strict=True):
+        undisturbed = f"{own.microbatch_undisturbed:.1f} while the other core waits"
+        console.print(f"  {name}: {own.microbatch:.1f} a microbatch, {undisturbed}, {own.step:.1f} the step")
     table = Table(title=f"tokens/s, and share of the limit; medians of {args.rounds} alternated rounds")
     table.add_column("")
     for num_microbatches in result.seconds:
@@ -177,7 +221,11 @@ def report(model, result: Result, args) -> None:
     for name in next(iter(result.seconds.values())):
         table.add_row(name, *(cell(model, m, seconds, name) for m, seconds in result.seconds.items()))
     table.add_section()
-    table.add_row("a flush's ideal", *(f"{m / (m + 1):.1%}" for m in result.seconds))
+    own = _median(list(result.own))
+    ideals = {m: own.flush_ideal(m) / own.limit(m) for m in result.seconds}
+    table.add_row("m / (m+1)", *(f"{m / (m + 1):.1%}" for m in result.seconds))
+    table.add_row("a flush's ideal", *(f"{1 / ideal:.1%}" for ideal in ideals.values()))
+    table.add_row("2bw over flush, ideal", *(f"{ideal:.2f}" for ideal in ideals.values()))
     table.add_row("2bw over flush", *(f"{ratio(t['flush'], t['2bw']):.2f}" for t in result.seconds.values()))
     console.print(table)
     console.print("loss of the first batch: " + ", ".join(f"{k} {v:.6f}" for k, v in result.first_losses.items()))
