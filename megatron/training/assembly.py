@@ -16,6 +16,7 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
@@ -25,7 +26,7 @@ from megatron.training import config
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import MicrobatchIterator
-from megatron.training.logging import LOSS, Reporter
+from megatron.training.logging import ALLOCATED, LOSS, SAVED_ACTIVATIONS, Reporter
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
 from megatron.training.outputs import prepare_outputs
 from megatron.training.throughput import flops_per_sample
@@ -108,18 +109,23 @@ def assemble(
     optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
     scheduler = config.param_scheduler(args, optimizer)
     schedule = pipeline_schedule(args)
+    counts = args.moves_activations or args.log_saved_activations
+    memory = ActivationMemory(backend.device()) if counts else None
     stage_index = parallel_state.get_pipeline_model_parallel_rank()
     update = MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stage_index,
         loss_names=(LOSS,), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
     stage = MegatronStage(
         chunks[0], forward_step, update, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
         recompute=args.pipeline_recompute, seed=args.seed, loss_names=(LOSS,),
+        activation_memory=memory,
     )  # fmt: skip
-    engine = build_engine(args, schedule, stage, update, position)
+    engine = build_engine(
+        args, schedule, stage, update, position, activation_memory=memory if args.moves_activations else None
+    )
     _describe(args, reporter, chunks, position)
     return Run(
         args, chunks, optimizer, scheduler, update, stage, engine, reporter,
@@ -129,6 +135,14 @@ def assemble(
         flops=position.num_floating_point_operations_so_far,
         saved_iteration=position.iteration if position.iteration else None,
     )  # fmt: skip
+
+
+def _gauges(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
+    """What every rank measures for the report of a batch, by name."""
+    if memory is None:
+        return {}
+    allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
+    return {SAVED_ACTIVATIONS: memory.take_recent_peak, **allocated}
 
 
 def _load(
@@ -167,9 +181,11 @@ def build_engine(
     stage: MegatronStage,
     update: MegatronWeightUpdate,
     position: CheckpointPosition,
+    activation_memory: ActivationMemory | None = None,
 ) -> PipelineEngine:
     """The engine over this rank's pipeline group, going on at `position`.
 
+    `activation_memory`: the stage's, where the schedule moves activations.
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
     also after a change of the microbatch size or of the number of replicas.
     """
@@ -186,6 +202,7 @@ def build_engine(
         tracer=tracer,
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
+        activation_memory=activation_memory,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron import backend
@@ -16,6 +17,8 @@ from megatron.training.metrics import MetricsFile
 from megatron.training.throughput import flops_per_sample
 
 LOSS = "lm loss"
+SAVED_ACTIVATIONS = "saved_activation_bytes"
+ALLOCATED = "peak_allocated_bytes"
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,11 @@ class Interval:
     iterations: int = 0
     seconds: float = 0.0
     tokens: int = 0
+    saved_activation_bytes: Sequence[int] = ()  # peaks by pipeline rank, where they are counted
 
-    def add(self, report: BatchReport, progress: Progress, seq_length: int) -> None:
+    def add(
+        self, report: BatchReport, progress: Progress, seq_length: int, saved_activation_bytes: Sequence[int] = ()
+    ) -> None:
         self.iterations += 1
         self.seconds += progress.seconds
         self.tokens += progress.num_samples * seq_length
@@ -50,6 +56,15 @@ class Interval:
         if not report.skipped and math.isfinite(loss):
             self.losses += loss
             self.num_losses += 1
+        before = self.saved_activation_bytes or saved_activation_bytes
+        self.saved_activation_bytes = [max(pair) for pair in zip(before, saved_activation_bytes, strict=True)]
+
+
+def by_pipeline_rank(values: Sequence[float], num_pipeline_ranks: int) -> list[int]:
+    """The largest value of each pipeline rank. `values` are in the order of the job's ranks, which numbers tensor ranks
+    first, then replicas, then pipeline ranks."""
+    width = len(values) // num_pipeline_ranks
+    return [int(max(values[first : first + width])) for first in range(0, len(values), width)]
 
 
 def log_line(
@@ -61,7 +76,8 @@ def log_line(
     flops: float | None = None,
     now: float | None = None,
 ) -> str:
-    """Megatron's log line: means over the interval for time and loss, the last batch's values for the rest.
+    """Megatron's log line: means over the interval for time and loss, peaks for saved activations, by pipeline rank,
+    and the last batch's values for the rest.
 
     `flops` are the floating-point operations per token and GPU, or None to leave the throughput out.
     """
@@ -81,6 +97,9 @@ def log_line(
         parts.insert(3, f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
     if report.grad_norm is not None:
         parts.append(f"grad norm: {report.grad_norm:.3f}")
+    if interval.saved_activation_bytes:
+        peaks = " ".join(f"{each / 2**20:.1f}" for each in interval.saved_activation_bytes)
+        parts.append(f"saved activations (MiB): {peaks}")
     parts += [
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
@@ -121,14 +140,18 @@ class Reporter:
 
     def iteration(self, report: BatchReport, progress: Progress) -> None:
         """Record one batch; print the log line where its interval ends."""
-        self._interval.add(report, progress, self.args.seq_length)
+        peaks = {
+            name: by_pipeline_rank(values, self.args.pipeline_model_parallel_size)
+            for name, values in report.gauges.items()
+        }
+        self._interval.add(report, progress, self.args.seq_length, peaks.get(SAVED_ACTIVATIONS, ()))
         if self.writes:
-            self._record(report, progress)
+            self._record(report, progress, peaks)
         if progress.iteration % self.args.log_interval == 0:
             self.say(log_line(report, progress, self._interval, train_iters=self.args.train_iters, flops=self._flops))
             self._interval = Interval()
 
-    def _record(self, report: BatchReport, progress: Progress) -> None:
+    def _record(self, report: BatchReport, progress: Progress, peaks: Mapping[str, list[int]]) -> None:
         seconds = max(progress.seconds, 1e-9)
         values = {
             "iteration": progress.iteration,
@@ -142,9 +165,9 @@ class Reporter:
             "peak_memory_bytes": backend.peak_memory_bytes(),
         }
         if self._metrics is not None:
-            self._metrics.write(**values, skipped=report.skipped)
+            self._metrics.write(**values, **peaks, skipped=report.skipped)
         if progress.iteration % self.args.tensorboard_log_interval == 0:
-            self._boards(progress, self._board_values(values, report, progress))
+            self._boards(progress, self._board_values({**values, **peaks}, report, progress))
 
     def _board_values(self, values: dict, report: BatchReport, progress: Progress) -> dict[str, float | None]:
         args = self.args
@@ -157,6 +180,8 @@ class Reporter:
             named["iteration-time"] = progress.seconds
         if args.log_memory_to_tensorboard:
             named["mem-max-allocated-bytes"] = values["peak_memory_bytes"]
+            if SAVED_ACTIVATIONS in values:
+                named["saved-activation-bytes-max"] = max(values[SAVED_ACTIVATIONS])
         if args.log_world_size_to_tensorboard:
             named["world-size"] = args.world_size
         if self._flops is not None:

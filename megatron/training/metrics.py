@@ -22,7 +22,7 @@ class MetricsFile:
         if torn:
             self._file.write("\n")
 
-    def write(self, **values: float | int | str | None) -> None:
+    def write(self, **values: float | int | str | list[int] | None) -> None:
         """Append one object. What is not finite becomes null, as JSON has no word for it."""
         plain = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,6 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
-from megatron.pipeline.schedules.orders import BALANCED_PRESETS
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, estimated_forward_seconds
 from megatron.placement.cost import placement_cost
 from megatron.placement.degrees import Degrees
@@ -26,6 +25,7 @@ from megatron.placement.optimize import optimized
 from megatron.placement.pairs import describe_crossing, describe_need, fits_under_forward, pair_transfers
 from megatron.placement.topology import Topology, load_topology
 from megatron.placement.traffic import Traffic, estimate_traffic
+from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.entry import OnThisRank, SameEverywhere, wait_for_readers
 
 HOST_NAME = "PIPELINE_HOST_NAME"
@@ -115,7 +115,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
 
 def balances_activations(args: argparse.Namespace) -> bool:
     """Whether the run moves activations between the stages of a pair."""
-    return args.pipeline_schedule in BALANCED_PRESETS
+    return pipeline_schedule(args).balance
 
 
 def _mapping(

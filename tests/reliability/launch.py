@@ -124,12 +124,17 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
 
-def training_command(world_size: int, *flags: object, model: Sequence[str] = (*TINY, *SYNTHETIC)) -> list[str]:
+def training_command(
+    world_size: int,
+    *flags: object,
+    model: Sequence[str] = (*TINY, *SYNTHETIC),
+    program: Path = REPOSITORY / "pretrain_gpt.py",
+) -> list[str]:
     """torchrun with that many ranks, all of them pipeline stages unless the flags say otherwise."""
     degrees = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", str(world_size)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     return [
-        sys.executable, *launcher, str(REPOSITORY / "pretrain_gpt.py"), *model, *degrees, *map(str, flags),
+        sys.executable, *launcher, str(program), *model, *degrees, *map(str, flags),
     ]  # fmt: skip
 
 

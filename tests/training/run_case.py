@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import hashlib
 import shutil
 import sys
 import tempfile
@@ -33,7 +34,8 @@ def data_flags() -> str:
 
 
 def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago: float = 0.0) -> dict:
-    """Run on this rank; returns the metrics (last rank), the printed lines and the weights.
+    """Run on this rank; returns the metrics (last rank), the printed lines, the weights, a digest of each batch's
+    gradients, and what was saved of a stage: microbatches at most, and the bytes in which one moved.
 
     `stop_after`: rank -> iteration after whose report that rank gets the wish to stop. `minutes_ago`: when the program
     was started.
@@ -67,6 +69,7 @@ def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago
             datasets_provider=build_datasets,
         )  # fmt: skip
     run.reporter.say = lines.append
+    gradients = _digests_of_gradients(run.update)
     if stop_after and rank in stop_after:
         _stop_after(run.reporter, stop, stop_after[rank])
     try:
@@ -78,6 +81,9 @@ def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago
             "lines": lines,
             "iteration": run.iteration,
             "weights": {name: value.detach().clone() for name, value in run.chunks[0].named_parameters()},
+            "gradients": gradients,
+            "saved_microbatches": run.engine.saved_microbatches_peak[run.stage.index],
+            "moved_bytes": _moved_bytes(run.stage),
             "generator": torch.get_rng_state(),
         }
     finally:
@@ -93,6 +99,27 @@ def _stop_after(reporter, stop, iteration: int) -> None:
             stop._handle(15, None)
 
     reporter.iteration = watching
+
+
+def _digests_of_gradients(update) -> list[str]:
+    """Grows by one for each step: of the reduced gradients that it applies (if it does, and not something before)."""
+    step, digests = update.step, []
+
+    def watched(version: int):
+        batch = update._batches[version - 1]
+        if not batch.applied:
+            flats = update._gradients[batch.slot].flats
+            digests.append(hashlib.blake2b(b"".join(flat.numpy().tobytes() for flat in flats)).hexdigest())
+        return step(version)
+
+    update.step = watched
+    return digests
+
+
+def _moved_bytes(stage) -> int | None:
+    """Of one microbatch; None where none was evicted."""
+    layout = getattr(stage._captured, "layout", None)
+    return None if layout is None else layout.buffer_bytes
 
 
 def train(num_ranks: int, flags: str = "", **options) -> list[dict]:

@@ -13,9 +13,11 @@ from megatron import backend
 backend.install()
 
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+from megatron.pipeline.schedules import Schedule
 from megatron.training import pretraining
 from megatron.training.arguments import build_parser, parse_args, reference, validate_args
 from megatron.training.arguments.parser import GROUPS
+from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.arguments.specification import integer, number
 from megatron.training.checkpoint.arguments import apply_saved_arguments
 from tests.training.arguments_helper import CPU, GPU, arguments, words
@@ -244,7 +246,7 @@ def test_every_refused_flag_says_what_to_do():
 TRANSLATED = {  # a rule turns the flag into another value, or refuses what cannot be
     "use_rotary_position_embeddings", "add_position_embedding", "use_flash_attn", "pipeline_extra_warmup",
     "rampup_batch_size", "decrease_batch_size_if_needed", "grad_reduce_in_bf16", "recompute_activations",
-    "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
+    "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
 }  # fmt: skip
 
 
@@ -271,14 +273,39 @@ def test_stages_and_layers():
         arguments("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2", world_size=4)
 
 
-def test_a_schedule_that_moves_activations_is_refused():
-    """bpipe is refused in one sentence as long as it cannot be executed; where it moves nothing, it is flush."""
-    stages = "--pipeline-schedule bpipe --pipeline-model-parallel-size {}"
-    with pytest.raises(ValueError, match=r"which the runtime cannot execute yet; use flush, which computes the same$"):
-        arguments(stages.format(4), world_size=4)
-    args = parse_args(words(stages.format(2)))
-    notes = validate_args(args, world_size=2)
-    assert "--pipeline-schedule bpipe has nothing to move with these stages and batches, so it runs as flush" in notes
+@pytest.mark.parametrize("flags", ["--pipeline-schedule bpipe", "--balance-activations"])
+def test_balancing_with_and_without_something_to_move(flags):
+    """The preset and the flag are one schedule. Where no stage is over its bound, a note says so and nothing moves."""
+    moving = arguments(f"{flags} --pipeline-model-parallel-size 4", world_size=4)
+    assert moving.moves_activations
+    assert pipeline_schedule(moving) == Schedule.preset("flush", num_stages=4, balance=True, tied_embeddings=True)
+    for stages, batch in ((2, 8), (4, 3)):
+        args = parse_args(words(f"{flags} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"))
+        notes = validate_args(args, world_size=stages)
+        assert not args.moves_activations
+        text = "has nothing to move with these stages and batches: saved activations stay where they are"
+        assert f"{flags} {text}" in notes
+    grows = "--global-batch-size 8 --rampup-batch-size 2 2 100"
+    assert arguments(f"{flags} --pipeline-model-parallel-size 4 {grows}", world_size=4).moves_activations
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--pipeline-schedule gpipe", "gpipe saves a whole batch at every stage, so there is nothing to balance"),
+        (
+            "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 1",
+            "may drain after every microbatch, so no eviction can be planned ahead",
+        ),
+    ],
+    ids=["gpipe", "pipedream"],
+)
+def test_schedules_that_cannot_balance_refuse_it(flags, reason):
+    """In one sentence, before anything starts."""
+    flags += " --pipeline-model-parallel-size 4"
+    assert not arguments(flags, world_size=4).moves_activations
+    with pytest.raises(ValueError, match=reason):
+        arguments(f"{flags} --balance-activations", world_size=4)
 
 
 def test_schedule_is_checked_for_every_batch_size():

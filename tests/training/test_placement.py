@@ -23,9 +23,7 @@ def topology(path, *names, gpus=2, **more):
 
 
 def balanced(extra, *, world_size=4):
-    args = arguments(f"{PIPELINE} {extra}", world_size=world_size)
-    args.pipeline_schedule = "bpipe"
-    return args
+    return arguments(f"{PIPELINE} --pipeline-schedule bpipe {extra}", world_size=world_size)
 
 
 def test_pair_adjacent():

@@ -26,6 +26,14 @@ def report(iteration: int, loss: float, **changes) -> BatchReport:
     return BatchReport(batch=iteration - 1, **{**values, **changes})
 
 
+def peaks() -> Interval:
+    """Two batches whose counted peaks differ."""
+    interval = Interval()
+    for each in ((5 * 2**19, 2**20), (2**20, 2**22)):
+        interval.add(report(1, 5.0), Progress(1, 16, 16, 0.1), seq_length=32, saved_activation_bytes=each)
+    return interval
+
+
 def test_log_line_is_megatrons():
     """The line that Megatron-LM's users know, with tokens per second at its end."""
     interval = Interval()
@@ -39,6 +47,8 @@ def test_log_line_is_megatrons():
         "lm loss: 5.000000E+00 | loss scale: 1.0 | grad norm: 1.000 | number of skipped iterations:   0 | "
         "number of nan iterations:   0 | tokens per second: 5120.0 |"
     )
+    counted = log_line(report(10, 5.0), progress, peaks(), train_iters=100)
+    assert "grad norm: 1.000 | saved activations (MiB): 2.5 4.0 | number of skipped" in counted
     with_flops = log_line(report(10, 5.0), progress, interval, train_iters=100, flops=1e9)
     assert "| throughput per GPU (TFLOP/s/GPU): 5.1 | learning rate" in with_flops
 
@@ -71,9 +81,10 @@ def test_metrics_file_is_whole_lines(tmp_path):
         MetricsFile(str(tmp_path / "folder"))
 
 
-def reporter(tmp_path, flags: str = "") -> Reporter:
-    args = arguments(f"--metrics-file {tmp_path}/metrics.jsonl --log-interval 2 {flags}")
-    args.padded_vocab_size = 128
+def reporter(tmp_path, flags: str = "", *, world_size: int = 1) -> Reporter:
+    """Of the rank that writes."""
+    args = arguments(f"--metrics-file {tmp_path}/metrics.jsonl --log-interval 2 {flags}", world_size=world_size)
+    args.padded_vocab_size, args.rank = 128, world_size - 1
     return Reporter(args)
 
 
@@ -98,6 +109,25 @@ def test_reporter_writes_everywhere(tmp_path, capsys):
     events = EventAccumulator(str(board)).Reload()
     tags = set(events.Tags()["scalars"])
     assert {"lm loss", "lm loss vs samples", "learning-rate", "grad-norm", "lm loss validation ppl"} <= tags
+
+
+def test_gauges_are_reported_by_pipeline_rank(tmp_path, capsys):
+    """Of the tensor and data ranks of a pipeline rank the fullest counts; TensorBoard has the fullest of all."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tmp_path / "board"
+    reports = reporter(
+        tmp_path, f"--pipeline-model-parallel-size 2 --tensorboard-dir {board} --log-memory-to-tensorboard",
+        world_size=4,
+    )  # fmt: skip
+    measured = {"saved_activation_bytes": (3.0, 7.0, 2.0, 1.0), "peak_allocated_bytes": (1.0, 2.0, 3.0, 9.0)}
+    for iteration in (1, 2):
+        reports.iteration(report(iteration, 4.0, gauges=measured), Progress(iteration, 8 * iteration, 8, 0.5))
+    reports.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert (record["saved_activation_bytes"], record["peak_allocated_bytes"]) == ([7, 2], [2, 9])
+    assert "saved activations (MiB): 0.0 0.0 |" in capsys.readouterr().out
+    assert EventAccumulator(str(board)).Reload().Scalars("saved-activation-bytes-max")[0].value == 7.0
 
 
 def test_only_the_last_rank_writes(tmp_path, capsys):

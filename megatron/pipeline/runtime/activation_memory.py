@@ -58,7 +58,8 @@ class BufferPool:
 class ActivationMemory:
     """What one rank saves, over all of its stages, in bytes: in graphs, and in buffers that are in use.
 
-    `peak_bytes` is the most at the end of a forward or when a buffer is taken, the only moments at which it grows.
+    `peak_bytes` is the most over the run so far, looked at when a forward has ended or a buffer is taken, the only
+    moments at which it grows.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -67,19 +68,26 @@ class ActivationMemory:
         self.device = probe.device  # "cuda" with the number of the current one
         self.pool = BufferPool(self.device)
         self.peak_bytes = 0
+        self._recent_peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()  # buffers are taken by the links' threads too
 
     @property
     def current_bytes(self) -> int:
         with self._lock:
-            return sum(self._in_graphs.values()) + self.pool.used_bytes
+            return self._count()
+
+    def take_recent_peak(self) -> int:
+        """The most bytes since the last call, or since the start."""
+        with self._lock:
+            peak, self._recent_peak_bytes = self._recent_peak_bytes, self._count()
+        return peak
 
     def hold(self, stage: int, microbatch: int, num_bytes: int) -> None:
         """A graph saves these bytes from now on."""
         with self._lock:
             self._in_graphs[stage, microbatch] = num_bytes
-        self._note()
+            self._note()
 
     def drop(self, stage: int, microbatch: int) -> None:
         """It does no longer: evicted, or its backward has ended."""
@@ -88,9 +96,15 @@ class ActivationMemory:
 
     def take_buffer(self, num_bytes: int) -> Tensor:
         """A buffer for a microbatch that is to arrive."""
-        buffer = self.pool.take(num_bytes)
-        self._note()
+        with self._lock:
+            buffer = self.pool.take(num_bytes)
+            self._note()
         return buffer
 
+    def _count(self) -> int:
+        return sum(self._in_graphs.values()) + self.pool.used_bytes
+
     def _note(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        now = self._count()
+        self.peak_bytes = max(self.peak_bytes, now)
+        self._recent_peak_bytes = max(self._recent_peak_bytes, now)

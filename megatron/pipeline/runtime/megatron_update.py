@@ -12,7 +12,7 @@ PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - upd
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -71,6 +71,8 @@ class MegatronWeightUpdate:
             batch waits for its own norm). So that first backward waits until the gradients of the batch before are
             reduced: the time of these reductions is not hidden, and the program does not show this wait.
         timeout: of the chain's collectives; default: ten minutes.
+        gauges: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of all
+            ranks come with the batch's report. The same names on all ranks.
 
     Raises:
         ValueError: a configuration that this update cannot drive exactly.
@@ -88,12 +90,14 @@ class MegatronWeightUpdate:
         loss_names: tuple[str, ...] = ("lm loss",),
         single_gradient_buffer: bool = False,
         timeout: timedelta | None = None,
+        gauges: Mapping[str, Callable[[], float]] | None = None,
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.weights = WeightPolicy(weights)
         self.loss_names = loss_names
+        self._gauges = dict(gauges or {})
         rule = self.weights.rule
         self._inner = _single_optimizer(optimizer)
         self._scaler = getattr(self._inner, "grad_scaler", None)
@@ -177,6 +181,7 @@ class MegatronWeightUpdate:
             loss_names=self.loss_names,
             group=group and group.process_group,
             device=backend.device() if group and group.uses_nccl else torch.device("cpu"),
+            gauges={name: read() for name, read in self._gauges.items()},
         )
         self._complete(batch, sums)
         batch.norm_reduced.set()
@@ -197,6 +202,7 @@ class MegatronWeightUpdate:
         report.grad_norm = sums.norm / batch.scale
         report.overflow = self._scaler is not None and overflow
         report.wishes = sums.wishes
+        report.gauges = sums.gauges
         report.losses = dict.fromkeys(self.loss_names, 0.0) | sums.mean_losses
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
             self._scaler is None and overflow

@@ -2,14 +2,16 @@
 
 Norm, overflow, losses and wishes (to stop, save or evaluate) travel in one float64 vector, over all ranks of the job:
 stages and replicas alike, so that all decide alike. A wish is a bit; each bit has an element of its own, and the sum of
-an element over the ranks is positive where any rank wishes it.
+an element over the ranks is positive where any rank wishes it. What ranks measure of themselves (gauges) travels along:
+every rank has an element of its own for each, which the others leave 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +22,14 @@ NUM_WISH_BITS = 8
 @dataclass(frozen=True)
 class NormReduction:
     """Sums over the job: squared gradient norm, ranks that overflowed, wishes (bits), losses as numerator and
-    denominator.
+    denominator. And each gauge of each rank: name -> values in rank order.
     """
 
     norm_squared: float
     num_overflows: float
     wishes: int
     losses: dict[str, tuple[float, float]]
+    gauges: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def norm(self) -> float:
@@ -46,17 +49,23 @@ def all_reduce_norm(
     loss_names: Sequence[str],
     group: Any,
     device: torch.device,
+    gauges: Mapping[str, float] | None = None,
 ) -> NormReduction:
     """Sum what every rank contributes.
 
     `group`: all ranks of the job, used for nothing else, one of torch.distributed or a bare backend; None with a single
-    rank. `device`: where the group can reach the vector. Raises ValueError for more than `NUM_WISH_BITS` wishes.
+    rank. `device`: where the group can reach the vector. `gauges`: of the same names on all ranks. Raises ValueError
+    for more than `NUM_WISH_BITS` wishes.
     """
     if not 0 <= wishes < 1 << NUM_WISH_BITS:
         raise ValueError(f"wishes are {wishes}; they are {NUM_WISH_BITS} bits, 0 to {(1 << NUM_WISH_BITS) - 1}")
     values = [norm_squared, float(overflow), *(float(wishes >> bit & 1) for bit in range(NUM_WISH_BITS))]
     for name in loss_names:
         values.extend(losses.get(name, (0.0, 0.0)))
+    gauges = gauges or {}
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    for value in gauges.values():
+        values.extend(float(value) if each == rank else 0.0 for each in range(size))
     if group is not None:
         vector = torch.tensor(values, dtype=torch.float64, device=device)
         group.allreduce([vector]).wait()
@@ -68,4 +77,5 @@ def all_reduce_norm(
         num_overflows=values[1],
         wishes=sum(1 << bit for bit, count in enumerate(bits) if count > 0),
         losses={name: (next(sums), next(sums)) for name in loss_names},
+        gauges={name: tuple(itertools.islice(sums, size)) for name in gauges},
     )

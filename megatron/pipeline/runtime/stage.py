@@ -75,6 +75,8 @@ class BatchReport:
     num_samples: int = 0
     wishes: int = 0
     nan: bool = False
+    gauges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What each rank of the job measured of itself for this report: name -> values in rank order."""
 
 
 @runtime_checkable

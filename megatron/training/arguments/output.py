@@ -55,6 +55,11 @@ LOGGING = Group(
     (
         option("--log-interval", integer, 100, "Iterations between log lines."),
         switch("--log-throughput", "Print TFLOP/s per GPU."),
+        switch(
+            "--log-saved-activations",
+            "Count the bytes of saved activations: peak per pipeline rank in the log line and the metrics file. "
+            "Schedules that move activations always do; others then run forwards under saved-tensor hooks.",
+        ),
         switch("--log-progress", "Append progress to progress.txt in --save."),
         option("--logging-level", integer, None, "Level of Python's logging (10 debug, 20 info, 30 warning)."),
         option(
@@ -62,7 +67,8 @@ LOGGING = Group(
             str,
             None,
             "JSON lines with full-precision values per iteration and evaluation; a resumed run appends. The last rank "
-            "writes it, and peak_memory_bytes is its own.",
+            "writes it, and peak_memory_bytes is its own; saved_activation_bytes and, on CUDA, the allocator's "
+            "peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and data rank.",
             metavar="FILE",
         ),
         option("--tensorboard-dir", str, None, "Directory of TensorBoard's event files.", metavar="DIR"),
@@ -79,7 +85,10 @@ LOGGING = Group(
             aliases=("--no-log-learning-rate-to-tensorboard",),
         ),
         switch("--log-validation-ppl-to-tensorboard", "Also record validation perplexity."),
-        switch("--log-memory-to-tensorboard", "Also record the last rank's peak memory."),
+        switch(
+            "--log-memory-to-tensorboard",
+            "Also record the last rank's peak memory, and the most saved activations of a rank.",
+        ),
         switch("--log-world-size-to-tensorboard", "Also record the world size."),
         option(
             "--timing-log-level",

@@ -15,7 +15,7 @@ PIPELINE = Group(
             "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
             "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank: "
             "refused so far, since one is built here. bpipe: flush with saved activations balanced over pairs of "
-            "stages; planned, proved and drawn, and not executed yet.",
+            "stages, as --balance-activations does.",
             choices=tuple(PRESETS),
         ),
         switch(
@@ -27,6 +27,12 @@ PIPELINE = Group(
             "--pipeline-recompute",
             "Keep only a stage's input per microbatch and recompute its forward before its backward, as instructions "
             "of the program.",
+        ),
+        switch(
+            "--balance-activations",
+            "BPipe: stages s < (p-2)/2 lend saved activations to stage p-1-s while both compute, and no stage holds "
+            "more than ceil((p+2)/2) microbatches. With flush, 2bw and interleaved; where nothing has to move, the run "
+            "says so and goes on without.",
         ),
         switch(
             "--2bw-single-gradient-buffer",

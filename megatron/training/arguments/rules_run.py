@@ -58,17 +58,14 @@ def schedule(args: argparse.Namespace) -> None:
     if weights.rule.updates_alone:
         _pipedream(args)
     program = pipeline_schedule(args)
-    for num_microbatches in sorted(set(args.batch_sizes.all_num_microbatches())):
+    sizes = sorted(set(args.batch_sizes.all_num_microbatches()))
+    for num_microbatches in sizes:
         program.validate(num_microbatches)
-        if program.evicting_ranks((num_microbatches,)):
-            raise ValueError(
-                f"--pipeline-schedule {args.pipeline_schedule} moves saved activations between ranks, which the "
-                "runtime cannot execute yet; use flush, which computes the same"
-            )
-    if program.balance:
+    args.moves_activations = any(program.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
+    if program.balance and not args.moves_activations:
+        flag = "--balance-activations" if args.balance_activations else f"--pipeline-schedule {args.pipeline_schedule}"
         args.notes.append(
-            f"--pipeline-schedule {args.pipeline_schedule} has nothing to move with these stages and batches, so it "
-            "runs as flush"
+            f"{flag} has nothing to move with these stages and batches: saved activations stay where they are"
         )
 
 
@@ -79,6 +76,7 @@ def pipeline_schedule(args: argparse.Namespace) -> Schedule:
         num_stages=args.pipeline_model_parallel_size,
         recompute=args.pipeline_recompute,
         extra_warmup=args.pipeline_extra_warmup,
+        balance=args.balance_activations,
         data_parallel=args.data_parallel_size > 1,
         tied_embeddings=not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1,
     )

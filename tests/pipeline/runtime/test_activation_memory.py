@@ -44,3 +44,14 @@ def test_the_peak_counts_graphs_and_buffers():
     memory.drop(0, 1)
     assert memory.current_bytes == 0 and memory.peak_bytes == 250
     assert memory.pool.allocated_bytes == 150
+
+
+def test_the_recent_peak_starts_again_from_what_is_held():
+    """Each reading tells the most since the one before, and what was saved then and is still saved counts."""
+    memory = ActivationMemory()
+    memory.hold(0, 0, 100)
+    memory.hold(0, 1, 50)
+    memory.drop(0, 0)
+    assert [memory.take_recent_peak(), memory.take_recent_peak()] == [150, 50]
+    memory.hold(0, 2, 25)
+    assert [memory.take_recent_peak(), memory.peak_bytes] == [75, 150]

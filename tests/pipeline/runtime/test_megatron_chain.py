@@ -8,7 +8,9 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import BatchInfo
+from megatron.pipeline.weights import WeightPolicy
 from tests import workers
 from tests.pipeline.runtime import megatron_cases as cases
 
@@ -60,9 +62,32 @@ def all_cases() -> list[dict]:
     ]
 
 
+def gauges() -> dict:
+    """The report's gauges of a batch for which each rank measures its own number."""
+    rank = torch.distributed.get_rank()
+    case = updates(dtype="float32")
+    with cases.parallel(case):
+        stages, update = cases.build(case)
+        update = MegatronWeightUpdate(
+            update.chunks, update.optimizer, weights=WeightPolicy.TWO_BW, num_stages=2, stage=stages[0].index,
+            gauges={"bytes": lambda: 2**40 + rank, "level": lambda: 0.5 * rank},
+        )  # fmt: skip
+        update.begin_batch(INFO)
+        update.begin_backward(INFO)
+        update.reduce_norm(1, 0, {"lm loss": (6.0, 4.0)})
+        return update.step(1)
+
+
 @pytest.fixture(scope="module")
 def results():
     return workers.run(2, f"{__name__}:all_cases", timeout=100)
+
+
+def test_what_ranks_measure_reaches_all_by_rank():
+    """Every report holds every rank's values, exactly, beside the sums of losses."""
+    for report in workers.run(2, f"{__name__}:gauges"):
+        assert report.gauges == {"bytes": (2**40, 2**40 + 1), "level": (0.0, 0.5)}
+        assert report.losses == {"lm loss": 1.5}
 
 
 @pytest.mark.parametrize("overflow_on", [0, 1])

@@ -1,0 +1,93 @@
+"""BPipe through the training door: a balanced run computes bit for bit what the same run computes without balancing.
+
+The cases are data: what to train, on p x t x d ranks. A case joins the table in one line.
+"""
+
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.training.run_case import train
+
+SELECTIVE = "--recompute-granularity selective"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TWO_BW = "--pipeline-schedule 2bw"
+TENSOR = "--tensor-model-parallel-size 2"
+SEQUENCE = f"{TENSOR} --sequence-parallel"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+# name: (pipeline ranks, tensor x data ranks, flags). Dropout is on and embeddings are tied by default.
+QUICK = {
+    "p=4 bf16": (4, 1, "--bf16"),
+    "p=4 2bw attention": (4, 1, f"{TWO_BW} {SELECTIVE}"),
+    "p=4 t=2 sequence parallel, layer": (4, 2, f"{SEQUENCE} {FULL}"),
+    "p=4 d=2 attention": (4, 2, SELECTIVE),
+    "p=8": (8, 1, ""),
+}
+SCOPES = {"none": "", "attention": SELECTIVE, "layer": FULL, "program": "--pipeline-recompute"}
+FULL_CASES = {
+    **{f"p={p} {scope}": (p, 1, flags) for p in (4, 8) for scope, flags in SCOPES.items() if (p, scope) != (8, "none")},
+    **{f"p={p} 2bw {scope}": (p, 1, f"{TWO_BW} {flags}") for p in (4, 8) for scope, flags in SCOPES.items()
+       if (p, scope) != (4, "attention")},
+    **{f"t=2 {scope}": (4, 2, f"{TENSOR} {flags}") for scope, flags in SCOPES.items()},
+    **{f"t=2 sequence parallel, bf16 {scope}": (4, 2, f"{SEQUENCE} --bf16 {flags}") for scope, flags in SCOPES.items()},
+    **{f"d=2 {scope}": (4, 2, flags) for scope, flags in SCOPES.items() if scope != "attention"},
+    "d=2 2bw distributed optimizer": (4, 2, f"{TWO_BW} --use-distributed-optimizer"),
+    "t=2 2bw bf16": (4, 2, f"{TWO_BW} {SEQUENCE} --bf16"),
+    "untied, no dropout": (4, 1, f"{UNTIED} --hidden-dropout 0 --attention-dropout 0"),
+    "fp16": (4, 1, "--fp16 --initial-loss-scale 65536"),
+    "llama": (4, 1, "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+                    f"{UNTIED} --group-query-attention --num-query-groups 2"),
+    "ramp-up": (4, 1, "--rampup-batch-size 2 2 12 --train-iters 8"),
+    "extra warm-up": (4, 1, "--pipeline-extra-warmup"),
+    "extra warm-up 2bw": (4, 1, f"{TWO_BW} --pipeline-extra-warmup"),
+    "2bw single gradient buffer": (4, 1, f"{TWO_BW} --2bw-single-gradient-buffer"),
+    "evaluations between": (4, 1, f"{TWO_BW} --eval-iters 2 --eval-interval 1"),
+    "masks": (4, 1, "--reset-attention-mask --reset-position-ids --eod-mask-loss"),
+}  # fmt: skip
+CASES = QUICK | FULL_CASES
+
+
+@functools.cache
+def run(name: str, balance: bool) -> list[dict]:
+    """Results by rank of a case, moved and unmoved; both count bytes. Tests of one case share them."""
+    stages, replicas, flags = CASES[name]
+    data = 1 if "--tensor" in flags else replicas
+    size = f"--num-layers {stages} --pipeline-model-parallel-size {stages} --global-batch-size {2 * stages * data}"
+    how = "--balance-activations" if balance else "--log-saved-activations"
+    return train(stages * replicas, f"{size} --train-iters 3 {flags} {how}", timeout=300)
+
+
+def marked(names) -> list:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(CASES))
+def test_a_balanced_run_has_the_same_bits(name):
+    """Losses, norms, every rank's gradients of every batch and its weights are equal; and it did move something."""
+    kept, moved = run(name, False), run(name, True)
+    one, other = kept[-1]["records"], moved[-1]["records"]
+    values = ("lm_loss", "grad_norm", "validation_loss", "loss_scale", "learning_rate")
+    assert len(one) >= 3 and [[record.get(value) for value in values] for record in one] == [
+        [record.get(value) for value in values] for record in other
+    ]
+    for before, after in zip(kept, moved, strict=True):
+        assert before["gradients"] == after["gradients"]
+        assert len(set(before["gradients"])) == (0 if "single gradient" in name else kept[-1]["iteration"])
+        assert before["weights"].keys() == after["weights"].keys() and len(before["weights"]) > 5
+        assert all(torch.equal(weight, after["weights"][each]) for each, weight in before["weights"].items())
+    num_stages = CASES[name][0]
+    evicting = [result["moved_bytes"] is not None for result in moved]
+    width = len(moved) // num_stages
+    if "extra" not in name:
+        assert evicting == [rank // width < (num_stages - 2) / 2 for rank in range(len(moved))]
+    assert any(evicting) and not any(result["moved_bytes"] for result in kept)
+
+
+def test_nothing_to_move_is_said_and_trained():
+    """Two stages keep within their bound: the run goes on as it would, and counts nothing."""
+    plain, balanced = (train(2, f"--train-iters 2 {flags}") for flags in ("", "--pipeline-schedule bpipe"))
+    assert plain[-1]["losses"] == balanced[-1]["losses"]
+    assert "saved_activation_bytes" not in balanced[-1]["records"][-1]
