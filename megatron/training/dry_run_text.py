@@ -2,13 +2,12 @@
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.schedules import Schedule
 from megatron.placement.report import PlacementReport
 from megatron.placement.text import tables
-from megatron.placement.topology import Topology
 from megatron.planner import GIB, RankMemory, Verdict
 from megatron.planner.text import memory_as_dict, memory_table
 from megatron.training import plan
@@ -64,7 +63,7 @@ def print_dry_run(result: DryRun, prog: str) -> None:
     say(*_program_lines(result))
     show("memory of a GPU, estimated, in GiB", memory_table(result.memory, plain=plain))
     say(*_memory_lines(result))
-    for title, table in tables(_shortened(result.placement), plain=plain):
+    for title, table in tables(result.placement, plain=plain, max_nodes=_MOST_NODES):
         show(title, table)
     if len(nodes) > _MOST_NODES:
         say(f"... and {len(nodes) - _MOST_NODES} more nodes; --dry-run-json writes all of them")
@@ -124,14 +123,6 @@ def _memory_lines(result: DryRun) -> list[str]:
             "warning: so near the limit the CUDA context and the allocator may need what is left, or slow the run down"
         )
     return lines
-
-
-def _shortened(report: PlacementReport) -> PlacementReport:
-    """The report on its first nodes."""
-    nodes = report.topology.nodes
-    if len(nodes) <= _MOST_NODES:
-        return report
-    return replace(report, topology=Topology(nodes=nodes[:_MOST_NODES], bandwidth=report.topology.bandwidth))
 
 
 def to_dict(result: DryRun) -> dict:
