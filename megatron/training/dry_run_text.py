@@ -76,7 +76,7 @@ def _model_lines(result: DryRun) -> list[str]:
     sizes = args.batch_sizes.all_sizes()
     batch = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return [
-        f"model: {total / 1e9:.4g} billion parameters on tensor x pipeline ranks, "
+        f"model: {total / 1e9:.4g} billion parameters on the GPUs of a replica, "
         f"{flops_per_sample(args) / 1e12:.4g} TFLOP a sample; batches of {batch} samples, "
         f"microbatches of {args.micro_batch_size}",
         f"taken as there on every GPU: CUDA{_engine(args)}",
