@@ -3,11 +3,12 @@
 #
 #   bash examples/pretrain_gpt_2bw.sh CHECKPOINTS VOCAB_FILE MERGE_FILE DATA_PREFIX [LOGS]
 #   GPUS_PER_NODE=8 TP=2 PP=4 bash examples/pretrain_gpt_2bw.sh ...
+#   SCHEDULE=interleaved VP=3 bash examples/pretrain_gpt_2bw.sh ...     # three stages on each rank
 #
 # DATA_PREFIX is what tools/preprocess_data.py wrote, without .bin. Data parallel size = GPUS_PER_NODE / (TP x PP).
 set -euo pipefail
 if [ "$#" -lt 4 ]; then
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 1
 fi
 CHECKPOINT_PATH=$1
@@ -19,7 +20,8 @@ LOG_PATH=${5:-$CHECKPOINT_PATH/logs}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 TP=${TP:-1}
 PP=${PP:-4}
-SCHEDULE=${SCHEDULE:-2bw} # or gpipe, flush
+VP=${VP:-1}               # stages on each rank, for SCHEDULE=interleaved
+SCHEDULE=${SCHEDULE:-2bw} # or gpipe, flush, interleaved
 MICRO_BATCH=${MICRO_BATCH:-4}
 GLOBAL_BATCH=${GLOBAL_BATCH:-256} # under 2bw at least PP microbatches for each data-parallel replica
 
@@ -60,6 +62,9 @@ MODEL_PARALLEL_ARGS=(
     --pipeline-schedule "$SCHEDULE"
     --use-distributed-optimizer
 )
+if [ "$VP" -gt 1 ]; then
+    MODEL_PARALLEL_ARGS+=(--num-virtual-stages-per-pipeline-rank "$VP")
+fi
 if [ "$TP" -gt 1 ]; then
     MODEL_PARALLEL_ARGS+=(--sequence-parallel)
 fi

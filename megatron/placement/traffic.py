@@ -8,8 +8,9 @@
 | tensor | the ranks that share layers | all-reduces in every layer and microbatch |
 | embedding | first and last stage of one replica | one all-reduce of the tied embedding's gradient |
 
-An all-reduce of n ranks goes round a ring: each member sends 2(n-1)/n of the bytes to the next one. A reduce-scatter
-followed by an all-gather (sequence parallelism, distributed optimizer) sends the same.
+With v stages on each rank a microbatch goes v times from each rank to the next, and v-1 times from the last to the
+first. An all-reduce of n ranks goes round a ring: each member sends 2(n-1)/n of the bytes to the next one. A
+reduce-scatter followed by an all-gather (sequence parallelism, distributed optimizer) sends the same.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ class Traffic:
     """Bytes per iteration and rank.
 
     Attributes:
-        pipeline: what a rank sends to the next stage; as much comes back as gradients.
+        pipeline: what a rank sends to the next one; as much comes back as gradients.
+        wraparound: what the last rank of a pipeline sends to the first, where each has several stages.
         pair: by stage, what its rank evicts to the pair's; as much comes back. 0 for stages that evict nothing.
         data: by stage, the gradients of a rank, which its replicas all-reduce.
         tensor: by stage, the sum of what a rank all-reduces with the ranks that share its layers.
@@ -50,6 +52,7 @@ class Traffic:
     data: tuple[float, ...]
     tensor: tuple[float, ...]
     embedding: float
+    wraparound: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,10 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
     for stage in range(num_stages - 1):
         yield PointToPoint(
             kind=Kind.PIPELINE, first_stage=stage, second_stage=stage + 1, bytes_each_way=traffic.pipeline
+        )
+    if traffic.wraparound:
+        yield PointToPoint(
+            kind=Kind.PIPELINE, first_stage=num_stages - 1, second_stage=0, bytes_each_way=traffic.wraparound
         )
     for stage, num_bytes in enumerate(traffic.pair):
         if num_bytes:
@@ -115,6 +122,7 @@ def estimate_traffic(
     balances_activations: bool = True,
     sequence_parallel: bool = True,
     tied_embeddings: bool = True,
+    num_virtual_stages: int = 1,
 ) -> Traffic:
     """The traffic of one iteration of 1F1B on a GPT with feed-forward width 4h and 16-bit activations.
 
@@ -126,6 +134,7 @@ def estimate_traffic(
         balances_activations: BPipe moves activations between pairs.
         sequence_parallel: activations between stages are split over tensor ranks.
         tied_embeddings: the last stage holds the embedding too.
+        num_virtual_stages: v, the stages of each rank. Evictions are estimated as those of one stage.
 
     Raises:
         ValueError: a number of microbatches or a vocabulary below 1.
@@ -143,8 +152,10 @@ def estimate_traffic(
     # Two all-reduces in a layer's forward, two in its backward, two more where the forward is run again.
     num_reductions = 6 if scope is RecomputeScope.LAYER else 4
     reduced = num_microbatches * layers * num_reductions * activation if t > 1 else 0.0
+    edge = num_microbatches * activation / (t if sequence_parallel else 1)
     return Traffic(
-        pipeline=num_microbatches * activation / (t if sequence_parallel else 1),
+        pipeline=num_virtual_stages * edge,
+        wraparound=(num_virtual_stages - 1) * edge,
         pair=tuple(count * saved for count in evictions),
         data=tuple(
             _GRADIENT * (layers * per_layer / t + (embedding if stage in (0, p - 1) else 0)) for stage in range(p)

@@ -47,7 +47,7 @@ class Run:
     optimizer: object
     scheduler: OptimizerParamScheduler
     update: MegatronWeightUpdate
-    stage: MegatronStage
+    stages: list[MegatronStage]
     engine: PipelineEngine
     reporter: Reporter
     writer: CheckpointWriter | None
@@ -68,16 +68,19 @@ class Run:
             num_floating_point_operations_so_far=self.flops,
         )
 
-    def samples(self, index: int, name: str, consumed: int) -> MicrobatchIterator:
-        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on.
+    def samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
+        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on, by stage.
 
         Validation data begin again at their end: a resumed run that evaluates at other intervals has them sized for
         those, and its position from before.
         """
-        return MicrobatchIterator(
-            self.args, self.datasets[index], name=name, consumed_samples=consumed, vocab_size=self.vocab_size,
-            repeats=name == "validation",
-        )  # fmt: skip
+        return [
+            MicrobatchIterator(
+                self.args, self.datasets[index], name=name, consumed_samples=consumed, vocab_size=self.vocab_size,
+                vp_stage=vp_stage, repeats=name == "validation",
+            )
+            for vp_stage in range(len(self.stages))
+        ]  # fmt: skip
 
 
 def assemble(
@@ -91,7 +94,8 @@ def assemble(
 
     Args:
         args: validated; process groups are up.
-        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`.
+        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`, which
+            takes `vp_stage` as well where ranks have several stages.
         forward_step: Megatron's `forward_step(data_iterator, model)`.
         datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
     """
@@ -111,24 +115,27 @@ def assemble(
     schedule = pipeline_schedule(args)
     counts = args.moves_activations or args.log_saved_activations
     memory = ActivationMemory(backend.device()) if counts else None
-    stage_index = parallel_state.get_pipeline_model_parallel_rank()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
     update = MegatronWeightUpdate(
-        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stage_index,
+        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=rank,
         loss_names=(LOSS,), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
         timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
-    stage = MegatronStage(
-        chunks[0], forward_step, update, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
-        recompute=args.pipeline_recompute, seed=args.seed, loss_names=(LOSS,),
-        activation_memory=memory,
-    )  # fmt: skip
+    stages = [
+        MegatronStage(
+            chunk, forward_step, update, index=vp_stage * schedule.num_ranks + rank, num_stages=schedule.num_stages,
+            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=args.pipeline_recompute,
+            seed=args.seed, loss_names=(LOSS,), activation_memory=memory,
+        )
+        for vp_stage, chunk in enumerate(chunks)
+    ]  # fmt: skip
     engine = build_engine(
-        args, schedule, stage, update, position, activation_memory=memory if args.moves_activations else None
+        args, schedule, stages, update, position, activation_memory=memory if args.moves_activations else None
     )
-    _describe(args, reporter, chunks, position)
+    _describe(args, reporter, stages, position)
     return Run(
-        args, chunks, optimizer, scheduler, update, stage, engine, reporter,
+        args, chunks, optimizer, scheduler, update, stages, engine, reporter,
         CheckpointWriter(args.save) if args.save is not None else None, datasets, vocab_size(args, tokenizer),
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
@@ -178,14 +185,14 @@ def _load(
 def build_engine(
     args: argparse.Namespace,
     schedule: Schedule,
-    stage: MegatronStage,
+    stages: list[MegatronStage],
     update: MegatronWeightUpdate,
     position: CheckpointPosition,
     activation_memory: ActivationMemory | None = None,
 ) -> PipelineEngine:
     """The engine over this rank's pipeline group, going on at `position`.
 
-    `activation_memory`: the stage's, where the schedule moves activations.
+    `activation_memory`: the stages', where the schedule moves activations.
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
     also after a change of the microbatch size or of the number of replicas.
     """
@@ -194,7 +201,7 @@ def build_engine(
         clock = CudaClock() if backend.is_cuda() else HostClock()
         tracer = Tracer(num_batches=2 * args.pipeline_timeline_iterations + _TRACED_EXTRA, clock=clock)
     return PipelineEngine(
-        schedule, stage, update,
+        schedule, stages, update,
         ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend,
@@ -206,15 +213,15 @@ def build_engine(
     )  # fmt: skip
 
 
-def _describe(args: argparse.Namespace, reporter: Reporter, chunks: list, position: CheckpointPosition) -> None:
-    counts = [None] * args.world_size
-    torch.distributed.all_gather_object(
-        counts, (parallel_state.get_pipeline_model_parallel_rank(), num_parameters(chunks))
-    )
-    stages: dict[int, int] = {}
-    for stage, count in counts:
-        stages[stage] = stages.get(stage, 0) + count // args.data_parallel_size
-    parts = ", ".join(f"{stages[stage] / 1e6:.3g}" for stage in sorted(stages))
+def _describe(
+    args: argparse.Namespace, reporter: Reporter, stages: list[MegatronStage], position: CheckpointPosition
+) -> None:
+    gathered = [None] * args.world_size
+    torch.distributed.all_gather_object(gathered, [(stage.index, num_parameters([stage.model])) for stage in stages])
+    totals: dict[int, int] = {}
+    for index, count in (pair for pairs in gathered for pair in pairs):
+        totals[index] = totals.get(index, 0) + count // args.data_parallel_size
+    parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     reporter.say(
         f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "

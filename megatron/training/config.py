@@ -80,6 +80,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
                 recompute_num_layers=args.recompute_num_layers,
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
                 pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+                pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
                 sequence_parallel=args.sequence_parallel,
                 num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
                 num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,

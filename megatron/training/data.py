@@ -3,7 +3,7 @@
 Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel
 size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
 batch size and any schedule see the same samples. Only the first tensor parallel rank of the first and the last stage
-reads; it broadcasts to its tensor group.
+reads; it broadcasts to its tensor group. Where a rank has several stages, each has an iterator of its own.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.training.datasets import needs_data
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _FIRST_STAGE = ("tokens", "position_ids")
@@ -71,7 +70,7 @@ def _start_worker(_: int) -> None:
 
 
 class MicrobatchIterator:
-    """Microbatches of one dataset on this rank, as dictionaries of tensors on the device.
+    """Microbatches of one dataset for one stage of this rank, as dictionaries of tensors on the device.
 
     Keys, for microbatch size b and sequence length s: on the first stage `tokens` and `position_ids` (int64 [b, s]), on
     the last `labels` (int64 [b, s]) and `loss_mask` (float32 [b, s]); with `--reset-attention-mask` on every stage
@@ -82,6 +81,7 @@ class MicrobatchIterator:
         name: how errors call the data.
         consumed_samples: where to start.
         vocab_size: ids at or beyond it raise ValueError.
+        vp_stage: which of the rank's stages, from 0.
         repeats: begin again where the dataset ends; otherwise its end raises ValueError.
     """
 
@@ -93,16 +93,18 @@ class MicrobatchIterator:
         name: str,
         consumed_samples: int,
         vocab_size: int,
+        vp_stage: int = 0,
         repeats: bool = False,
     ) -> None:
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
-        keys = _FIRST_STAGE if parallel_state.is_pipeline_first_stage() else ()
-        keys += _LAST_STAGE if parallel_state.is_pipeline_last_stage() else ()
+        place = {"ignore_virtual": False, "vp_stage": vp_stage}
+        keys = _FIRST_STAGE if parallel_state.is_pipeline_first_stage(**place) else ()
+        keys += _LAST_STAGE if parallel_state.is_pipeline_last_stage(**place) else ()
         self.keys = keys + (("attention_mask",) if args.reset_attention_mask else ())
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
-        self.reads = needs_data(args) and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.reads = bool(self.keys) and parallel_state.get_tensor_model_parallel_rank() == 0
         self.loader = self._start(dataset, repeats) if self.reads else None
 
     def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:

@@ -70,7 +70,10 @@ def num_samples(args: argparse.Namespace) -> list[int]:
 
 
 def needs_data(args: argparse.Namespace) -> bool:
-    """Whether this rank's stage reads samples: the first and the last, and all where attention masks come from them."""
+    """Whether a stage of this rank reads samples: the first and the last, and all where attention masks come from them.
+
+    The first stage is the first rank's, the last stage the last rank's, however many they have.
+    """
     is_end = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     return is_end or args.reset_attention_mask
 

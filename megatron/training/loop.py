@@ -48,7 +48,7 @@ class Loop:
         self._wishes = 0  # of all ranks, from the reports
         self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
         self._iterators: list[MicrobatchIterator] = []
-        self._validation: MicrobatchIterator | None = None
+        self._validation: list[MicrobatchIterator] = []
         self.validated_iteration: int | None = None
         self._flops_per_sample = flops_per_sample(run.args)
 
@@ -58,7 +58,8 @@ class Loop:
         run, args = self.run, self.args
         if run.iteration >= args.train_iters:
             return True
-        run.stage.data_iterator = self._samples(0, "training", run.consumed_samples)
+        for stage, iterator in zip(run.stages, self._samples(0, "training", run.consumed_samples), strict=True):
+            stage.data_iterator = iterator
         profiler = Profiler(args)
         self.stop.on_receipt = self._pass_on_wish
         if args.manual_gc:
@@ -81,9 +82,10 @@ class Loop:
             self.save()
         return True
 
-    def _samples(self, index: int, name: str, consumed: int) -> MicrobatchIterator:
-        self._iterators.append(self.run.samples(index, name, consumed))
-        return self._iterators[-1]
+    def _samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
+        iterators = self.run.samples(index, name, consumed)
+        self._iterators += iterators
+        return iterators
 
     def close_data(self) -> None:
         """End the processes that load samples."""
@@ -184,7 +186,7 @@ class Loop:
         """Evaluate on the validation data and report it; False if a wish to stop came meanwhile."""
         run = self.run
         self.validated_iteration = run.iteration
-        if self._validation is None:
+        if not self._validation:
             self._validation = self._samples(1, "validation", run.consumed_valid_samples)
         return self._evaluate("validation", self._validation)
 
@@ -192,12 +194,13 @@ class Loop:
         """Evaluate on the test data and report it; False if a wish to stop came meanwhile."""
         return self._evaluate("test", self._samples(2, "test", 0))
 
-    def _evaluate(self, name: str, iterator) -> bool:
+    def _evaluate(self, name: str, iterators: list[MicrobatchIterator]) -> bool:
         run, args = self.run, self.args
         if args.manual_gc and args.manual_gc_eval:
             gc.collect()
         start = time.perf_counter()
-        run.stage.evaluation_iterator = iterator
+        for stage, iterator in zip(run.stages, iterators, strict=True):
+            stage.evaluation_iterator = iterator
         loss = evaluate(run.engine, args, self._agree_to_stop)
         if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
             run.consumed_valid_samples += evaluation_samples(args)

@@ -111,21 +111,25 @@ def _initialize_output_layer(args: argparse.Namespace, config: TransformerConfig
 
 
 def build_chunks(provider, config: TransformerConfig) -> list[torch.nn.Module]:
-    """This rank's model chunks, on its device and in its dtype.
+    """This rank's model chunks, one for each of its stages, on its device and in its dtype.
 
     Args:
-        provider: Megatron's contract, `provider(pre_process, post_process) -> module`.
-
-    Returns a list of one (one stage per rank).
+        provider: Megatron's contract, `provider(pre_process, post_process) -> module`, which is given `vp_stage=` as
+            well where a rank has several stages.
     """
-    model = provider(
-        parallel_state.is_pipeline_first_stage(),
-        parallel_state.is_pipeline_last_stage(),
-    )
-    for parameter in model.parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    model.to(backend.device())
-    return [Float16Module(config, model) if config.fp16 or config.bf16 else model]
+    chunks = []
+    for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        place = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = provider(
+            parallel_state.is_pipeline_first_stage(**place),
+            parallel_state.is_pipeline_last_stage(**place),
+            **({} if config.virtual_pipeline_model_parallel_size is None else {"vp_stage": vp_stage}),
+        )
+        for parameter in model.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        model.to(backend.device())
+        chunks.append(Float16Module(config, model) if config.fp16 or config.bf16 else model)
+    return chunks
 
 
 def wrap_for_training(

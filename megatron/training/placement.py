@@ -151,6 +151,7 @@ def _model(args: argparse.Namespace, degrees: Degrees) -> tuple[ModelShape, Traf
         vocabulary_size=args.vocab_size or _VOCABULARY, scope=recompute_scope(args),
         balances_activations=balances_activations(args), sequence_parallel=args.sequence_parallel,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
+        num_virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
     )  # fmt: skip
     return shape, traffic
 

@@ -9,6 +9,7 @@ from megatron.pipeline.runtime.megatron_stage import ForwardStep
 from megatron.training import initialize
 from megatron.training.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
+from megatron.training.checkpoint.arguments import PARALLEL_ARGUMENTS
 from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
@@ -87,7 +88,7 @@ def complete(args: argparse.Namespace) -> list[str]:
         given = {name: getattr(args, name) for name in args.given if hasattr(args, name)}
         saved = apply_checkpoint_arguments(args)
         if args.use_mp_args_from_checkpoint_args:
-            for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            for name in (name for name in PARALLEL_ARGUMENTS if hasattr(saved, name)):
                 setattr(args, name, getattr(saved, name))
         overridden = notes_on_overridden(given, args)
         args.notes_for_log = overridden + validate_args(args, world_size=world_size, rank=rank)

@@ -38,7 +38,14 @@ def test_script_is_sound_shell(path):
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"TP": "2", "PP": "2", "SCHEDULE": "flush"}, {"GPUS_PER_NODE": "4"}], ids=lambda e: str(e)
+    "environment",
+    [
+        {},
+        {"TP": "2", "PP": "2", "SCHEDULE": "flush"},
+        {"GPUS_PER_NODE": "4"},
+        {"SCHEDULE": "interleaved", "VP": "3"},
+    ],
+    ids=lambda e: str(e),
 )
 def test_one_node_script_parses(recorded_arguments, environment):
     """examples/pretrain_gpt_2bw.sh gives a command line that is accepted, at several degrees."""
@@ -49,6 +56,7 @@ def test_one_node_script_parses(recorded_arguments, environment):
     validate_args(args, world_size=int(environment.get("GPUS_PER_NODE", 8)))
     assert args.pipeline_schedule == environment.get("SCHEDULE", "2bw")
     assert args.pipeline_model_parallel_size == int(environment.get("PP", 4))
+    assert (args.virtual_pipeline_model_parallel_size or 1) == int(environment.get("VP", 1))
 
 
 def test_one_node_script_shows_its_usage():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.placement import Degrees, ModelShape, RecomputeScope, estimate_traffic
 from megatron.placement.bandwidth import saved_activation_bytes
 from megatron.placement.pairs import transferring_stages
-from megatron.placement.traffic import count_evictions
+from megatron.placement.traffic import Kind, count_evictions, point_to_point
 
 SHAPE = ModelShape(
     num_layers=8, num_attention_heads=4, hidden_size=16, sequence_length=32, micro_batch_size=2, pipeline=4, tensor=2
@@ -79,6 +79,12 @@ def test_options_change_what_they_name():
     assert changed(balances_activations=False)[0] == {"pair"}
     assert changed(sequence_parallel=False)[0] == {"pipeline"}
     assert changed(tied_embeddings=False)[0] == {"embedding"}
+    names, other = changed(num_virtual_stages=3, balances_activations=False)
+    assert names == {"pair", "pipeline", "wraparound"}
+    assert (other.pipeline, other.wraparound) == (3 * base.pipeline, 2 * base.pipeline)
+    ring = [edge for edge in point_to_point(other) if edge.kind is Kind.PIPELINE]
+    assert [(edge.first_stage, edge.second_stage) for edge in ring] == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert ring[3].bytes_each_way == other.wraparound
     names, other = changed(scope=RecomputeScope.LAYER)
     assert names == {"pair", "tensor"} and other.tensor[0] == 1.5 * base.tensor[0]
 

@@ -17,8 +17,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROMPT = "The käse "
 
 
-def save_model(directory):
-    """Save a model as training would, from two tensor-parallel ranks."""
+def save_model(directory, flags="--tensor-model-parallel-size 2"):
+    """Save a model as training would, from two ranks."""
+    import torch.distributed as dist
+
     from megatron.core import parallel_state
     from megatron.training import config
     from megatron.training.arguments import Platform, parse_args, resolve_platform, validate_args
@@ -28,17 +30,20 @@ def save_model(directory):
 
     words = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-        "--micro-batch-size 1 --lr 0.1 --train-iters 1 --mock-data --tokenizer-type ByteLevelTokenizer --swiglu "
-        "--tensor-model-parallel-size 2 --init-method-std 0.4"
+        "--micro-batch-size 1 --global-batch-size 2 --lr 0.1 --train-iters 1 --mock-data "
+        "--tokenizer-type ByteLevelTokenizer --swiglu --init-method-std 0.4"
     )
-    args = parse_args(words.split())
-    validate_args(args, world_size=2)
+    args = parse_args([*words.split(), *flags.split()])
+    validate_args(args, world_size=dist.get_world_size())
     resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))
     initialize(args)
     args.padded_vocab_size = 512
     model_config = config.transformer_config(args)
     chunks = build_chunks(
-        lambda pre, post: gpt_model(args, model_config, pre_process=pre, post_process=post), model_config
+        lambda pre, post, vp_stage=None: gpt_model(
+            args, model_config, pre_process=pre, post_process=post, vp_stage=vp_stage
+        ),
+        model_config,
     )
     for iteration in (5, 7):
         save_checkpoint(
@@ -118,6 +123,17 @@ def test_greedy_text_is_the_argmax_of_plain_forwards(checkpoint):
     assert (result["prompt"], len(result["tokens"])) == (PROMPT, 20)
     other = continued(checkpoint, "--prompt", PROMPT, "--temperature", 0, "--num-tokens", 20, "--ckpt-step", 5)
     assert other["tokens"] != plain, "--ckpt-step takes the older weights"
+
+
+def test_stages_of_the_training_run_do_not_matter(tmp_path):
+    """A model saved from two ranks with two stages each continues as the same model saved from one process."""
+    cuts = {1: "", 2: "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"}
+    found = []
+    for num_ranks, flags in cuts.items():
+        folder = str(tmp_path / str(num_ranks))
+        workers.run(num_ranks, CASES + "save_model", directory=folder, flags=f"--num-layers 4 {flags}")
+        found.append(continued(folder, "--prompt", PROMPT, "--temperature", 0, "--num-tokens", 20)["tokens"])
+    assert found[0] == found[1] and len(found[0]) == 20
 
 
 def test_sampled_text_follows_the_seed(checkpoint):

@@ -34,8 +34,8 @@ def data_flags() -> str:
 
 
 def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago: float = 0.0) -> dict:
-    """Run on this rank; returns the metrics (last rank), the printed lines, the weights, a digest of each batch's
-    gradients, and what was saved of a stage: microbatches at most, and the bytes in which one moved.
+    """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
+    each batch's gradients, and what was saved of its first stage: most microbatches, and the bytes in which one moved.
 
     `stop_after`: rank -> iteration after whose report that rank gets the wish to stop. `minutes_ago`: when the program
     was started.
@@ -80,14 +80,42 @@ def train_case(flags: str, stop_after: dict[int, int] | None = None, minutes_ago
             "losses": {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record},
             "lines": lines,
             "iteration": run.iteration,
-            "weights": {name: value.detach().clone() for name, value in run.chunks[0].named_parameters()},
+            "weights": whole_weights(run.chunks),
             "gradients": gradients,
-            "saved_microbatches": run.engine.saved_microbatches_peak[run.stage.index],
-            "moved_bytes": _moved_bytes(run.stage),
+            "saved_microbatches": run.engine.saved_microbatches_peak[run.stages[0].index],
+            "moved_bytes": _moved_bytes(run.stages[0]),
             "generator": torch.get_rng_state(),
         }
     finally:
         shutil.rmtree(folder)
+
+
+def whole_weights(chunks: list) -> dict[str, torch.Tensor]:
+    """This rank's weights under their names in the whole model, joined over the tensor ranks. Collective."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    group, found = parallel_state.get_tensor_model_parallel_group(), {}
+    for model in map(unwrap_model, chunks):
+        for name, value in model.named_parameters():
+            words, tensor = name.split("."), value.detach().clone()
+            if name.startswith("decoder.layers."):
+                words[2] = str(model.decoder.layers[int(words[2])].layer_number)
+            if getattr(value, "tensor_model_parallel", False) and group.size() > 1:
+                parts = [torch.empty_like(tensor) for _ in range(group.size())]
+                torch.distributed.all_gather(parts, tensor, group=group)
+                tensor = torch.cat(parts, dim=value.partition_dim)
+            found[".".join(words)] = tensor
+    return found
+
+
+def joined_weights(results: list[dict]) -> dict[str, torch.Tensor]:
+    """The whole model from all ranks' results; the replicas' weights are equal."""
+    joined: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, tensor in result["weights"].items():
+            assert torch.equal(joined.setdefault(name, tensor), tensor), f"replicas differ in {name}"
+    return joined
 
 
 def _stop_after(reporter, stop, iteration: int) -> None:

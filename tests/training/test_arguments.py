@@ -76,11 +76,9 @@ def test_values_that_follow():
         ("--recompute-granularity selective --recompute-modules mlp", "", "never returns"),
         ("--pipeline-schedule pipedream --global-batch-size 1", "", "add --clip-grad 0"),
         ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
-        (
-            "--pipeline-schedule interleaved",
-            "",
-            "is not trained yet, since a rank holds one stage of the model here; use",
-        ),
+        ("--pipeline-schedule interleaved", "", "needs several stages on each rank; add --num-virtual-stages-per-"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "", "buys nothing with --pipeline-model-parallel-size 1; raise"),
+        ("--microbatch-group-size-per-virtual-pipeline-stage 2", "", "says nothing where a rank has one stage; leave"),
         ("--2bw-single-gradient-buffer", "", "needs --pipeline-schedule 2bw"),
         ("--overlap-param-gather", "", "needs --use-distributed-optimizer"),
         ("--min-lr 1", "", "--min-lr 1.0 is greater than --lr 0.001"),
@@ -259,7 +257,9 @@ def test_every_flag_is_read():
     flags = [flag for group in GROUPS for flag in group.flags if not flag.refused and "Accepted" not in flag.help]
     unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}
     assert unread == TRANSLATED
-    rules = "\n".join((arguments_folder / f"{name}.py").read_text() for name in ("rules_model", "rules_run"))
+    rules = "\n".join(
+        (arguments_folder / f"{name}.py").read_text() for name in ("rules_model", "rules_run", "rules_stages")
+    )
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 
 
@@ -306,6 +306,72 @@ def test_schedules_that_cannot_balance_refuse_it(flags, reason):
     assert not arguments(flags, world_size=4).moves_activations
     with pytest.raises(ValueError, match=reason):
         arguments(f"{flags} --balance-activations", world_size=4)
+
+
+V = "--num-virtual-stages-per-pipeline-rank"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@pytest.mark.parametrize(
+    "flags, v",
+    [
+        ("", None),
+        (f"{V} 1", None),
+        (f"{V} 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 1", 2),
+        ("--num-layers-per-virtual-pipeline-stage 2", None),
+        ("--num-layers 7 --account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2", 2),
+        (f"--num-layers 8 --decoder-first-pipeline-num-layers 2 {V} 2", 2),
+        (f"{LAYOUT} Et|ttt,L", None),
+        (f"{LAYOUT} Et|(t|)*2tL", 2),
+        (f"{LAYOUT} E|t*4||L --pipeline-schedule interleaved", 2),
+    ],
+)
+def test_virtual_stages(flags, v):
+    """v is given, follows from the layers of a stage or from the layout, and several stages ask for interleaved."""
+    args = arguments(f"--pipeline-model-parallel-size 2 {flags}", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == v
+    assert args.pipeline_schedule == ("interleaved" if v else "flush")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (f"{V} 2 --num-layers-per-virtual-pipeline-stage 1", "exclude each other; keep one"),
+        (f"{V} 2 {LAYOUT} Et|t|t|tL", f"{V} and {LAYOUT} exclude each other; keep one"),
+        (f"{V} 2 --pipeline-schedule flush", "--pipeline-schedule flush has one stage on each rank, not 2; use inter"),
+        (f"{V} 2 --pipeline-schedule bpipe", "bpipe has one stage on each rank, not 2; use interleaved"),
+        (f"{V} 1 --pipeline-schedule interleaved", f"add {V} 2 or more, or use flush"),
+        (f"{V} 3", "the 2 layers of each rank cannot be dealt out to 3 stages alike; change"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "the 2 layers of a rank cannot be cut into stages of --num-lay"),
+        ("--num-layers 5 --num-layers-per-virtual-pipeline-stage 1", "--num-layers 5 is not divisible by"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 1",
+            "layers of its own number; use --num-virtual-stages-per-pipeline-rank",
+        ),
+        (f"{V} 2 --decoder-last-pipeline-num-layers 1", "the 1 layers of the last rank cannot be dealt out to 2"),
+        (f"--num-layers 7 {V} 2 --decoder-last-pipeline-num-layers 2", "the 5 layers of the other ranks cannot be"),
+        (f"{V} 2 --global-batch-size 5", "make the batch a multiple of 2, or use flush"),
+        (f"{V} 2 --rampup-batch-size 1 1 10", "make the batch a multiple of 2, or use flush"),
+        (f"{V} 2 --microbatch-group-size-per-virtual-pipeline-stage 1", "smaller than the 2 ranks"),
+        (f"{V} 2 --pipeline-extra-warmup", "interleaved has no warm-up that could be extended"),
+        (f"{LAYOUT} Et|ttx|tL", "Invalid layer character: x"),
+        (f"{LAYOUT} Et|t|ttL", "must be divisible by pipeline_model_parallel_size"),
+        (f"{LAYOUT} Et|ttL", "write E, 4 times t and L, with | between stages, as many as 2"),
+        (f"{LAYOUT} t|tttL", "The first layer must be embedding"),
+        (f"{LAYOUT} Et|ttt", "The last layer must be loss"),
+        (f"{LAYOUT} Et|tt|t|mL", "Number of mtp layers in layout"),
+        (f"{LAYOUT} |Et|t|ttL", "begins or ends with an empty stage; the first stage holds E and the last one L"),
+        (f"{LAYOUT} Et|t|ttL|", "begins or ends with an empty stage"),
+        (f"{LAYOUT} Et|tttL --decoder-first-pipeline-num-layers 1", "have nothing to add; leave them out"),
+        (f"{LAYOUT} Et|t|t|tL --pipeline-schedule 2bw", "2bw has one stage on each rank, not 2; use interleaved, or"),
+    ],
+)
+def test_virtual_stages_that_cannot_be(flags, message):
+    """Flags that contradict each other, layers that do not come out even, and batches that fill no group."""
+    with pytest.raises(ValueError) as error:
+        arguments(f"--pipeline-model-parallel-size 2 {flags}", world_size=2)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_schedule_is_checked_for_every_batch_size():

@@ -133,6 +133,7 @@ def test_both_weight_versions_are_restored(tmp_path, degrees):
 
 
 PIPEDREAM = "--pipeline-schedule pipedream --global-batch-size 1 --clip-grad 0 --untie-embeddings-and-output-weights"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 TWO_BW_D2 = "--pipeline-schedule 2bw --use-distributed-optimizer --hidden-dropout 0.1"
 
 
@@ -142,12 +143,16 @@ TWO_BW_D2 = "--pipeline-schedule 2bw --use-distributed-optimizer --hidden-dropou
         pytest.param(2, f"{TWO_BW_D2} --pipeline-model-parallel-size 1", id="2bw d=2 distributed optimizer"),
         pytest.param(2, PIPEDREAM, id="pipedream"),
         pytest.param(2, "--pipeline-schedule 2bw --async-save", id="2bw in the background"),
+        pytest.param(2, VIRTUAL, id="interleaved"),
         pytest.param(4, f"{TWO_BW_D2} --pipeline-model-parallel-size 2", id="2bw p=2 d=2", marks=FULL),
         pytest.param(4, f"{TWO_BW_D2} --pipeline-model-parallel-size 2 --bf16", id="2bw p=2 d=2 bf16", marks=FULL),
         pytest.param(
             2, "--pipeline-schedule 2bw --fp16 --initial-loss-scale 1e12", id="2bw with overflows", marks=FULL
         ),
         pytest.param(4, f"{PIPEDREAM} --pipeline-model-parallel-size 4 --num-layers 4", id="pipedream p=4", marks=FULL),
+        pytest.param(4, f"{VIRTUAL} --use-distributed-optimizer --bf16", id="interleaved d=2 bf16", marks=FULL),
+        pytest.param(4, f"{VIRTUAL} --tensor-model-parallel-size 2", id="interleaved t=2", marks=FULL),
+        pytest.param(2, "--pipeline-schedule 2bw --decoder-first-pipeline-num-layers 1", id="2bw uneven", marks=FULL),
     ],
 )
 def test_training_goes_on_through_files(tmp_path, num_ranks, flags):

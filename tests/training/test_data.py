@@ -114,19 +114,23 @@ def test_sample_counts():
     assert num_samples(args) == [80, 3 * 3 * 8, 3 * 8]
 
 
-def read_case(flags: str, consumed: int, steps: int) -> list[dict[str, torch.Tensor]]:
-    """The first microbatches that this rank gets."""
+def read_case(flags: str, consumed: int, steps: int, vp_stage: int = 0) -> list[dict[str, torch.Tensor]]:
+    """The first microbatches that a stage of this rank gets."""
     from megatron.core import parallel_state
     from megatron.training.data import MicrobatchIterator
     from megatron.training.datasets import build_datasets
     from megatron.training.tokenizer import build_tokenizer
 
     args = arguments(flags, without="--mock-data", world_size=torch.distributed.get_world_size())
-    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    )
     try:
         before = torch.get_rng_state()
         datasets = build_datasets(args, build_tokenizer(args))
-        iterator = MicrobatchIterator(args, datasets[0], name="training", consumed_samples=consumed, vocab_size=101)
+        iterator = MicrobatchIterator(
+            args, datasets[0], name="training", consumed_samples=consumed, vocab_size=101, vp_stage=vp_stage
+        )
         found = [{key: value.clone() for key, value in next(iterator).items()} for _ in range(steps)]
         assert torch.equal(before, torch.get_rng_state()), "loading data drew from the global generator"
         return found
@@ -134,8 +138,9 @@ def read_case(flags: str, consumed: int, steps: int) -> list[dict[str, torch.Ten
         parallel_state.destroy_model_parallel()
 
 
-def read(num_ranks: int, flags: str, *, consumed: int = 0, steps: int = 3) -> list:
-    return workers.run(num_ranks, "tests.training.test_data:read_case", flags=flags, consumed=consumed, steps=steps)
+def read(num_ranks: int, flags: str, *, consumed: int = 0, steps: int = 3, **options) -> list:
+    case = "tests.training.test_data:read_case"
+    return workers.run(num_ranks, case, flags=flags, consumed=consumed, steps=steps, **options)
 
 
 def test_every_stage_and_tensor_rank_sees_the_same_samples(tmp_path):
@@ -154,6 +159,19 @@ def test_every_stage_and_tensor_rank_sees_the_same_samples(tmp_path):
     for rank in read(2, f"{flags} --tensor-model-parallel-size 2"):
         for step in range(3):
             assert all(torch.equal(rank[step][key], single[step][key]) for key in single[step])
+
+
+def test_only_first_and_last_virtual_stage_read(tmp_path):
+    """p=2 v=2: the first rank's first stage gets tokens, the last rank's last one labels, and the others nothing."""
+    flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 0"
+    (single,) = read(1, flags)
+    virtual = f"{flags} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    stages = [stage for vp_stage in range(2) for stage in read(2, virtual, vp_stage=vp_stage)]
+    assert stages[1] == stages[2] == [{}, {}, {}]
+    for step in range(3):
+        assert set(stages[0][step]) == {"tokens", "position_ids"} and set(stages[3][step]) == {"labels", "loss_mask"}
+        whole = {**stages[0][step], **stages[3][step]}
+        assert all(torch.equal(whole[key], tensor) for key, tensor in single[step].items())
 
 
 def test_replicas_and_resume_take_the_samples_of_one_run(tmp_path):
@@ -177,6 +195,11 @@ def test_attention_masks_reach_every_stage(tmp_path):
     masks = [stage[0]["attention_mask"] for stage in stages]
     assert masks[0].shape == (1, 1, 32, 32) and masks[0].dtype is torch.bool
     assert all(torch.equal(mask, masks[0]) for mask in masks)
+    virtual = flags.replace("size 4", "size 2 --num-virtual-stages-per-pipeline-rank 2")
+    for vp_stage in range(2):
+        assert all(
+            torch.equal(one[0]["attention_mask"], masks[0]) for one in read(2, virtual, steps=1, vp_stage=vp_stage)
+        )
 
 
 def test_token_beyond_the_vocabulary_is_named(tmp_path):

@@ -10,26 +10,32 @@ MODEL = "--untie-embeddings-and-output-weights"
 
 
 def build_case(flags: str) -> dict[str, torch.Tensor]:
-    """This rank's parameters by their names in the whole model, cut parameters with their place in it."""
+    """This rank's parameters, of all its stages, by their names in the whole model."""
     from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
     from megatron.training import config, models
 
     args = arguments(flags, world_size=torch.distributed.get_world_size())
     args.padded_vocab_size = 256
-    parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    )
     try:
         model_config = config.transformer_config(args)
-        model = models.gpt_model(
-            args, model_config, pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-        )  # fmt: skip
-        offset = model.decoder.layers[0].layer_number - 1
         found = {}
-        for name, parameter in model.named_parameters():
-            words = name.split(".")
-            if name.startswith("decoder.layers."):
-                words[2] = str(int(words[2]) + offset)
-            found[".".join(words)] = parameter.detach().clone()
+
+        def provider(pre_process, post_process, vp_stage=None):
+            return models.gpt_model(
+                args, model_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+            )
+
+        for model in map(unwrap_model, models.build_chunks(provider, model_config)):
+            for name, parameter in model.named_parameters():
+                words = name.split(".")
+                if name.startswith("decoder.layers."):
+                    words[2] = str(model.decoder.layers[int(words[2])].layer_number - 1)
+                assert ".".join(words) not in found, "two stages of a rank hold the same layer"
+                found[".".join(words)] = parameter.detach().clone()
         found["state of the generator"] = torch.get_rng_state()
         return found
     finally:
@@ -43,10 +49,17 @@ def whole_model(num_ranks: int, flags: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("more", ["", "--swiglu --disable-bias-linear --normalization RMSNorm", "--bf16"])
 def test_weights_do_not_depend_on_the_number_of_stages(more):
-    """p=1, 2 and 4 start from bit-equal weights, and leave the generator in the same state."""
+    """p=1, 2 and 4, several stages on a rank and uneven ones start from bit-equal weights, and leave the generator in
+    the same state."""
     single = whole_model(1, f"{MODEL} {more}")
-    for stages in (2, 4):
-        parts = whole_model(stages, f"{MODEL} {more} --pipeline-model-parallel-size {stages}")
+    for stages, cut in (
+        (2, ""),
+        (4, ""),
+        (2, "--num-virtual-stages-per-pipeline-rank 2"),
+        (2, "--pipeline-model-parallel-layout E|tt||ttL"),
+        (4, "--pipeline-model-parallel-layout E|ttt|t|L"),
+    ):
+        parts = whole_model(stages, f"{MODEL} {more} --pipeline-model-parallel-size {stages} {cut}")
         assert parts.keys() == single.keys()
         for name, tensor in single.items():
             assert torch.equal(parts[name], tensor), name

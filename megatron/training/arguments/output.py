@@ -31,7 +31,7 @@ CHECKPOINT = Group(
         switch("--use-checkpoint-args", "Take the model's shape from the checkpoint."),
         switch(
             "--use-mp-args-from-checkpoint-args",
-            "With --use-checkpoint-args: also take the tensor and the pipeline parallel size.",
+            "With --use-checkpoint-args: also take the tensor and the pipeline parallel size, and the cut into stages.",
         ),
         switch("--exit-on-missing-checkpoint", "End if --load holds no checkpoint."),
         option("--ckpt-format", str, "torch_dist", "Format of checkpoints.", choices=("torch_dist", "torch", "zarr")),

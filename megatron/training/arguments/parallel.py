@@ -13,9 +13,9 @@ PIPELINE = Group(
             "flush",
             "gpipe: all forwards, then all backwards. flush: 1F1B with a flush after each batch, exact. 2bw: 1F1B "
             "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
-            "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank: "
-            "refused so far, since one is built here. bpipe: flush with saved activations balanced over pairs of "
-            "stages, as --balance-activations does.",
+            "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank, "
+            "exact; the default where the flags ask for several. bpipe: flush with saved activations balanced over "
+            "pairs of stages, as --balance-activations does.",
             choices=tuple(PRESETS),
         ),
         switch(
@@ -57,13 +57,43 @@ DISTRIBUTED = Group(
         option("--tensor-model-parallel-size", integer, 1, "Ranks that share each layer (t)."),
         option("--pipeline-model-parallel-size", integer, 1, "Pipeline stages (p)."),
         option(
+            "--num-layers-per-virtual-pipeline-stage",
+            integer,
+            None,
+            "Layers of each stage where a rank has several (v); v follows from it.",
+        ),
+        option(
+            "--num-virtual-stages-per-pipeline-rank",
+            integer,
+            None,
+            "Stages of each rank (v): its share of the layers is cut into v parts, dealt out in turn.",
+        ),
+        option(
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            integer,
+            None,
+            "Microbatches that a rank takes through one of its stages before it turns to the next; at least the "
+            "pipeline parallel size, which is the default.",
+        ),
+        option(
+            "--pipeline-model-parallel-layout",
+            str,
+            None,
+            "What each stage holds, divided by |: E embedding, t layer, L loss; t*3 is ttt and (tt|)*2 is tt|tt|. "
+            "Several stages a rank are dealt out in turn. For example 'Et|(tt|)*2tL'.",
+            metavar="LAYOUT",
+        ),
+        option(
             "--decoder-first-pipeline-num-layers",
             integer,
             None,
-            "Layers on the first stage; the others share the rest.",
+            "Layers on the first rank of the pipeline; the others share the rest.",
         ),
         option(
-            "--decoder-last-pipeline-num-layers", integer, None, "Layers on the last stage; the others share the rest."
+            "--decoder-last-pipeline-num-layers",
+            integer,
+            None,
+            "Layers on the last rank of the pipeline; the others share the rest.",
         ),
         switch("--account-for-embedding-in-pipeline-split", "Count the embedding as a layer when splitting."),
         switch("--account-for-loss-in-pipeline-split", "Count the loss as a layer when splitting."),

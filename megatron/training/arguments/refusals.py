@@ -4,7 +4,6 @@ from megatron.training.arguments.specification import Flag, Group, integer, refu
 
 _EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a dense model."
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
-_VIRTUAL = "a rank trains one stage of the model so far; use --pipeline-schedule 2bw, which has no bubble."
 _CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
 _OFFLOAD = "moving state to host memory is not supported; use --use-distributed-optimizer or recomputation."
@@ -67,17 +66,9 @@ GROUP = Group(
             takes=None,
         ),
         *_list(_FP8, "--fp8-param-gather", "--no-fp8-wgrad", "--first-last-layers-bf16"),
-        *_list(
-            _VIRTUAL,
-            "--num-layers-per-virtual-pipeline-stage",
-            "--num-virtual-stages-per-pipeline-rank",
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-            "--pipeline-model-parallel-layout",
-            takes=None,
-        ),
         *_list("rank orders other than tp-cp-ep-dp-pp are not built; leave the flag out.", "--use-tp-pp-dp-mapping"),
         *_list(
-            "an embedding stage of its own is not built; use --decoder-first-pipeline-num-layers with fewer layers.",
+            "use --pipeline-model-parallel-layout with a stage that has nothing but E.",
             "--standalone-embedding-stage",
         ),
         *_list(_CONTEXT, "--cp-comm-type", takes="+"),

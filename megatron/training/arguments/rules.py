@@ -1,17 +1,21 @@
 """Which values fit together: a list of small rules, each of which may also fill in a value that follows from others.
 
 A rule takes the namespace and raises ValueError with one sentence: value, reason, remedy. The order matters only where
-a rule uses what an earlier one has filled in (degrees before batches, batches before schedules).
+a rule uses what an earlier one has filled in (degrees before stages and batches, these before schedules).
 """
 
 import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training.arguments import rules_model, rules_run
+from megatron.training.arguments import rules_model, rules_run, rules_stages
 from megatron.training.arguments.parser import GROUPS
 
-RULES: tuple[Callable[[argparse.Namespace], None], ...] = (*rules_model.RULES, *rules_run.RULES)
+RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
+    *rules_model.RULES,
+    *rules_stages.RULES,
+    *rules_run.RULES,
+)
 
 
 def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> list[str]:

@@ -29,7 +29,6 @@ def degrees(args: argparse.Namespace) -> None:
         )
     args.data_parallel_size = args.world_size // (t * p)
     args.transformer_pipeline_model_parallel_size = p
-    args.virtual_pipeline_model_parallel_size = None
 
 
 def placement(args: argparse.Namespace) -> None:
@@ -108,36 +107,6 @@ def positions(args: argparse.Namespace) -> None:
     args.encoder_seq_length = args.seq_length
 
 
-def layers(args: argparse.Namespace) -> None:
-    """Every stage has at least one layer, and megatron.core's split comes out even."""
-    p, num_layers = args.pipeline_model_parallel_size, args.num_layers
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if first is not None or last is not None:
-        if p == 1:
-            raise ValueError(
-                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
-                "--pipeline-model-parallel-size greater than 1"
-            )
-        middle = p - (first is not None) - (last is not None)
-        rest = num_layers - (first or 0) - (last or 0)
-        if (middle == 0 and rest != 0) or (middle > 0 and (rest < middle or rest % middle)):
-            raise ValueError(
-                f"--num-layers {num_layers} leaves {rest} layers for the other {middle} stages, which "
-                f"does not come out even; change the first or last stage's number of layers"
-            )
-        if args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split:
-            raise ValueError("--account-for-... and --decoder-first/last-pipeline-num-layers exclude each other")
-        return
-    counted = num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    if counted % p:
-        raise ValueError(
-            f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size {p}; change "
-            f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-        )
-    if counted != num_layers and counted // p < 2 and p > 1:
-        raise ValueError("--account-for-... leaves a stage without a layer; use fewer stages or more layers")
-
-
 def sequence_parallel(args: argparse.Namespace) -> None:
     t = args.tensor_model_parallel_size
     if args.sequence_parallel and t == 1:
@@ -211,7 +180,6 @@ RULES = (
     feed_forward,
     attention,
     positions,
-    layers,
     sequence_parallel,
     precision,
     recompute,

@@ -47,12 +47,8 @@ def batches(args: argparse.Namespace) -> None:
 
 def schedule(args: argparse.Namespace) -> None:
     """The schedule accepts every batch size of the run."""
-    order, weights = PRESETS[args.pipeline_schedule]
-    if ORDERS[order].interleaves:
-        raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} is not trained yet, since a rank holds one stage of the "
-            "model here; use 2bw, which has no bubble at all, or flush"
-        )
+    _stages_of_ranks(args)
+    _, weights = PRESETS[args.pipeline_schedule]
     if args.pipeline_2bw_single_gradient_buffer and not weights.rule.delay:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
     if weights.rule.updates_alone:
@@ -69,11 +65,39 @@ def schedule(args: argparse.Namespace) -> None:
         )
 
 
+def _stages_of_ranks(args: argparse.Namespace) -> None:
+    """Order and number of stages on a rank fit together. Several, and no schedule named, ask for `interleaved`, as in
+    Megatron-LM.
+    """
+    v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
+    if v is not None and "pipeline_schedule" not in args.given:
+        args.pipeline_schedule = "interleaved"
+    interleaves = ORDERS[PRESETS[args.pipeline_schedule][0]].interleaves
+    if v is None and interleaves:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
+            "--num-virtual-stages-per-pipeline-rank 2 or more, or use flush"
+        )
+    if v is not None and not interleaves:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} has one stage on each rank, not {v}; use interleaved, or "
+            "leave out the flags that ask for several"
+        )
+    if v is None and group is not None:
+        raise ValueError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} says nothing where a rank has one stage; "
+            "leave it out, or add --num-virtual-stages-per-pipeline-rank"
+        )
+
+
 def pipeline_schedule(args: argparse.Namespace) -> Schedule:
     """The schedule that `args` ask for."""
+    num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
     return Schedule.preset(
         args.pipeline_schedule,
-        num_stages=args.pipeline_model_parallel_size,
+        num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        microbatch_group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
         recompute=args.pipeline_recompute,
         extra_warmup=args.pipeline_extra_warmup,
         balance=args.balance_activations,

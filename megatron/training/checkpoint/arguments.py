@@ -51,6 +51,19 @@ _SOFT_MODEL_ARGUMENTS = (
     "apply_query_key_layer_scaling",
     "padded_vocab_size",
 )
+# Taken over by --use-mp-args-from-checkpoint-args: the degrees, and the cut of the layers into stages.
+PARALLEL_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 _TOKENIZER_ARGUMENTS = (
     "tokenizer_type",
     "tokenizer_model",

@@ -31,6 +31,7 @@ class Case:
     batches: tuple[int, ...] = (4, 4, 4, 4, 4, 4)  # microbatches of the whole job, over all replicas
     drains: tuple[int, ...] = ()  # drain after these batches
     layers: int = 4
+    first_layers: int | None = None  # on the first stage; the others share the rest
     hidden: int = 32
     micro_batch_size: int = 2
     tied: bool = False
@@ -66,6 +67,11 @@ class Case:
     def num_ranks(self) -> int:
         return self.p * self.t * self.d
 
+    def stage_of_layer(self, layer: int) -> int:
+        """The stage of a layer, counted from 0, where each rank has one stage."""
+        first = self.layers // self.p if self.first_layers is None else self.first_layers
+        return 0 if layer < first else 1 + (layer - first) // ((self.layers - first) // (self.p - 1))
+
 
 # The model and its data, the same everywhere.
 
@@ -79,6 +85,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         tensor_model_parallel_size=case.t,
         pipeline_model_parallel_size=case.p,
         virtual_pipeline_model_parallel_size=case.v if case.v > 1 else None,
+        num_layers_in_first_pipeline_stage=case.first_layers if case.p > 1 else None,
         pipeline_dtype=case.torch_dtype,
         params_dtype=case.torch_dtype,
         fp16=case.dtype == "float16",

@@ -114,7 +114,7 @@ def version_used(case: Case, batch: int, name: str) -> int:
     if case.schedule != "pipedream":
         return batch
     if ".layers." in name:
-        stage = (int(name.split(".layers.")[1].split(".")[0]) - 1) // (case.layers // case.p)
+        stage = case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1)
     else:
         stage = 0 if name.startswith("embedding") else case.p - 1
     return max(batch - (case.p - 1 - stage), 0)

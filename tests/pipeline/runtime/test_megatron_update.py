@@ -85,6 +85,10 @@ SELECTION = {
         TWO_BW | {"clip": 0.5, "single_gradient_buffer": True, "drains": (4,)}, layouts=((2, 1, 1),)
     ),
     "pipedream": Row({"schedule": "pipedream", "batches": (1,) * 16}, layouts=((2, 1, 1), (4, 1, 1))),
+    "pipedream, uneven": Row(
+        {"schedule": "pipedream", "batches": (1,) * 16, "layers": 4, "first_layers": 3}, layouts=((2, 1, 1),)
+    ),
+    "2bw, uneven": Row(TWO_BW | {"first_layers": 1}, layouts=((2, 1, 1),)),
     "2bw fp16, two in a row": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (2, 3)}, layouts=((2, 1, 1),)),
     "2bw fp16, before a drain": Row(
         FP16 | {"batches": (2,) * 8, "overflow_batches": (3,), "drains": (3, 5)}, layouts=((2, 1, 1),)

@@ -1,0 +1,129 @@
+"""Rules about the cut of the layers into stages: how many stages a rank has, and how many layers each of them."""
+
+import argparse
+
+from megatron.training.arguments.ranges import flag
+
+_WAYS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+
+
+def virtual_stages(args: argparse.Namespace) -> None:
+    """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM."""
+    given = [flag(name) for name in _WAYS if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other; keep one")
+    num_stages = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.pipeline_model_parallel_layout is not None:
+        num_stages = _stages_in_layout(args)
+    elif args.num_layers_per_virtual_pipeline_stage is not None:
+        num_stages = _stages_of_equal_layers(args)
+    if num_stages > 1 and args.pipeline_model_parallel_size == 1:
+        raise ValueError(
+            f"{given[0]} {getattr(args, _destination(given[0]))} gives a rank {num_stages} stages, which buys nothing "
+            "with --pipeline-model-parallel-size 1; raise the latter or leave the flag out"
+        )
+    args.virtual_pipeline_model_parallel_size = num_stages if num_stages > 1 else None
+
+
+def _destination(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _stages_of_equal_layers(args: argparse.Namespace) -> int:
+    size = args.num_layers_per_virtual_pipeline_stage
+    if args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {size} cannot hold for every stage where the first or the last "
+            "rank has layers of its own number; use --num-virtual-stages-per-pipeline-rank"
+        )
+    per_rank, rest = divmod(_counted_layers(args), args.pipeline_model_parallel_size)
+    if rest:  # `layers` says it
+        return 1
+    if per_rank % size:
+        raise ValueError(
+            f"the {per_rank} layers of a rank cannot be cut into stages of --num-layers-per-virtual-pipeline-stage "
+            f"{size}; choose a divisor of {per_rank}"
+        )
+    return per_rank // size
+
+
+def _stages_in_layout(args: argparse.Namespace) -> int:
+    from megatron import backend  # imports torch, which no other flag needs to be understood
+
+    backend.install()
+    from megatron.training.layout import parse_layout
+
+    return parse_layout(
+        args.pipeline_model_parallel_layout,
+        num_ranks=args.pipeline_model_parallel_size,
+        num_layers=args.num_layers,
+    ).virtual_pipeline_model_parallel_size
+
+
+def layers(args: argparse.Namespace) -> None:
+    """megatron.core's split of the layers over ranks, and of a rank's layers over its stages, comes out even."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    sets_ends = first is not None or last is not None
+    accounts = args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
+    if args.pipeline_model_parallel_layout is not None:
+        if sets_ends or accounts:
+            raise ValueError(
+                "--pipeline-model-parallel-layout says what every stage holds, so "
+                "--decoder-first/last-pipeline-num-layers and --account-for-... have nothing to add; leave them out"
+            )
+    elif sets_ends and accounts:
+        raise ValueError("--account-for-... and --decoder-first/last-pipeline-num-layers exclude each other")
+    elif sets_ends:
+        _ends_of_their_own(args, first, last)
+    else:
+        _equal_ranks(args)
+
+
+def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | None) -> None:
+    p, num_layers = args.pipeline_model_parallel_size, args.num_layers
+    if p == 1:
+        raise ValueError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
+            "--pipeline-model-parallel-size greater than 1"
+        )
+    middle = p - (first is not None) - (last is not None)
+    rest = num_layers - (first or 0) - (last or 0)
+    if (middle == 0 and rest != 0) or (middle > 0 and (rest < middle or rest % middle)):
+        raise ValueError(
+            f"--num-layers {num_layers} leaves {rest} layers for the other {middle} stages, which "
+            f"does not come out even; change the first or last stage's number of layers"
+        )
+    counts = {"first": first, "last": last, "other": rest // middle if middle else None}
+    for which, count in counts.items():
+        _check_virtual(args, count, f"the {which} rank{'s' * (which == 'other')}")
+
+
+def _equal_ranks(args: argparse.Namespace) -> None:
+    p, counted = args.pipeline_model_parallel_size, _counted_layers(args)
+    if counted % p:
+        raise ValueError(
+            f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {p}; change "
+            f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    _check_virtual(args, counted // p, "each rank")
+
+
+def _counted_layers(args: argparse.Namespace) -> int:
+    """Layers, with what counts as one."""
+    return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+
+
+def _check_virtual(args: argparse.Namespace, count: int | None, where: str) -> None:
+    v = args.virtual_pipeline_model_parallel_size
+    if count is not None and v is not None and count % v:
+        raise ValueError(
+            f"the {count} layers of {where} cannot be dealt out to {v} stages alike; change "
+            "--num-virtual-stages-per-pipeline-rank or the number of layers, or give --pipeline-model-parallel-layout"
+        )
+
+
+RULES = (virtual_stages, layers)
