@@ -26,13 +26,14 @@ def pretrain(
     model_provider: Callable[[argparse.Namespace, object], ModelProvider],
     forward_step: ForwardStep,
     datasets_provider: DatasetsProvider,
+    **options: object,
 ) -> None:
     """Train as `args` say.
 
     Args:
         args: parsed; validated unless `--use-checkpoint-args` is given, which happens here.
         stop, started: SIGTERM as a wish, and when the program started (`time.time()`).
-        model_provider, forward_step, datasets_provider: see `assembly.assemble`.
+        model_provider, forward_step, datasets_provider, options: see `assembly.assemble`.
 
     Raises:
         SameEverywhere: an error that all ranks know; print it once.
@@ -45,7 +46,7 @@ def pretrain(
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,
-                           datasets_provider=datasets_provider)  # fmt: skip
+                           datasets_provider=datasets_provider, **options)  # fmt: skip
             for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
                 run.reporter.say(line)
             run_to_the_end(run, stop, started=started)

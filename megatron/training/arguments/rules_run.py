@@ -228,6 +228,8 @@ def tokenizer(args: argparse.Namespace) -> None:
         "GPT2BPETokenizer": ("vocab_file", "merge_file"),
         "NullTokenizer": ("vocab_size",),
         "ByteLevelTokenizer": (),
+        "BertWordPieceLowerCase": ("vocab_file",),
+        "BertWordPieceCase": ("vocab_file",),
     }
     for name in needs.get(args.tokenizer_type, ("tokenizer_model",)):
         if getattr(args, name) is None:
