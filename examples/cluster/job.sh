@@ -3,7 +3,7 @@
 # Sets: program, its arguments in `arguments`, GPUS_PER_NODE, NNODES. With --dry-run it checks the job and ends.
 #
 #   DATA_PATH        prefix of a .bin/.idx pair that tools/preprocess_data.py wrote
-#   VOCAB_FILE, MERGE_FILE    GPT-2's tokenizer, or TOKENIZER_MODEL (and TOKENIZER_TYPE) for another
+#   VOCAB_FILE, MERGE_FILE    GPT-2's tokenizer, or TOKENIZER_MODEL (and TOKENIZER_TYPE) for another; BERT's is VOCAB_FILE
 #   CHECKPOINTS      directory to save to and to resume from, which all nodes see
 #   TOPOLOGY         optional: the cluster's nodes and bandwidths (docs/placement.md)
 #   NNODES, GPUS_PER_NODE, TP, PP, MICRO_BATCH, GLOBAL_BATCH, RECOMPUTE (none, attention, layer, stage), SCHEDULE,
@@ -49,7 +49,10 @@ from_environment() {
 }
 data_path="$(from_environment DATA_PATH "the prefix of a .bin/.idx pair, which tools/preprocess_data.py writes")"
 checkpoints="$(from_environment CHECKPOINTS "a directory for checkpoints, which all nodes see")"
-if [ -n "${TOKENIZER_MODEL:-}" ]; then
+if [ "$program" = pretrain_bert.py ]; then
+    vocab_file="$(from_environment VOCAB_FILE "a WordPiece vocabulary, a token a line")"
+    tokenizer_args=(--tokenizer-type "${TOKENIZER_TYPE:-BertWordPieceLowerCase}" --vocab-file "$vocab_file")
+elif [ -n "${TOKENIZER_MODEL:-}" ]; then
     tokenizer_args=(--tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}" --tokenizer-model "$TOKENIZER_MODEL")
 else
     vocab_file="$(from_environment VOCAB_FILE "GPT-2's vocabulary, or set TOKENIZER_MODEL to another tokenizer's file")"

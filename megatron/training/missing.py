@@ -11,7 +11,7 @@ from megatron.training.data_files import check_indexed_dataset
 from megatron.training.datasets import blends
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
 
-_VOCABULARY = 50257  # GPT-2's
+_VOCABULARY = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522)}
 
 
 def missing_data(args: argparse.Namespace) -> list[str]:
@@ -40,7 +40,7 @@ def missing_checkpoint(args: argparse.Namespace) -> list[str]:
 
 
 def choose_vocabulary(args: argparse.Namespace) -> list[str]:
-    """Set `args.padded_vocab_size`: from the tokenizer, or where it is not here, from --vocab-size or GPT-2's.
+    """Set `args.padded_vocab_size`: from the tokenizer, or where it is not here, from --vocab-size or a common one.
 
     Returns a line where it had to be assumed. Raises ValueError for a tokenizer that is here and cannot be read.
     """
@@ -50,8 +50,9 @@ def choose_vocabulary(args: argparse.Namespace) -> list[str]:
     if problem is None:
         args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
         return []
-    size = (args.vocab_size or _VOCABULARY) + args.vocab_extra_ids
+    name, usual = _VOCABULARY[args.architecture]
+    size = (args.vocab_size or usual) + args.vocab_extra_ids
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-size // multiple) * multiple
-    source = "as --vocab-size says" if args.vocab_size else "as GPT-2's; --vocab-size says another"
+    source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
     return [f"{problem}; the embedding is taken to have {args.padded_vocab_size} rows, {source}"]

@@ -6,12 +6,15 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner import ActivationSetting, Architecture, Recompute, TrainingState
+from megatron.training.bert_model import NUM_TOKEN_TYPES
 
 _FP32, _HALF = 4, 2
 
 
 def architecture(args: argparse.Namespace) -> Architecture:
     """The model's shape; `args.padded_vocab_size` is set."""
+    is_bert = args.architecture == "bert"
+    has_binary_head = is_bert and args.bert_binary_head
     return Architecture(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -21,6 +24,9 @@ def architecture(args: argparse.Namespace) -> Architecture:
         kv_channels=args.kv_channels,
         sequence_length=args.seq_length,
         vocabulary_size=args.padded_vocab_size,
+        num_token_types=NUM_TOKEN_TYPES if has_binary_head else 0,
+        masked_head=is_bert,
+        binary_head=has_binary_head,
         num_positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         gated=args.swiglu or args.quick_geglu,

@@ -13,6 +13,7 @@ backend.install()
 
 from megatron.training.arguments import parse_args
 from megatron.training.dry_run import run_dry
+from tests.training.bert_helper import defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("one_node", "torchrun", "slurm")
@@ -21,6 +22,7 @@ MODELS = {  # GPUs, schedule, t, p, and the paper's number of parameters in bill
     "gpt3_96b": (32, "bpipe", 4, 8, 96),
     "gpt3_134b": (48, "bpipe", 4, 12, 134),
     "gpt_2.2b": (8, "2bw", 1, 8, 2.2),
+    "bert_2.2b": (8, "2bw", 1, 8, 2.2),
 }
 DATA = {name: f"/data/{name.lower()}" for name in ("DATA_PATH", "VOCAB_FILE", "MERGE_FILE", "CHECKPOINTS")}
 SLURM = {
@@ -60,11 +62,13 @@ def test_every_model_passes_a_dry_run(launch, model, tmp_path, monkeypatch, caps
     """Without data and without a cluster: the job is right, fits the paper's GPUs, and is the paper's."""
     gpus, schedule, tensor, pipeline, billions = MODELS[model]
     done, _, words = launch("torchrun", model, "--dry-run", "--dry-run-json", str(tmp_path / "dry.json"))
-    assert done.returncode == 0 and words[0] == "pretrain_gpt.py"
+    program = "pretrain_bert.py" if model.startswith("bert") else "pretrain_gpt.py"
+    assert done.returncode == 0 and words[0] == program
     monkeypatch.chdir(ROOT)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert run_dry(parse_args(words[1:]), "pretrain_gpt.py") == 0, capsys.readouterr().err
+    args = parse_args(words[1:], defaults=defaults() if model.startswith("bert") else None)
+    assert run_dry(args, program) == 0, capsys.readouterr().err
     found = json.loads((tmp_path / "dry.json").read_text())
     assert (found["world_size"], found["schedule"]) == (gpus, schedule)
     assert found["placement"]["degrees"] == {"tensor": tensor, "pipeline": pipeline, "data": 1}

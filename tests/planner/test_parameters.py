@@ -7,6 +7,7 @@ from megatron.planner import Architecture
 from megatron.planner.parameters import stage_parameters
 from tests import workers
 from tests.training.arguments_helper import arguments
+from tests.training.bert_helper import bert_arguments
 
 SHAPES = (
     "",
@@ -57,41 +58,41 @@ def test_parameters_of_gpt(tensor, pipeline):
             assert counted == real, (stage, flags)
 
 
-def bert_case(tensor: int, pipeline: int) -> tuple[int, int]:
-    """This rank's stage, and the parameters of its part of a BERT."""
+def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """The same for BERTs."""
     from megatron.core import parallel_state
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-    from megatron.core.models.bert.bert_model import BertModel
-    from megatron.training import config
+    from megatron.training import config, plan
+    from megatron.training.bert_model import bert_model
+    from megatron.training.models import num_parameters
 
     parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
     try:
-        args = arguments(
-            f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}",
-            world_size=torch.distributed.get_world_size(),
-        )
-        model = BertModel(
-            config=config.transformer_config(args), num_tokentypes=2, transformer_layer_spec=bert_layer_local_spec,
-            vocab_size=256, max_sequence_length=32, pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(), share_embeddings_and_output_weights=True,
-            add_binary_head=True,
-        )  # fmt: skip
-        count = sum(parameter.nelement() for parameter in model.parameters())
-        return parallel_state.get_pipeline_model_parallel_rank(), count
+        for flags in shapes:
+            args = bert_arguments(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            args.padded_vocab_size = 256
+            made = config.transformer_config(args)
+            model = bert_model(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(plan.architecture(args), tensor, plan.layers_of_stages(made))
+            counts.append((counted[stage], num_parameters([model])))
     finally:
         parallel_state.destroy_model_parallel()
+    return stage, counts
 
 
 def test_parameters_of_bert():
     """BERT's token types, masked-language head and binary head are counted, on the stage that holds them."""
-    shape = Architecture(
-        num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=4, kv_channels=16,
-        sequence_length=32, vocabulary_size=256, num_positions=32, num_token_types=2, masked_head=True,
-        binary_head=True,
-    )  # fmt: skip
-    counted = stage_parameters(shape, 2, (2, 2))
-    for stage, count in workers.run(4, "tests.planner.test_parameters:bert_case", tensor=2, pipeline=2):
-        assert counted[stage] == count
+    shapes = ["", "--bert-no-binary-head --untie-embeddings-and-output-weights"]
+    results = workers.run(4, "tests.planner.test_parameters:bert_case", tensor=2, pipeline=2, shapes=shapes)
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
 
 
 def test_parameters_of_published_models():
