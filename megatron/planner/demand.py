@@ -22,6 +22,7 @@ class Demand:
     Attributes:
         rank_of_stage: as the programs'.
         saved_microbatches: by stage, as the checker proves them; those of the pair that it accepts included.
+        own_microbatches: by stage: between their forward and the end of their backward, wherever they are.
         saved_on_rank: by rank, over all its stages.
         live_versions: by rank.
         gradient_buffers: by rank: batches between their first backward and their STEP.
@@ -31,6 +32,7 @@ class Demand:
 
     rank_of_stage: tuple[int, ...]
     saved_microbatches: tuple[int, ...]
+    own_microbatches: tuple[int, ...]
     saved_on_rank: tuple[int, ...]
     live_versions: tuple[int, ...]
     gradient_buffers: tuple[int, ...]
@@ -54,6 +56,7 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
     return Demand(
         rank_of_stage=program.rank_of_stage,
         saved_microbatches=report.peak_saved_microbatches,
+        own_microbatches=_own_microbatches(program),
         saved_on_rank=report.peak_saved_on_rank,
         live_versions=tuple(max(versions[stage] for stage in program.stages_of(rank)) for rank in ranks),
         gradient_buffers=tuple(_gradient_buffers(program, rank) for rank in ranks),
@@ -71,6 +74,17 @@ def most(demands: Iterable[Demand]) -> Demand:
         values = {name: tuple(map(max, value, getattr(other, name))) for name, value in vars(first).items()}
         first = Demand(**values)
     return first
+
+
+def _own_microbatches(program: Program) -> tuple[int, ...]:
+    held, peaks = [0] * program.num_stages, [0] * program.num_stages
+    for instruction in (each for row in program.rows for each in row):
+        if instruction.kind is Kind.FORWARD:
+            held[instruction.stage] += 1
+            peaks[instruction.stage] = max(peaks[instruction.stage], held[instruction.stage])
+        elif instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held[instruction.stage] -= 1
+    return tuple(peaks)
 
 
 def _gradient_buffers(program: Program, rank: int) -> int:

@@ -124,14 +124,14 @@ def estimate_memory(
 def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
     """Bytes of the microbatches that a rank holds: of each stage, and of all together, as many as the checker says.
 
-    A microbatch that came from the pair has that stage's size; where it is the larger one, all are taken to have it.
+    Those that came from the pair have the size of that stage. The largest are counted first.
     """
     sizes = []
     for stage in demand.stages_of(rank):
-        size = saved[stage]
+        peak = demand.saved_microbatches[stage]
+        sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
         if demand.accepts[rank]:
-            size = max(size, saved[pair_of(stage, len(saved))])
-        sizes.append((size, demand.saved_microbatches[stage]))
+            sizes.append((saved[pair_of(stage, len(saved))], peak))
     total, left = 0.0, demand.saved_on_rank[rank]
     for size, peak in sorted(sizes, reverse=True):
         taken = min(peak, left)

@@ -60,7 +60,7 @@ def run_dry(args: argparse.Namespace, prog: str) -> int:
 
 def check_job(args: argparse.Namespace) -> DryRun:
     """Everything that a dry run finds. Raises ValueError for what a run would refuse."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
     warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]

@@ -37,6 +37,7 @@ def test_balanced_pairs():
     assert found.evicts == (True,) * 3 + (False,) * 5
     assert found.accepts == (False,) * 5 + (True,) * 3
     assert max(found.saved_on_rank) == 5
+    assert found.own_microbatches == (8, 7, 6, 5, 4, 3, 2, 1)
 
 
 def test_stages_of_interleaved_ranks():

@@ -60,7 +60,10 @@ def test_balance_moves_bytes():
 
 
 def test_accepted_microbatches_have_their_own_size():
-    """Where the first stage has more layers, what the last accepts of it counts as much."""
+    """The last stage holds two microbatches of the first, beside one of its own with its logits. Where the first has
+    more layers, what the last accepts of it counts as much."""
+    first, *_, last = estimate("bpipe")
+    assert last.parts.activations == last.bytes_per_microbatch + 2 * first.bytes_per_microbatch
     even, uneven = estimate("bpipe"), estimate("bpipe", (5, 1, 1, 1))
     assert uneven[3].parts.activations > even[3].parts.activations
 
