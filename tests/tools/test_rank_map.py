@@ -1,6 +1,5 @@
 """tools/rank_map.py: what it prints, draws and writes, and with which status it ends."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.in_process import ROOT, load_tool, runner
+
 TOOL = ROOT / "tools" / "rank_map.py"
-specification = importlib.util.spec_from_file_location("rank_map_tool", TOOL)
-tool = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(tool)
+tool = load_tool("rank_map")
 
 TOPOLOGY = ["--rank-topology", ROOT / "examples" / "topology.yaml"]
 FIGURE_5 = [*TOPOLOGY, "--pipeline-model-parallel-size", "16"]
@@ -27,17 +25,8 @@ MODEL = [
 
 @pytest.fixture
 def run(capsys):
-    """Run the tool in this process; returns status, standard output and standard error."""
-
-    def run(*arguments):
-        try:
-            status = tool.main([str(each) for each in arguments])
-        except SystemExit as end:
-            status = end.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    """Run the tool in this process."""
+    return runner(tool, capsys)
 
 
 def test_who_sits_where(run):

@@ -1,12 +1,10 @@
 """tools/schedule.py: what it prints, writes and proves, and with which status it ends."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,28 +12,18 @@ from megatron.pipeline.program import Program, WeightPolicy
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
+from tests.tools.in_process import ROOT, load_tool, runner
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "schedule.py"
-specification = importlib.util.spec_from_file_location("schedule_tool", TOOL)
-tool = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(tool)
+TOOL = ROOT / "tools" / "schedule.py"
+tool = load_tool("schedule")
 
 TWO_BW = ["--schedule", "2bw", "--stages", "4", "--microbatches", "4", "--batches", "3"]
 
 
 @pytest.fixture
 def run(capsys):
-    """Run the tool in this process; returns status, standard output and standard error."""
-
-    def run(*arguments):
-        try:
-            status = tool.main([str(each) for each in arguments])
-        except SystemExit as end:
-            status = end.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    """Run the tool in this process."""
+    return runner(tool, capsys)
 
 
 def build(name="2bw", num_stages=4, batches=(4, 4, 4), **flags):
