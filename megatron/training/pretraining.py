@@ -76,7 +76,8 @@ def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:
         store = initialize.meet()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
+    timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=timeout)
     initialize.join(args, store)
