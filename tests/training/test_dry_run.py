@@ -187,15 +187,15 @@ def test_program_of_its_own_process(tmp_path):
     """As users start it: status 0 and the tables; an unknown flag is a usage error, with status 2."""
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words("--dry-run 8 --pipeline-model-parallel-size 4")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
     assert done.returncode == 0 and "memory of a GPU, estimated" in done.stdout and "PP 3 DP 1" in done.stdout
-    done = subprocess.run([*command, "--no-such-flag"], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([*command, "--no-such-flag"], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+@pytest.mark.parametrize("schedule", ["flush", "2bw", "bpipe"])
 def test_estimate_of_a_real_run(schedule):
-    """The activations of every stage are within 10% of what a real run of four stages counts."""
+    """The activations of every stage are within 10% of what a real run of four stages counts, also where they move."""
     flags = f"--pipeline-model-parallel-size 4 --pipeline-schedule {schedule} --global-batch-size 8 --train-iters 2"
     measured = train(4, f"{flags} --log-saved-activations")[-1]["records"][-1]["saved_activation_bytes"]
     args = arguments(f"{BASE} {flags}", world_size=4)
