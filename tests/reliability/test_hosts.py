@@ -17,7 +17,7 @@ from tests.reliability import launch
 from tests.reliability.conftest import TWO_BW
 
 PORT = "29400"  # of networks where nobody else is
-TIMEOUT = 9.0  # seconds that a transfer may take, and a rank that comes late at the start
+TIMEOUT = 9.0  # seconds that a transfer or collective may take
 END = TIMEOUT + 30.0  # until both launchers have ended, on a busy machine; ranks end some seconds after the timeout
 SAVED = 4
 SLOW = 40_000  # bytes/s: at least 0.4 s for the 16 KiB that each stage sends in an iteration
