@@ -6,6 +6,9 @@
 Each line is a JSON object; each of `--json-keys` becomes `PREFIX_KEY_document.bin` and `.idx`, which `--data-path
 PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not depend on the number of
 workers. They appear under their names only when they are complete.
+
+For BERT, `--split-sentences` keeps a document as a list of sentences, in `PREFIX_KEY_sentence`. Where a key holds a
+list of texts, each is a sentence; a text is split by the rules of megatron/training/sentences.py.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from megatron.training.arguments import data as data_flags
 from megatron.training.arguments.parser import build_parser, fill_defaults, parse_known, refuse
 from megatron.training.arguments.rules_run import tokenizer as check_tokenizer
 from megatron.training.arguments.specification import Group, integer, option, refused, switch
+from megatron.training.sentences import LONGEST_SENTENCE, split_sentences
 
 INPUT = Group(
     "input and output",
@@ -45,7 +49,11 @@ INPUT = Group(
         option("--workers", integer, 1, "Processes that tokenize."),
         switch("--append-eod", "End each document with the end-of-document token."),
         option("--log-interval", integer, 1000, "Documents between lines of progress (where output is no terminal)."),
-        refused("--split-sentences", "documents are kept whole, as GPT needs them; leave the flag out."),
+        switch(
+            "--split-sentences",
+            "Keep documents as lists of sentences, as BERT needs them, in files that end in _sentence. A key may hold "
+            f"a list of sentences. Sentences of more than {LONGEST_SENTENCE} tokens are cut.",
+        ),
         refused("--keep-newlines", "newlines are always kept; leave the flag out."),
         refused(
             "--partitions",
@@ -76,11 +84,12 @@ class _Encoder:
     def __init__(self, args: argparse.Namespace) -> None:
         from megatron.training.tokenizer import build_tokenizer
 
-        self.keys, self.append_eod = args.json_keys, args.append_eod
+        self.keys, self.append_eod, self.splits = args.json_keys, args.append_eod, args.split_sentences
         self.tokenizer = build_tokenizer(args)
 
-    def encode(self, where: str, line: str) -> tuple[dict[str, list[int]], int]:
-        """({key: token ids}, bytes read) of one line. Raises ValueError with file and line."""
+    def encode(self, where: str, line: str) -> tuple[dict[str, list[list[int]]], int]:
+        """({key: token ids of each sequence that is not empty}, bytes read) of one line. Raises ValueError with file
+        and line."""
         try:
             document = json.loads(line)
         except json.JSONDecodeError as error:
@@ -89,17 +98,33 @@ class _Encoder:
             raise ValueError(f"{where}: not a JSON object but {type(document).__name__}")
         ids = {}
         for key in self.keys:
-            text = document.get(key)
-            if not isinstance(text, str):
+            texts = self._texts(document.get(key))
+            if texts is None:
                 raise ValueError(f"{where}: no text under the key '{key}'; see --json-keys")
             try:
-                tokens = list(self.tokenizer.tokenize(text)) if text else []
+                sequences = [list(self.tokenizer.tokenize(text)) for text in texts if text]
             except ValueError as error:
                 raise ValueError(f"{where}: cannot be tokenized: {error}") from error
-            if tokens and self.append_eod:
-                tokens.append(self.tokenizer.eod)
-            ids[key] = tokens
+            if self.splits:
+                sequences = [part for tokens in sequences for part in _pieces(tokens)]
+            sequences = [tokens for tokens in sequences if tokens]
+            if sequences and self.append_eod:
+                sequences[-1].append(self.tokenizer.eod)
+            ids[key] = sequences
         return ids, len(line)
+
+    def _texts(self, value: object) -> list[str] | None:
+        """The texts of the sequences of a document; None if `value` is no text."""
+        if isinstance(value, str):
+            return split_sentences(value) if self.splits else [value]
+        is_list = self.splits and isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return value if is_list else None
+
+
+def _pieces(tokens: list[int]) -> list[list[int]]:
+    """A sentence cut into pieces of almost equal length that megatron.core's samples of BERT may have."""
+    size = -(-len(tokens) // -(-len(tokens) // LONGEST_SENTENCE)) if tokens else 1
+    return [tokens[start : start + size] for start in range(0, len(tokens), size)]
 
 
 def _start_worker(args: argparse.Namespace) -> None:
@@ -107,7 +132,7 @@ def _start_worker(args: argparse.Namespace) -> None:
     _encoder = _Encoder(args)
 
 
-def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[int]], int] | str]:
+def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[list[int]]], int] | str]:
     results = []
     for item in items:
         try:
@@ -187,6 +212,12 @@ class _Progress:
             self.bar.stop()
 
 
+def final_prefixes(args: argparse.Namespace) -> dict[str, str]:
+    """The prefix of the files of each key."""
+    level = "sentence" if args.split_sentences else "document"
+    return {key: f"{args.output_prefix}_{key}_{level}" for key in args.json_keys}
+
+
 def preprocess(args: argparse.Namespace) -> dict[str, int]:
     """Write the pairs; returns the number of documents and tokens. Raises ValueError; then no file is left behind."""
     from megatron import backend
@@ -196,7 +227,7 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
     from megatron.training.tokenizer import build_tokenizer, vocab_size
 
     dtype = DType.optimal_dtype(vocab_size(args, build_tokenizer(args)))
-    finals = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
+    finals = final_prefixes(args)
     partials = {key: f"{final}.{os.getpid()}.partial" for key, final in finals.items()}
     counts = {"documents": 0, "tokens": 0}
     progress = _Progress(sum(map(os.path.getsize, args.paths)), args.log_interval)
@@ -206,8 +237,9 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
             if isinstance(result, str):
                 raise ValueError(result)
             documents, num_bytes = result
-            for key, tokens in documents.items():
-                builders[key].add_document(tokens, [len(tokens)] if tokens else [])  # an empty text stays a document
+            for key, sequences in documents.items():
+                tokens = list(itertools.chain.from_iterable(sequences))
+                builders[key].add_document(tokens, list(map(len, sequences)))  # an empty text stays a document
                 counts["tokens"] += len(tokens)
             counts["documents"] += 1
             progress.add(num_bytes)
@@ -271,8 +303,7 @@ def main() -> int:
         sys.stderr.write(f"preprocess_data.py: error: {error}\n")
         return 2
     sys.stderr.write(
-        f"{counts['documents']} documents, {counts['tokens']} tokens: "
-        f"{', '.join(f'{args.output_prefix}_{key}_document' for key in args.json_keys)}\n"
+        f"{counts['documents']} documents, {counts['tokens']} tokens: {', '.join(final_prefixes(args).values())}\n"
     )
     return 0
 

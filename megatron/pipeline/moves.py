@@ -62,10 +62,15 @@ def counterpart(move: Instruction, num_stages: int) -> Instruction:
 
 
 class MoveOrder:
-    """Which moves of its own rank each instruction of a row waits for. Instructions are told in the row's order."""
+    """Which moves of its own rank each instruction of a row waits for. Instructions are told in the row's order.
 
-    def __init__(self) -> None:
+    `synchronous`: for comparison with the above, computations of the evictor wait for every move before them.
+    """
+
+    def __init__(self, *, synchronous: bool = False) -> None:
+        self._synchronous = synchronous
         self._num_moves = 0
+        self._num_to_own = 0  # moves up to and with the last EVICT or LOAD
         self._num_waited_for = 0
         self._num_to_evict = 0  # moves up to and with the last EVICT
         self._num_to_earlier_evict = 0  # as it was before the last computation
@@ -78,6 +83,8 @@ class MoveOrder:
         kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
         if kind in MOVES:
             self._num_moves += 1
+            if kind is Kind.EVICT or kind is Kind.LOAD:
+                self._num_to_own = self._num_moves
             if kind is Kind.EVICT:
                 self._num_to_evict = self._num_moves
             elif kind is Kind.LOAD:
@@ -88,6 +95,8 @@ class MoveOrder:
         if kind in _NEED_ACTIVATIONS:
             needed = self._num_to_load.get(key, 0) if kind is Kind.RECOMPUTE else self._num_to_load.pop(key, 0)
         self._num_to_earlier_evict = self._num_to_evict
+        if self._synchronous:
+            needed = self._num_to_own
         self._num_waited_for = max(self._num_waited_for, needed)
         return needed
 
@@ -97,8 +106,8 @@ class MoveOrder:
         return [self._num_moves - each for each in needed if each > self._num_waited_for]
 
 
-def awaited_moves(row: Iterable[Instruction]) -> dict[int, int]:
+def awaited_moves(row: Iterable[Instruction], *, synchronous: bool = False) -> dict[int, int]:
     """For each position of a row that waits for moves: how many of the row's moves have to be complete by then."""
-    order = MoveOrder()
+    order = MoveOrder(synchronous=synchronous)
     awaited = ((position, order.awaited(instruction)) for position, instruction in enumerate(row))
     return {position: needed for position, needed in awaited if needed}

@@ -25,7 +25,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.training import config
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
-from megatron.training.data import MicrobatchIterator
+from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
 from megatron.training.logging import ALLOCATED, LOSS, SAVED_ACTIVATIONS, Reporter
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
 from megatron.training.outputs import prepare_outputs
@@ -34,6 +34,7 @@ from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, voca
 
 ModelProvider = Callable[..., torch.nn.Module]
 DatasetsProvider = Callable[[argparse.Namespace, object], list]
+LossNames = Callable[[argparse.Namespace], tuple[str, ...]]
 
 _TRACED_EXTRA = 8  # legs: drains, evaluations and batches cut by them
 
@@ -52,6 +53,7 @@ class Run:
     reporter: Reporter
     writer: CheckpointWriter | None
     datasets: list
+    fields: tuple[Field, ...]
     vocab_size: int
     iteration: int = 0
     consumed_samples: int = 0
@@ -76,8 +78,8 @@ class Run:
         """
         return [
             MicrobatchIterator(
-                self.args, self.datasets[index], name=name, consumed_samples=consumed, vocab_size=self.vocab_size,
-                vp_stage=vp_stage, repeats=name == "validation",
+                self.args, self.datasets[index], fields=self.fields, name=name, consumed_samples=consumed,
+                vocab_size=self.vocab_size, vp_stage=vp_stage, repeats=name == "validation",
             )
             for vp_stage in range(len(self.stages))
         ]  # fmt: skip
@@ -89,6 +91,8 @@ def assemble(
     model_provider: Callable[[argparse.Namespace, object], ModelProvider],
     forward_step: ForwardStep,
     datasets_provider: DatasetsProvider,
+    fields_provider: FieldsProvider = gpt_fields,
+    loss_names: LossNames = lambda args: (LOSS,),
 ) -> Run:
     """Build a run on this rank. Collective. Raises ValueError for what the user can mend.
 
@@ -98,6 +102,8 @@ def assemble(
             takes `vp_stage` as well where ranks have several stages.
         forward_step: Megatron's `forward_step(data_iterator, model)`.
         datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
+        fields_provider: `fields_provider(args)` returns the parts of a microbatch.
+        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" is among it.
     """
     prepare_outputs(args)
     tokenizer = build_tokenizer(args)
@@ -118,7 +124,7 @@ def assemble(
     rank = parallel_state.get_pipeline_model_parallel_rank()
     update = MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=rank,
-        loss_names=(LOSS,), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        loss_names=loss_names(args), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
         timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
@@ -126,7 +132,7 @@ def assemble(
         MegatronStage(
             chunk, forward_step, update, index=vp_stage * schedule.num_ranks + rank, num_stages=schedule.num_stages,
             seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=args.pipeline_recompute,
-            seed=args.seed, loss_names=(LOSS,), activation_memory=memory,
+            seed=args.seed, loss_names=loss_names(args), activation_memory=memory,
         )
         for vp_stage, chunk in enumerate(chunks)
     ]  # fmt: skip
@@ -136,7 +142,8 @@ def assemble(
     _describe(args, reporter, stages, position)
     return Run(
         args, chunks, optimizer, scheduler, update, stages, engine, reporter,
-        CheckpointWriter(args.save) if args.save is not None else None, datasets, vocab_size(args, tokenizer),
+        CheckpointWriter(args.save) if args.save is not None else None, datasets, fields_provider(args),
+        vocab_size(args, tokenizer),
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,

@@ -2,8 +2,9 @@
 
 Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel
 size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
-batch size and any schedule see the same samples. Only the first tensor parallel rank of the first and the last stage
-reads; it broadcasts to its tensor group. Where a rank has several stages, each has an iterator of its own.
+batch size and any schedule see the same samples. Which parts of a sample a stage needs is said by `Field`s, which a
+model brings along. Only the first tensor parallel rank of a stage that needs some reads; it broadcasts to its tensor
+group. Where a rank has several stages, each has an iterator of its own.
 """
 
 import argparse
@@ -11,7 +12,8 @@ import atexit
 import ctypes
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -19,8 +21,52 @@ from megatron import backend
 from megatron.core import parallel_state
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-_FIRST_STAGE = ("tokens", "position_ids")
-_LAST_STAGE = ("labels", "loss_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One tensor of a microbatch, under the dataset's name for it.
+
+    stages: which stages need it: "first", "last" or "all".
+    shape: from microbatch size and sequence length.
+    least_id: if it holds token ids, the smallest that may occur.
+    """
+
+    name: str
+    stages: str = "all"
+    shape: Callable[[int, int], tuple[int, ...]] = lambda size, length: (size, length)
+    dtype: torch.dtype = torch.int64
+    least_id: int | None = None
+
+    def is_needed(self, vp_stage: int | None = None) -> bool:
+        """Whether a stage of this rank needs it: that of the given number, from 0, or any."""
+        place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+        return (
+            self.stages == "all"
+            or (self.stages == "first" and parallel_state.is_pipeline_first_stage(**place))
+            or (self.stages == "last" and parallel_state.is_pipeline_last_stage(**place))
+        )
+
+
+FieldsProvider = Callable[[argparse.Namespace], tuple[Field, ...]]
+
+
+def gpt_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+    """What a GPT's stages need, with b samples of s tokens: `tokens`, `position_ids` and `labels` (int64 [b, s]),
+    `loss_mask` (float32 [b, s]), with `--reset-attention-mask` `attention_mask` (bool [b, 1, s, s], True where
+    masked)."""
+    fields = (
+        Field(name="tokens", stages="first", least_id=0),
+        Field(name="position_ids", stages="first"),
+        Field(name="labels", stages="last", least_id=0),
+        Field(name="loss_mask", stages="last", dtype=torch.float32),
+    )
+    if not args.reset_attention_mask:
+        return fields
+    return (
+        *fields,
+        Field(name="attention_mask", shape=lambda size, length: (size, 1, length, length), dtype=torch.bool),
+    )
 
 
 class SequentialSampler:
@@ -70,14 +116,12 @@ def _start_worker(_: int) -> None:
 
 
 class MicrobatchIterator:
-    """Microbatches of one dataset for one stage of this rank, as dictionaries of tensors on the device.
-
-    Keys, for microbatch size b and sequence length s: on the first stage `tokens` and `position_ids` (int64 [b, s]), on
-    the last `labels` (int64 [b, s]) and `loss_mask` (float32 [b, s]); with `--reset-attention-mask` on every stage
-    `attention_mask` (bool [b, 1, s, s], True where masked). A stage that needs none gets {}.
+    """Microbatches of one dataset for one stage of this rank, as dictionaries of tensors on the device: the fields that
+    the stage needs, {} where it needs none.
 
     Args:
         dataset: None on ranks that do not read.
+        fields: the parts of a microbatch.
         name: how errors call the data.
         consumed_samples: where to start.
         vocab_size: ids at or beyond it raise ValueError.
@@ -90,6 +134,7 @@ class MicrobatchIterator:
         args: argparse.Namespace,
         dataset,
         *,
+        fields: tuple[Field, ...],
         name: str,
         consumed_samples: int,
         vocab_size: int,
@@ -98,13 +143,10 @@ class MicrobatchIterator:
     ) -> None:
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
-        place = {"ignore_virtual": False, "vp_stage": vp_stage}
-        keys = _FIRST_STAGE if parallel_state.is_pipeline_first_stage(**place) else ()
-        keys += _LAST_STAGE if parallel_state.is_pipeline_last_stage(**place) else ()
-        self.keys = keys + (("attention_mask",) if args.reset_attention_mask else ())
+        self.fields = [field for field in fields if field.is_needed(vp_stage)]
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
-        self.reads = bool(self.keys) and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.reads = bool(self.fields) and parallel_state.get_tensor_model_parallel_rank() == 0
         self.loader = self._start(dataset, repeats) if self.reads else None
 
     def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:
@@ -148,7 +190,7 @@ class MicrobatchIterator:
         )
         if batch is not None:
             self._check(batch, first)
-        return {key: self._share(key, batch) for key in self.keys}
+        return {field.name: self._share(field, batch) for field in self.fields}
 
     def close(self) -> None:
         """End the loading processes, before the interpreter's exit would kill them under torch's eyes."""
@@ -169,25 +211,23 @@ class MicrobatchIterator:
             ) from None
 
     def _check(self, batch: dict[str, torch.Tensor], first: int) -> None:
-        for key in ("tokens", "labels"):
-            if key in self.keys:
-                smallest, largest = batch[key].min().item(), batch[key].max().item()
-                if smallest < 0 or largest >= self.vocab_size:
-                    wrong = smallest if smallest < 0 else largest
+        for field in self.fields:
+            if field.least_id is not None:
+                smallest, largest = batch[field.name].min().item(), batch[field.name].max().item()
+                if smallest < field.least_id or largest >= self.vocab_size:
+                    wrong = smallest if smallest < field.least_id else largest
                     raise ValueError(
                         f"token id {wrong} in the {self.name} data (samples from {first}) is beyond the "
                         f"vocabulary of {self.vocab_size}; use the tokenizer that the data was made with"
                     )
 
-    def _share(self, key: str, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
+    def _share(self, field: Field, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()
         if batch is not None:
-            tensor = batch[key].to(device, non_blocking=True)
+            tensor = batch[field.name].to(device, field.dtype, non_blocking=True)
         else:
-            size, length = self.args.micro_batch_size, self.args.seq_length
-            shape = (size, 1, length, length) if key == "attention_mask" else (size, length)
-            dtype = {"attention_mask": torch.bool, "loss_mask": torch.float32}.get(key, torch.int64)
-            tensor = torch.empty(shape, dtype=dtype, device=device)
+            shape = field.shape(self.args.micro_batch_size, self.args.seq_length)
+            tensor = torch.empty(shape, dtype=field.dtype, device=device)
         if self.args.tensor_model_parallel_size > 1:
             torch.distributed.broadcast(tensor, self.source, group=self.tensor_group)
         return tensor

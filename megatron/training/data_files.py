@@ -2,12 +2,15 @@
 
 A truncated or empty file otherwise shows itself hours later, in the middle of an epoch, as a wrong slice or a crash.
 The layout is that of megatron.core's IndexedDataset: a header (magic, version, dtype code, number of sequences,
-number of documents), then lengths (int32), byte offsets (int64) and document ends (int64).
+number of document borders), then lengths (int32), byte offsets (int64) and document borders (int64, from 0).
 """
 
 import os
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
@@ -15,9 +18,10 @@ _HEADER_SIZE = 34
 
 
 class Contents(NamedTuple):
-    """What a pair holds. GPT documents are one sequence each."""
+    """What a pair holds. A document is one sequence, or with `--split-sentences` one for each of its sentences."""
 
     num_sequences: int
+    num_documents: int
     num_tokens: int
 
 
@@ -63,4 +67,19 @@ def check_indexed_dataset(prefix: str) -> Contents:
     num_tokens = expected // _ITEM_SIZES[code]
     if num_tokens == 0:
         raise ValueError(f"data file {binary} has no tokens; was the text empty?")
-    return Contents(num_sequences, num_tokens)
+    return Contents(num_sequences, num_documents - 1, num_tokens)
+
+
+def document_lengths(prefix: str, part: tuple[float, float] = (0.0, 1.0)) -> Iterator[numpy.ndarray]:
+    """Lengths in tokens of the sequences of each document (int32 arrays) of a checked pair, read when asked for.
+
+    `part`: from which to which share of the documents, rounded as megatron.core splits them.
+    """
+    index = f"{prefix}.idx"
+    with open(index, "rb") as stream:
+        _, _, num_sequences, num_borders = struct.unpack("<QBQQ", stream.read(_HEADER_SIZE)[len(_MAGIC) :])
+    lengths = numpy.memmap(index, numpy.int32, "r", _HEADER_SIZE, (num_sequences,))
+    borders = numpy.memmap(index, numpy.int64, "r", _HEADER_SIZE + 12 * num_sequences, (num_borders,))
+    first, last = (round(share * (num_borders - 1)) for share in part)
+    for document in range(first, last):
+        yield lengths[borders[document] : borders[document + 1]]

@@ -1,16 +1,22 @@
-"""Which datasets a run reads: from flags to megatron.core's GPT datasets for training, validation and test."""
+"""Which datasets a run reads: from flags to megatron.core's datasets for training, validation and test.
+
+`build_datasets` is a GPT's; what other models share with it is `build_blended`.
+"""
 
 import argparse
 import json
 import logging
 import os
+from collections.abc import Callable
 
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.training.checkpoint.agreement import on_rank_zero
-from megatron.training.data_files import check_indexed_dataset
+from megatron.training.data import gpt_fields
+from megatron.training.data_files import Contents, check_indexed_dataset
 from megatron.training.outputs import problem_with_directory
 
 Blend = tuple[list[str], list[float] | None]
@@ -69,18 +75,42 @@ def num_samples(args: argparse.Namespace) -> list[int]:
     return [train, (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation]
 
 
-def needs_data(args: argparse.Namespace) -> bool:
-    """Whether a stage of this rank reads samples: the first and the last, and all where attention masks come from them.
-
-    The first stage is the first rank's, the last stage the last rank's, however many they have.
-    """
-    is_end = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    return is_end or args.reset_attention_mask
-
-
 def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+    """A GPT's three datasets; see `build_blended`."""
+    if args.mock_data:
+        logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
+    return build_blended(
+        args,
+        MockGPTDataset if args.mock_data else GPTDataset,
+        GPTDatasetConfig,
+        reads=any(field.is_needed() for field in gpt_fields(args)),
+        num_elements=lambda contents: contents.num_sequences,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,  # the plain causal mask is left to the attention
+    )
+
+
+def build_blended(
+    args: argparse.Namespace,
+    dataset_class: type,
+    config_class: type[BlendedMegatronDatasetConfig],
+    *,
+    reads: bool,
+    num_elements: Callable[[Contents], int],
+    check: Callable[[BlendedMegatronDatasetConfig], None] | None = None,
+    **options: object,
+) -> list:
     """The three datasets, each None where it is not needed on this rank or its split is empty. Collective over all
     ranks.
+
+    Args:
+        dataset_class, config_class: megatron.core's; `options` are what this configuration has of its own.
+        reads: whether this rank's stage needs samples.
+        num_elements: of a file, what `--split` divides.
+        check: raises ValueError for data of which the class makes no samples.
 
     Sets `args.has_split`, a bool for training, validation and test, the same on every rank. Raises ValueError for files
     that are missing, empty or truncated, for a training split without documents, and for a cache of sample indices that
@@ -88,8 +118,8 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
     """
     blend, per_split = blends(args)
     prefixes = [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]
-    num_sequences = [check_indexed_dataset(prefix).num_sequences for prefix in prefixes]
-    config = GPTDatasetConfig(
+    sizes = [num_elements(check_indexed_dataset(prefix)) for prefix in prefixes]
+    config = config_class(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -98,28 +128,20 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
-        tokenizer=tokenizer,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.reset_attention_mask,  # the plain causal mask is left to the attention
+        **options,
     )
-    if config.mock:
-        logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
     wanted = num_samples(args)
     if blend is not None:
-        _drop_empty_splits(config, num_sequences)
+        _drop_empty_splits(config, sizes)
     args.has_split = _existing_splits(config, wanted)
     if not args.has_split[0] and not args.skip_train:
         raise ValueError("the training split has no documents; change --split or give more text")
     if not config.mock and (problem := on_rank_zero(lambda: _problem_with_cache(args.data_cache_path))) is not None:
         raise ValueError(problem)
-    builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if config.mock else GPTDataset,
-        wanted,
-        lambda: needs_data(args) and _reads_for_tensor_group(),
-        config,
-    )
+    if check is not None:
+        check(config)
+    reads = reads and parallel_state.get_tensor_model_parallel_rank() == 0
+    builder = BlendedMegatronDatasetBuilder(dataset_class, wanted, lambda: reads, config)
     try:
         datasets = builder.build()
     except (AssertionError, IndexError, ZeroDivisionError) as error:
@@ -134,7 +156,7 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
             f"the sample indices cannot be written: {error.__cause__}; name a directory where files can be created "
             f"with --data-cache-path"
         ) from error
-    if needs_data(args) and _reads_for_tensor_group():
+    if reads:
         _check_lengths(args, datasets, wanted)
     return datasets
 
@@ -146,12 +168,12 @@ def _problem_with_cache(path: str | None) -> str | None:
     return problem_with_directory("--data-cache-path", path)
 
 
-def _drop_empty_splits(config: GPTDatasetConfig, num_sequences: list[int]) -> None:
+def _drop_empty_splits(config: BlendedMegatronDatasetConfig, num_elements: list[int]) -> None:
     """A split that gets no document of a small file is left out; megatron.core would look for its samples for ever."""
     for index, bounds in enumerate(config.split_matrix):
         if bounds is None:
             continue
-        sizes = [round(bounds[1] * number) - round(bounds[0] * number) for number in num_sequences]
+        sizes = [round(bounds[1] * number) - round(bounds[0] * number) for number in num_elements]
         if max(sizes) == 0:
             config.split_matrix[index] = None
         elif min(sizes) == 0:
@@ -162,14 +184,10 @@ def _drop_empty_splits(config: GPTDatasetConfig, num_sequences: list[int]) -> No
             )
 
 
-def _existing_splits(config: GPTDatasetConfig, wanted: list[int]) -> tuple[bool, bool, bool]:
+def _existing_splits(config: BlendedMegatronDatasetConfig, wanted: list[int]) -> tuple[bool, bool, bool]:
     """Which of the three splits have data that the run takes; the same on every rank."""
     there = config.split_matrix if config.split_matrix is not None else config.blend_per_split
     return tuple(part is not None and number > 0 for part, number in zip(there, wanted, strict=True))
-
-
-def _reads_for_tensor_group() -> bool:
-    return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _check_lengths(args: argparse.Namespace, datasets: list, wanted: list[int]) -> None:

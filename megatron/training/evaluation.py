@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Callable
 
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.training.logging import LOSS
 
 
-def evaluate(engine: PipelineEngine, args: argparse.Namespace, agree_to_stop: Callable[[], bool]) -> float | None:
-    """Mean loss per token over `--eval-iters` batches of the full global batch size; the same on every rank.
+def evaluate(
+    engine: PipelineEngine, args: argparse.Namespace, agree_to_stop: Callable[[], bool]
+) -> dict[str, float] | None:
+    """Mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every rank.
 
     Args:
         engine: drained; its stage has the evaluation's iterator.
@@ -16,15 +17,15 @@ def evaluate(engine: PipelineEngine, args: argparse.Namespace, agree_to_stop: Ca
 
     Returns None if the evaluation was broken off.
     """
-    numerator = denominator = 0.0
+    sums: dict[str, tuple[float, float]] = {}
     num_microbatches = _num_microbatches(args)
     for _ in range(args.eval_iters):
-        batch_sum, batch_count = engine.evaluate(num_microbatches)[LOSS]
-        numerator += batch_sum
-        denominator += batch_count
+        for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():
+            numerator, denominator = sums.get(name, (0.0, 0.0))
+            sums[name] = (numerator + batch_sum, denominator + batch_count)
         if agree_to_stop():
             return None
-    return numerator / max(denominator, 1.0)
+    return {name: numerator / max(denominator, 1.0) for name, (numerator, denominator) in sums.items()}
 
 
 def evaluation_samples(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
@@ -17,6 +17,7 @@ from megatron.training.metrics import MetricsFile
 from megatron.training.throughput import flops_per_sample
 
 LOSS = "lm loss"
+"""The loss that every model has; BERT's sentence order adds "sop loss"."""
 SAVED_ACTIVATIONS = "saved_activation_bytes"
 ALLOCATED = "peak_allocated_bytes"
 
@@ -35,7 +36,7 @@ class Progress:
 class Interval:
     """Sums since the last log line."""
 
-    losses: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
     num_losses: int = 0
     skipped: int = 0
     nan: int = 0
@@ -52,12 +53,16 @@ class Interval:
         self.tokens += progress.num_samples * seq_length
         self.skipped += report.skipped
         self.nan += report.nan
-        loss = report.losses.get(LOSS, math.nan)
-        if not report.skipped and math.isfinite(loss):
-            self.losses += loss
+        if not report.skipped and all(map(math.isfinite, report.losses.values())):
+            for name, loss in report.losses.items():
+                self.losses[name] = self.losses.get(name, 0.0) + loss
             self.num_losses += 1
         before = self.saved_activation_bytes or saved_activation_bytes
         self.saved_activation_bytes = [max(pair) for pair in zip(before, saved_activation_bytes, strict=True)]
+
+    def means(self) -> dict[str, float]:
+        """Mean of each loss over the batches that had finite ones."""
+        return {name: total / self.num_losses for name, total in self.losses.items()} or {LOSS: math.nan}
 
 
 def by_pipeline_rank(values: Sequence[float], num_pipeline_ranks: int) -> list[int]:
@@ -82,14 +87,13 @@ def log_line(
     `flops` are the floating-point operations per token and GPU, or None to leave the throughput out.
     """
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    loss = interval.losses / interval.num_losses if interval.num_losses else math.nan
     parts = [
         f" [{stamp}] iteration {progress.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {progress.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.iterations:.1f}",
         f"learning rate: {report.learning_rate:.6E}",
         f"global batch size: {progress.num_samples:5d}",
-        f"{LOSS}: {loss:.6E}",
+        *(f"{name}: {loss:.6E}" for name, loss in interval.means().items()),
         f"loss scale: {report.loss_scale:.1f}",
     ]
     if flops is not None:
@@ -156,7 +160,7 @@ class Reporter:
         values = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
-            "lm_loss": report.losses.get(LOSS),
+            **{_key(name): loss for name, loss in report.losses.items()},
             "grad_norm": report.grad_norm,
             "learning_rate": report.learning_rate,
             "loss_scale": report.loss_scale,
@@ -171,7 +175,7 @@ class Reporter:
 
     def _board_values(self, values: dict, report: BatchReport, progress: Progress) -> dict[str, float | None]:
         args = self.args
-        named = {LOSS: values["lm_loss"], "batch-size": progress.num_samples, "grad-norm": report.grad_norm}
+        named = {**report.losses, "batch-size": progress.num_samples, "grad-norm": report.grad_norm}
         if args.log_learning_rate_to_tensorboard:
             named["learning-rate"] = report.learning_rate
         if args.log_loss_scale_to_tensorboard:
@@ -199,22 +203,27 @@ class Reporter:
         if self._wandb is not None:
             self._wandb.log(values, step=progress.iteration)
 
-    def evaluation(self, name: str, iteration: int, loss: float, *, seconds: float) -> None:
-        """Record one evaluation. `name` is "validation" or "test"."""
+    def evaluation(self, name: str, iteration: int, losses: dict[str, float], *, seconds: float) -> None:
+        """Record one evaluation: its mean losses by name. `name` is "validation" or "test"."""
+        loss = losses[LOSS]
         perplexity = math.exp(min(20.0, loss))
+        others = {other: value for other, value in losses.items() if other != LOSS}
         line = f" {name} loss at iteration {iteration} | {LOSS} value: {loss:.6E} | {LOSS} PPL: {perplexity:.6E} | "
+        line += "".join(f"{other} value: {value:.6E} | " for other, value in others.items())
         self.say("-" * len(line) + f"\n{line}\n" + "-" * len(line))
         if not self.writes:
             return
         if self._metrics is not None:
-            self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss, f"{name}_ppl": perplexity,
+            named = {f"{name}_{_key(other)}": value for other, value in others.items()}
+            self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss, f"{name}_ppl": perplexity, **named,
                                    "evaluation_time_ms": 1000 * seconds})  # fmt: skip
         if self._board is not None:
-            self._board.add_scalar(f"{LOSS} {name}", loss, iteration)
+            for each, value in losses.items():
+                self._board.add_scalar(f"{each} {name}", value, iteration)
             if self.args.log_validation_ppl_to_tensorboard:
                 self._board.add_scalar(f"{LOSS} {name} ppl", perplexity, iteration)
         if self._wandb is not None:
-            self._wandb.log({f"{LOSS} {name}": loss}, step=iteration)
+            self._wandb.log({f"{each} {name}": value for each, value in losses.items()}, step=iteration)
 
     def close(self) -> None:
         """Write out what is pending."""
@@ -224,6 +233,11 @@ class Reporter:
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _key(name: str) -> str:
+    """A loss's name in the metrics file."""
+    return name.replace(" ", "_")
 
 
 def _tensorboard(args: argparse.Namespace):

@@ -201,12 +201,12 @@ class Loop:
         start = time.perf_counter()
         for stage, iterator in zip(run.stages, iterators, strict=True):
             stage.evaluation_iterator = iterator
-        loss = evaluate(run.engine, args, self._agree_to_stop)
+        losses = evaluate(run.engine, args, self._agree_to_stop)
         if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
             run.consumed_valid_samples += evaluation_samples(args)
-        if loss is None:
+        if losses is None:
             return False
-        run.reporter.evaluation(name, run.iteration, loss, seconds=time.perf_counter() - start)
+        run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
         return True
 
     def save(self) -> None:

@@ -1,4 +1,4 @@
-"""The GPT model, with weights that do not depend on how many stages hold it.
+"""The GPT model, and what other models build on: weights that do not depend on how many stages hold it.
 
 Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's first weights
 depend on how many layers were built before it on the same rank. Runs at p=1 and p=4 then start from different models,
@@ -52,8 +52,18 @@ def layer_spec(args: argparse.Namespace) -> ModuleSpec:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    return seeded_spec(args, spec)
+
+
+def seeded_spec(args: argparse.Namespace, spec: ModuleSpec) -> ModuleSpec:
+    """`spec` of a transformer layer with the seeded layer class."""
     seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
     return dataclasses.replace(spec, module=seeded)
+
+
+def layer_stream(args: argparse.Namespace, number: int) -> int:
+    """The seed from which layer `number` is drawn: 0 the embedding, from 1 the layers, then output layer and heads."""
+    return args.seed + _STREAM * number
 
 
 def gpt_model(
@@ -91,14 +101,14 @@ def gpt_model(
         vp_stage=vp_stage,
     )
     if post_process and not tied:
-        _initialize_output_layer(args, config, model)
+        draw_output_weight(args, config, model.output_layer.weight)
     set_seeds(args.seed)
     return model
 
 
-def _initialize_output_layer(args: argparse.Namespace, config: TransformerConfig, model: GPTModel) -> None:
-    """Draw the output layer anew, from its own stream: megatron.core drew it after this rank's layers."""
-    set_seeds(args.seed + _STREAM * (config.num_layers + 1))
+def draw_output_weight(args: argparse.Namespace, config: TransformerConfig, weight: torch.Tensor) -> None:
+    """Draw an untied output layer anew, from its own stream: megatron.core drew it after this rank's layers."""
+    set_seeds(layer_stream(args, config.num_layers + 1))
     layer = tensor_parallel.ColumnParallelLinear(
         config.hidden_size,
         args.padded_vocab_size,
@@ -107,7 +117,7 @@ def _initialize_output_layer(args: argparse.Namespace, config: TransformerConfig
         bias=False,
     )
     with torch.no_grad():
-        model.output_layer.weight.copy_(layer.weight)
+        weight.copy_(layer.weight)
 
 
 def build_chunks(provider, config: TransformerConfig) -> list[torch.nn.Module]:

@@ -14,7 +14,7 @@ from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
 from megatron.training.loop import run_to_the_end
-from megatron.training.placement import Assignment, assign_rank
+from megatron.training.placement import Assignment, assign_rank, this_process
 from megatron.training.signals import StopSignal
 
 
@@ -26,13 +26,14 @@ def pretrain(
     model_provider: Callable[[argparse.Namespace, object], ModelProvider],
     forward_step: ForwardStep,
     datasets_provider: DatasetsProvider,
+    **options: object,
 ) -> None:
     """Train as `args` say.
 
     Args:
         args: parsed; validated unless `--use-checkpoint-args` is given, which happens here.
         stop, started: SIGTERM as a wish, and when the program started (`time.time()`).
-        model_provider, forward_step, datasets_provider: see `assembly.assemble`.
+        model_provider, forward_step, datasets_provider, options: see `assembly.assemble`.
 
     Raises:
         SameEverywhere: an error that all ranks know; print it once.
@@ -41,11 +42,12 @@ def pretrain(
     configure_logging(args.logging_level)
     assignment, notes = _join_job(args)
     outcome = None
-    with failure.guard(store_host=assignment.store_host):
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=this_process().host):
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,
-                           datasets_provider=datasets_provider)  # fmt: skip
+                           datasets_provider=datasets_provider, **options)  # fmt: skip
             for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
                 run.reporter.say(line)
             run_to_the_end(run, stop, started=started)
@@ -74,7 +76,8 @@ def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:
         store = initialize.meet()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
+    timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=timeout)
     initialize.join(args, store)

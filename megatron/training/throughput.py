@@ -1,4 +1,4 @@
-"""How much arithmetic a GPT's training step needs, for TFLOP/s. No torch in here."""
+"""How much arithmetic a training step of a GPT or a BERT needs, for TFLOP/s. No torch in here."""
 
 import argparse
 
@@ -8,7 +8,7 @@ def flops_per_sample(args: argparse.Namespace) -> float:
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
     products of [s, s] per head and layer; the causal half is not subtracted (as Megatron-LM counts it; Korthikanti et
-    al. 2022, appendix A).
+    al. 2022, appendix A). A BERT's dense layer before its output layer, a twelfth of a transformer layer, is left out.
     """
     query_width = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

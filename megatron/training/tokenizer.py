@@ -1,8 +1,8 @@
 """Text to token ids and back: which tokenizer `--tokenizer-type` names.
 
-megatron.core brings SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE needs a
-network even with local files, and it cannot open a single `tokenizer.json`; both are read here through the
-`tokenizers` package.
+megatron.core brings SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE and its
+WordPiece need a network even with local files, and it cannot open a single `tokenizer.json`; all three are read here
+through the `tokenizers` package.
 """
 
 import argparse
@@ -22,6 +22,13 @@ _PACKAGES = {
     "HuggingFaceTokenizer": "transformers",
     "TikTokenizer": "tiktoken",
     "GPT2BPETokenizer": "tokenizers",
+    "BertWordPieceLowerCase": "tokenizers",
+    "BertWordPieceCase": "tokenizers",
+}
+_LOCAL_FILES = {  # those that are read by their flags, without a --tokenizer-model
+    "GPT2BPETokenizer": (("--vocab-file", "vocab_file"), ("--merge-file", "merge_file")),
+    "BertWordPieceLowerCase": (("--vocab-file", "vocab_file"),),
+    "BertWordPieceCase": (("--vocab-file", "vocab_file"),),
 }
 
 
@@ -75,39 +82,71 @@ class FastTokenizer(MegatronTokenizerBase):
         return OrderedDict(**{"class": name, "tokenizer_path": self.path})
 
 
+class WordPieceTokenizer(FastTokenizer):
+    """BERT's tokenizer, from a vocabulary file with a token a line, `##` before those that go on with a word.
+
+    [SEP] ends a document as it ends a segment. Raises ValueError if a token that BERT's samples need is missing.
+    """
+
+    def __init__(self, path: str, core) -> None:
+        MegatronTokenizerBase.__init__(self, path, {"library": "tokenizers"})
+        self.core = core
+        numbers = {name: core.token_to_id(f"[{name}]") for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
+        missing = [f"[{name}]" for name, number in numbers.items() if number is None]
+        if missing:
+            raise ValueError(f"{path} has no {', '.join(missing)}; give the vocabulary of a BERT, a token a line")
+        self.pad, self.cls, self.sep, self.mask = (numbers[name] for name in ("PAD", "CLS", "SEP", "MASK"))
+        self.eod_token = "[SEP]"
+        self._words = super().inv_vocab
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        return self._words  # megatron.core looks into it for every token
+
+
 def build_tokenizer(args: argparse.Namespace) -> MegatronTokenizerBase:
     """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
-    kind = args.tokenizer_type
-    package = _PACKAGES.get(kind)
-    if package and importlib.util.find_spec(package) is None:
-        raise ValueError(f"--tokenizer-type {kind} needs the package {package}, which is not installed")
-    for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
-        if kind == "GPT2BPETokenizer" and not os.path.isfile(path):
-            raise ValueError(f"{flag} {path} does not exist")
-    if package and kind != "GPT2BPETokenizer":
-        _check_model(args)
+    if (problem := problem_with_tokenizer(args)) is not None:
+        raise ValueError(problem)
     try:
         return _load(args)
     except ValueError:
         raise
     except Exception as error:  # each library has its own errors for a file that is not its own
+        kind = args.tokenizer_type
         source = args.tokenizer_model or args.vocab_file
         raise ValueError(f"--tokenizer-type {kind} cannot read {source}: {error or type(error).__name__}") from error
 
 
-def _check_model(args: argparse.Namespace) -> None:
+def problem_with_tokenizer(args: argparse.Namespace) -> str | None:
+    """What this machine lacks for the tokenizer, a package or a file, in one sentence."""
+    kind = args.tokenizer_type
+    package = _PACKAGES.get(kind)
+    if package and importlib.util.find_spec(package) is None:
+        return f"--tokenizer-type {kind} needs the package {package}, which is not installed"
+    if kind in _LOCAL_FILES:
+        files = [(flag, getattr(args, name)) for flag, name in _LOCAL_FILES[kind]]
+        return next((f"{flag} {path} does not exist" for flag, path in files if not os.path.isfile(path)), None)
+    return _problem_with_model(args) if package else None
+
+
+def _problem_with_model(args: argparse.Namespace) -> str | None:
     path = args.tokenizer_model
+    if os.path.exists(path):
+        return None
     looks_local = os.path.sep in path or path.startswith(".") or path.endswith((".json", ".model"))
-    if not os.path.exists(path) and (args.tokenizer_type != "HuggingFaceTokenizer" or looks_local):
-        if args.tokenizer_type == "HuggingFaceTokenizer" and path.count(os.path.sep) == 1 and path[0] not in "./":
-            return  # an organisation/name of the Hugging Face hub
-        raise ValueError(f"--tokenizer-model {path} does not exist")
+    names_hub = not looks_local or (path.count(os.path.sep) == 1 and path[0] not in "./")
+    if args.tokenizer_type == "HuggingFaceTokenizer" and names_hub:  # a name, or an organisation and a name
+        return None
+    return f"--tokenizer-model {path} does not exist"
 
 
 def _load(args: argparse.Namespace) -> MegatronTokenizerBase:
     kind, path = args.tokenizer_type, args.tokenizer_model
     if kind == "GPT2BPETokenizer":
         return _gpt2(args.vocab_file, args.merge_file)
+    if kind.startswith("BertWordPiece"):
+        return _wordpiece(args.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
     if kind == "NullTokenizer":
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=args.vocab_size)
     if kind == "ByteLevelTokenizer":
@@ -140,6 +179,16 @@ def _gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
     if "<|endoftext|>" in vocab:
         tokenizer._tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
     return FastTokenizer(vocab_file, tokenizer._tokenizer)
+
+
+def _wordpiece(vocab_file: str, *, lowercase: bool) -> WordPieceTokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    core = Tokenizer(models.WordPiece.from_file(vocab_file, unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    return WordPieceTokenizer(vocab_file, core)
 
 
 def padded_vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:

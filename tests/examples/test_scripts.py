@@ -1,5 +1,6 @@
 """The example scripts: sound shell, and command lines that the training program accepts."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments import parse_args, validate_args
+from tests.training.bert_helper import defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for folder in ("examples", "tests", "tools") for path in (ROOT / folder).rglob("*.sh"))
@@ -14,9 +16,9 @@ SCRIPTS = sorted(path for folder in ("examples", "tests", "tools") for path in (
 
 @pytest.fixture
 def recorded_arguments(tmp_path):
-    """Run a script with a `python` that only writes down its arguments; returns those of pretrain_gpt.py."""
+    """Run a script with a `python` that only writes down its arguments; returns those of the program."""
 
-    def run(script: str, *arguments: str, **environment: str) -> list[str]:
+    def run(script: str, *arguments: str, program: str = "pretrain_gpt.py", **environment: str) -> list[str]:
         stub = tmp_path / "bin" / "python"
         stub.parent.mkdir(exist_ok=True)
         stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\n')
@@ -26,7 +28,7 @@ def recorded_arguments(tmp_path):
         environment = {**os.environ, "PATH": path, "RECORD": str(record), **environment}
         subprocess.run(["bash", str(ROOT / script), *arguments], env=environment, check=True, timeout=60)
         words = record.read_text().splitlines()
-        return words[words.index("pretrain_gpt.py") + 1 :]
+        return words[words.index(program) + 1 :]
 
     return run
 
@@ -59,8 +61,47 @@ def test_one_node_script_parses(recorded_arguments, environment):
     assert (args.virtual_pipeline_model_parallel_size or 1) == int(environment.get("VP", 1))
 
 
-def test_one_node_script_shows_its_usage():
-    """Without arguments the script says what it wants, and fails."""
-    command = ["bash", str(ROOT / "examples/pretrain_gpt_2bw.sh")]
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"TP": "2", "PP": "2", "SCHEDULE": "flush", "PRECISION": ""},
+        {"GPUS_PER_NODE": "4", "LAYERS": "32", "HIDDEN": "2048", "HEADS": "32", "SCHEDULE": "bpipe"},
+    ],
+    ids=lambda e: str(e),
+)
+def test_bert_script_parses(recorded_arguments, environment):
+    """examples/pretrain_bert_2bw.sh gives a command line that is accepted, at several sizes and degrees."""
+    words = recorded_arguments(
+        "examples/pretrain_bert_2bw.sh", "ckpt", "vocab.txt", "text", program="pretrain_bert.py", **environment
+    )
+    args = parse_args(words, defaults=defaults())
+    validate_args(args, world_size=int(environment.get("GPUS_PER_NODE", 8)))
+    assert args.pipeline_schedule == environment.get("SCHEDULE", "2bw")
+    assert (args.num_layers, args.bf16) == (int(environment.get("LAYERS", 24)), "PRECISION" not in environment)
+
+
+@pytest.mark.parametrize(
+    "script, usage",
+    [
+        ("pretrain_gpt_2bw.sh", "CHECKPOINTS VOCAB_FILE MERGE_FILE DATA_PREFIX"),
+        ("pretrain_bert_2bw.sh", "CHECKPOINTS VOCAB_FILE DATA_PREFIX"),
+    ],
+)
+def test_one_node_script_shows_its_usage(script, usage):
+    """With too few arguments the script says what it wants, and fails."""
+    command = ["bash", str(ROOT / "examples" / script), *(["ckpt"] if "bert" in script else [])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1 and "CHECKPOINTS VOCAB_FILE MERGE_FILE DATA_PREFIX" in result.stderr
+    assert result.returncode == 1 and usage in result.stderr
+
+
+def test_bert_from_text_to_losses(tmp_path):
+    """Without arguments the BERT script makes its data of the text that every machine has, trains and evaluates."""
+    environment = {"OUTPUT": str(tmp_path), "PYTHONPATH": str(ROOT), "LAYERS": "2", "HIDDEN": "32", "ITERATIONS": "3"}
+    subprocess.run(
+        ["bash", str(ROOT / "examples/pretrain_bert_2bw.sh")], check=True, timeout=500, stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    records = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [each["iteration"] for each in records if {"lm_loss", "sop_loss"} <= each.keys()] == [1, 2, 3]
+    assert records[-1]["validation_loss"] < 7 and (tmp_path / "checkpoints" / "iter_0000003").is_dir()

@@ -100,6 +100,27 @@ def test_several_keys_and_files(tmp_path):
     assert [part.tolist() for part in IndexedDataset(str(tmp_path / "out_text_document"))] == [[1], [3, 4]]
 
 
+def test_sentences(tmp_path):
+    """--split-sentences keeps sentences apart in files of that name: of a text, or as a list gives them; long ones are
+    cut, and empty texts stay documents."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    long = " ".join(["7"] * 1100)
+    texts = ["1 2! 3", ["4 5. 6", "", "7"], "", [long, "8"]]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"!.12345678"]))
+    words = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type",
+             "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt"), "--split-sentences"]  # fmt: skip
+    counts = preprocess_data.preprocess(preprocess_data.parse_args(words))
+    found = IndexedDataset(str(tmp_path / "out_text_sentence"))
+    assert counts == {"documents": 4, "tokens": 4 + 5 + 1101}
+    assert found.document_indices.tolist() == [0, 2, 4, 4, 8]
+    assert [part.tolist() for part in found][:4] == [[7, 8, 5], [9], [10, 11, 6, 12], [13]]
+    assert found.sequence_lengths.tolist()[4:] == [367, 367, 366, 1]
+    with pytest.raises(ValueError, match="no text under the key 'text'"):
+        preprocess_data.preprocess(preprocess_data.parse_args(words[:-1]))
+
+
 def test_command_line(tmp_path):
     """The tool as a command: a summary and status 0, or one sentence and status 2."""
     good = run_tool("--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
@@ -115,7 +136,7 @@ def test_command_line(tmp_path):
     "words, message",
     [
         (["--tokenizer-typ", "x"], "did you mean --tokenizer-type"),
-        (["--split-sentences"], "--split-sentences: documents are kept whole"),
+        (["--keep-newlines"], "--keep-newlines: newlines are always kept"),
         (["--workers", "0"], "must be at least 1"),
         (["--output-prefix", "/nowhere/at/all"], "the directory /nowhere/at does not exist"),
     ],

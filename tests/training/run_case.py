@@ -1,9 +1,11 @@
-"""A whole training run inside a pool of workers: what pretrain_gpt.py does, without starting processes."""
+"""A whole training run inside a pool of workers: what pretrain_gpt.py or pretrain_bert.py does, without starting
+processes."""
 
 import atexit
 import functools
 import gc
 import hashlib
+import importlib
 import os
 import shutil
 import sys
@@ -35,46 +37,59 @@ def data_flags() -> str:
     return f"--data-path {prefix} --split 8,1,1 --data-cache-path {folder}/cache"
 
 
+def program_parts(name: str) -> tuple[dict, dict]:
+    """(defaults, options of `assemble`) of pretrain_gpt.py or pretrain_bert.py."""
+    sys.path.insert(0, str(ROOT))
+    program = importlib.import_module(name)
+    shared = {"model_provider": program.model_provider, "forward_step": program.forward_step}
+    if name == "pretrain_gpt":
+        from megatron.training.datasets import build_datasets
+
+        return {}, {**shared, "datasets_provider": build_datasets}
+    from megatron.training.bert_data import bert_fields, build_bert_datasets, loss_names
+
+    own = {"datasets_provider": build_bert_datasets, "fields_provider": bert_fields, "loss_names": loss_names}
+    return program.DEFAULTS, {**shared, **own}
+
+
 def train_case(
     flags: str,
     stop_after: dict[int, int] | None = None,
     minutes_ago: float = 0.0,
     look_after: tuple[int, ...] = (),
+    program: str = "pretrain_gpt",
+    base: str = BASE,
 ) -> dict:
     """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
-    each batch's gradients, and what was saved of its first stage: most microbatches, and the bytes in which one moved.
+    each batch's gradients, and by stage what was saved: microbatches at most, and the bytes in which one moved.
 
-    `stop_after`: rank -> iteration after whose report that rank gets the wish to stop. `minutes_ago`: when the program
-    was started. `look_after`: iterations after which to look at what the process takes (`resources`).
+    `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank gets the wish to stop.
+    `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
+    (`resources`).
     """
     from megatron.training import initialize
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.assembly import assemble
-    from megatron.training.datasets import build_datasets
     from megatron.training.logging import Reporter
     from megatron.training.loop import run_to_the_end
     from megatron.training.metrics import read_metrics
     from megatron.training.pretraining import complete
     from megatron.training.signals import StopSignal
 
-    sys.path.insert(0, str(ROOT))
-    import pretrain_gpt
-
+    defaults, options = program_parts(program)
     rank, world_size, _ = initialize.environment_ranks()
     folder = Path(tempfile.mkdtemp())
     metrics = folder / "metrics.jsonl"
-    base = BASE.replace("--train-iters 6", "").replace("--train-iters 10", "") if "--train-samples" in flags else BASE
-    args = parse_args(f"{base} --metrics-file {metrics} {flags}".split())
+    if "--train-samples" in flags:
+        base = base.replace("--train-iters 6", "").replace("--train-iters 10", "")
+    args = parse_args(f"{base} --metrics-file {metrics} {flags}".split(), defaults=defaults)
     if not args.use_checkpoint_args:
         args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
     complete(args)
     initialize.set_up(args)
     stop, lines = StopSignal(), []
     with mock.patch.object(Reporter, "say", lambda _, text: lines.append(text)):
-        run = assemble(
-            args, model_provider=pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step,
-            datasets_provider=build_datasets,
-        )  # fmt: skip
+        run = assemble(args, **options)
     run.reporter.say = lines.append
     gradients = _digests_of_gradients(run.update)
     resources = _look_after(run.reporter, look_after)
@@ -90,8 +105,8 @@ def train_case(
             "iteration": run.iteration,
             "weights": whole_weights(run.chunks),
             "gradients": gradients,
-            "saved_microbatches": run.engine.saved_microbatches_peak[run.stages[0].index],
-            "moved_bytes": _moved_bytes(run.stages[0]),
+            "saved_microbatches": run.engine.saved_microbatches_peak,
+            "moved_bytes": {stage.index: _moved_bytes(stage) for stage in run.stages},
             "resources": resources,
             "generator": torch.get_rng_state(),
         }

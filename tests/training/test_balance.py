@@ -18,6 +18,7 @@ TWO_BW = "--pipeline-schedule 2bw"
 INTERLEAVED = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 --num-layers 8"
 TENSOR = "--tensor-model-parallel-size 2"
 SEQUENCE = f"{TENSOR} --sequence-parallel"
+VIRTUAL = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 # name: (pipeline ranks, tensor x data ranks, flags). Dropout is on and embeddings are tied by default.
@@ -28,6 +29,7 @@ QUICK = {
     "p=4 t=2 sequence parallel, layer": (4, 2, f"{SEQUENCE} {FULL}"),
     "p=4 d=2 attention": (4, 2, SELECTIVE),
     "p=8": (8, 1, ""),
+    "p=4 v=2": (4, 1, VIRTUAL),
 }
 SCOPES = {"none": "", "attention": SELECTIVE, "layer": FULL, "program": "--pipeline-recompute"}
 FULL_CASES = {
@@ -53,6 +55,12 @@ FULL_CASES = {
     "extra warm-up 2bw": (4, 1, f"{TWO_BW} --pipeline-extra-warmup"),
     "2bw single gradient buffer": (4, 1, f"{TWO_BW} --2bw-single-gradient-buffer"),
     "evaluations between": (4, 1, f"{TWO_BW} --eval-iters 2 --eval-interval 1"),
+    **{f"p=4 v=2 {scope}": (4, 1, f"{VIRTUAL} {flags}") for scope, flags in SCOPES.items() if scope != "none"},
+    "p=4 v=2 d=2": (4, 2, f"{VIRTUAL} --use-distributed-optimizer"),
+    "p=4 v=2 t=2": (4, 2, f"{VIRTUAL} {SEQUENCE}"),
+    "p=4 v=2 with an empty stage": (4, 1, "--num-layers 8 --pipeline-model-parallel-layout Et|t|tt|t||t|t|tL"),
+    "p=4 uneven": (4, 1, "--num-layers 6 --pipeline-model-parallel-layout Ett|t|tt|tL"),
+    "p=4 2bw uneven": (4, 1, f"{TWO_BW} --num-layers 6 --decoder-first-pipeline-num-layers 3"),
     "masks": (4, 1, "--reset-attention-mask --reset-position-ids --eod-mask-loss"),
 }  # fmt: skip
 CASES = QUICK | FULL_CASES
@@ -93,11 +101,11 @@ def test_a_balanced_run_has_the_same_bits(name):
         assert before["weights"].keys() == after["weights"].keys() and len(before["weights"]) > 5
         assert all(torch.equal(weight, after["weights"][each]) for each, weight in before["weights"].items())
     num_stages = CASES[name][0]
-    evicting = [result["moved_bytes"] is not None for result in moved]
+    kept_bytes, moved_bytes = ([any(result["moved_bytes"].values()) for result in results] for results in (kept, moved))
     width = len(moved) // num_stages
     if "extra" not in name:
-        assert evicting == [rank // width < (num_stages - 2) / 2 for rank in range(len(moved))]
-    assert any(evicting) and not any(result["moved_bytes"] for result in kept)
+        assert moved_bytes == [rank // width < (num_stages - 2) / 2 for rank in range(len(moved))]
+    assert any(moved_bytes) and not any(kept_bytes)
 
 
 @pytest.mark.parametrize("name", marked(["p=4 bf16", "p=8", "p=4 2bw attention", "p=8 2bw layer", "t=2 none"]))
@@ -109,11 +117,11 @@ def test_no_stage_holds_more_than_its_share(name):
     microbatch = [peak / (num_stages - stage) for stage, peak in enumerate(before)]
     assert all(each == int(each) > 0 for each in microbatch)
     assert microbatch[1:-1] == [microbatch[1]] * (num_stages - 2)
-    moved = max(result["moved_bytes"] or 0 for result in run(name, True))
+    moved = max(size or 0 for result in run(name, True) for size in result["moved_bytes"].values())
     assert max(microbatch[:-1]) <= moved < 1.1 * max(microbatch[:-1]), "a buffer is its bytes and some alignment"
     bound = math.ceil((num_stages + 2) / 2)
     assert max(after) <= bound * max(moved, *microbatch)
-    assert max(result["saved_microbatches"] for result in run(name, True)) == bound
+    assert max(max(result["saved_microbatches"].values()) for result in run(name, True)) == bound
     assert after[0] < before[0]
 
 

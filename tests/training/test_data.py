@@ -60,15 +60,16 @@ def test_validation_begins_again(consumed, size, replicas, extra):
 def loading_processes_case(flags: str) -> tuple[bool, int]:
     """(the next microbatch comes although all loading processes got SIGTERM, those that outlive `close`)."""
     from megatron.core import parallel_state
-    from megatron.training.data import MicrobatchIterator
+    from megatron.training.data import MicrobatchIterator, gpt_fields
     from megatron.training.datasets import build_datasets
     from megatron.training.tokenizer import build_tokenizer
 
     args = arguments(flags, without="--mock-data")
     parallel_state.initialize_model_parallel()
     iterator = MicrobatchIterator(
-        args, build_datasets(args, build_tokenizer(args))[0], name="training", consumed_samples=0, vocab_size=101
-    )
+        args, build_datasets(args, build_tokenizer(args))[0], fields=gpt_fields(args), name="training",
+        consumed_samples=0, vocab_size=101,
+    )  # fmt: skip
     processes = iterator.loader._workers
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
@@ -117,7 +118,7 @@ def test_sample_counts():
 def read_case(flags: str, consumed: int, steps: int, vp_stage: int = 0) -> list[dict[str, torch.Tensor]]:
     """The first microbatches that a stage of this rank gets."""
     from megatron.core import parallel_state
-    from megatron.training.data import MicrobatchIterator
+    from megatron.training.data import MicrobatchIterator, gpt_fields
     from megatron.training.datasets import build_datasets
     from megatron.training.tokenizer import build_tokenizer
 
@@ -129,7 +130,13 @@ def read_case(flags: str, consumed: int, steps: int, vp_stage: int = 0) -> list[
         before = torch.get_rng_state()
         datasets = build_datasets(args, build_tokenizer(args))
         iterator = MicrobatchIterator(
-            args, datasets[0], name="training", consumed_samples=consumed, vocab_size=101, vp_stage=vp_stage
+            args,
+            datasets[0],
+            fields=gpt_fields(args),
+            name="training",
+            consumed_samples=consumed,
+            vocab_size=101,
+            vp_stage=vp_stage,
         )
         found = [{key: value.clone() for key, value in next(iterator).items()} for _ in range(steps)]
         assert torch.equal(before, torch.get_rng_state()), "loading data drew from the global generator"

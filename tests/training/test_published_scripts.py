@@ -8,6 +8,7 @@ import pytest
 
 from megatron.training.arguments import parse_args, resolve_platform, validate_args
 from tests.training.arguments_helper import GPU
+from tests.training.bert_helper import defaults
 
 GPT3_175B = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
@@ -36,6 +37,15 @@ LLAMA3_8B = (
     "--ckpt-format torch_dist --distributed-timeout-minutes 60 --save checkpoints --load checkpoints "
     "--tensorboard-dir logs"
 )
+BERT_340M = (  # examples/bert/train_bert_340m_distributed.sh
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+    "--attention-backend auto --micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 --weight-decay 1e-2 "
+    "--clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5 "
+    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --tensor-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 16 --data-path text_sentence --vocab-file vocab.txt --split 949,50,1 "
+    "--log-interval 100 --save-interval 10000 --eval-interval 1000 --save checkpoints --load checkpoints "
+    "--eval-iters 10 --tensorboard-dir logs"
+)
 LLAMA3_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
 LLAMA3_MOCK = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 "
@@ -45,6 +55,16 @@ LLAMA3_DATA = (
     "--data-path text --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --data-cache-path cache "
     "--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --vocab-size 128256"
 )
+
+
+def test_bert_script():
+    """The BERT 340M script is accepted on 8 stages; its 16 do not divide 24 layers, which the error says."""
+    with pytest.raises(ValueError, match="--num-layers 24 is not divisible by --pipeline-model-parallel-size 16"):
+        validate_args(parse_args(BERT_340M.split(), defaults=defaults()), world_size=128)
+    args = parse_args([*BERT_340M.split(), "--pipeline-model-parallel-size", "8"], defaults=defaults())
+    validate_args(args, world_size=64)
+    resolve_platform(args, GPU)
+    assert args.tokenizer_type == "BertWordPieceLowerCase" and args.bert_binary_head
 
 
 def test_gpt3_script_with_a_batch_that_its_ramp_up_divides():

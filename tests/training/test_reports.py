@@ -58,7 +58,8 @@ def test_interval_leaves_out_what_is_no_loss():
     interval = Interval()
     for loss, changes in ((4.0, {}), (math.inf, {"skipped": True}), (math.nan, {"nan": True}), (6.0, {})):
         interval.add(report(1, loss, **changes), Progress(1, 16, 16, 1.0), seq_length=1)
-    assert interval.losses / interval.num_losses == 5.0
+    assert interval.means() == {"lm loss": 5.0}
+    assert math.isnan(Interval().means()["lm loss"])
     assert (interval.skipped, interval.nan, interval.iterations) == (1, 1, 4)
 
 
@@ -96,7 +97,7 @@ def test_reporter_writes_everywhere(tmp_path, capsys):
     reports = reporter(tmp_path, f"--tensorboard-dir {board} --log-validation-ppl-to-tensorboard")
     for iteration in (1, 2):
         reports.iteration(report(iteration, 4.0), Progress(iteration, 8 * iteration, 8, 0.5))
-    reports.evaluation("validation", 2, 3.0, seconds=1.0)
+    reports.evaluation("validation", 2, {"lm loss": 3.0}, seconds=1.0)
     reports.close()
     lines = capsys.readouterr().out.splitlines()
     assert sum("iteration        2/" in line for line in lines) == 1 and not any(
@@ -151,7 +152,7 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     reports = reporter(tmp_path, f"--wandb-project p --wandb-exp-name n --wandb-save-dir {tmp_path}/w")
     reports.iteration(report(1, 4.0), Progress(1, 8, 8, 0.5))
-    reports.evaluation("validation", 1, 3.0, seconds=1.0)
+    reports.evaluation("validation", 1, {"lm loss": 3.0}, seconds=1.0)
     reports.close()
     (_, options), (_, step, values), evaluation, end = calls
     assert (options["project"], options["name"], options["entity"]) == ("p", "n", None)

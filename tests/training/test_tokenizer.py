@@ -88,6 +88,24 @@ def test_tiktoken(tmp_path):
     assert tokenizer.vocab_size == 356 and tokenizer.tokenize("ab") == [197, 198]
 
 
+def test_wordpiece(tmp_path):
+    """BERT's vocabulary: with and without lower case, all of its marks, and ids in the order of the lines."""
+    lines = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "lazy", "fox", "The", "##es"]
+    (tmp_path / "vocab.txt").write_text("\n".join(lines))
+    lower, cased = (
+        build(f"--tokenizer-type BertWordPiece{case} --vocab-file {tmp_path}/vocab.txt")
+        for case in ("LowerCase", "Case")
+    )
+    check_round_trip(lower)
+    assert lower.tokenize("The foxes dig") == [5, 7, 9, 1] and cased.tokenize("The foxes") == [8, 7, 9]
+    assert (lower.pad, lower.cls, lower.sep, lower.mask) == (0, 2, 3, 4) and lower.inv_vocab[9] == "##es"
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\nfox")
+    with pytest.raises(ValueError, match=r"has no \[PAD\], \[SEP\], \[MASK\]; give the vocabulary of a BERT"):
+        build(f"--tokenizer-type BertWordPieceCase --vocab-file {tmp_path}/vocab.txt")
+    with pytest.raises(ValueError, match=r"--vocab-file none\.txt does not exist"):
+        build("--tokenizer-type BertWordPieceCase --vocab-file none.txt")
+
+
 def test_null_and_bytes():
     """The two that need no files."""
     null = build("--tokenizer-type NullTokenizer --vocab-size 50")

@@ -50,7 +50,8 @@ class _Place:
 class ActivationTransfers:
     """The moves of this rank's stages.
 
-    `memory` is the one that the stages were built with; `saved` counts; `timeout`: how long a computation waits.
+    `memory` is the one that the stages were built with; `saved` counts; `order` says what waits for which moves;
+    `timeout`: how long a computation waits.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ActivationTransfers:
         saved: SavedMicrobatches,
         queue: MoveQueue,
         *,
+        order: MoveOrder,
         num_stages: int,
         timeout: timedelta,
     ) -> None:
@@ -70,7 +72,7 @@ class ActivationTransfers:
         self._queue = queue
         self._num_stages = num_stages
         self._timeout = timeout.total_seconds()
-        self._order = MoveOrder()
+        self._order = order
         self._sizes: dict[int, int] = {}  # own stage -> bytes of its buffers
         self._lent_sizes: dict[int, int] = {}  # the same for stages of the pair; only on the thread of the moves
         self._lent: dict[_Key, _Place] = {}

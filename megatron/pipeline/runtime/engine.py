@@ -15,6 +15,7 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
@@ -36,7 +37,8 @@ class PipelineEngine:
     `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
     evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
     `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one that this rank's
-    stages were built with, if their activations are to be counted and moved between pairs.
+    stages were built with, if their activations are to be counted and moved between pairs. `synchronous_moves`: only to
+    measure what it costs if computations do not overlap with moves.
 
     Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `wishes` (bits) to have them travel with the
     next norm reduction; `BatchReport.wishes` is their union over all ranks.
@@ -58,6 +60,7 @@ class PipelineEngine:
         first_batch: int = 0,
         first_microbatch: int = 0,
         activation_memory: ActivationMemory | None = None,
+        synchronous_moves: bool = False,
     ) -> None:
         self.schedule = schedule
         self.tracer = tracer
@@ -119,6 +122,7 @@ class PipelineEngine:
                 activation_memory,
                 self._saved,
                 queue,
+                order=MoveOrder(synchronous=synchronous_moves),
                 num_stages=schedule.num_stages,
                 timeout=timeout,
             )

@@ -11,6 +11,8 @@ TOKENIZER_TYPES = (
     "TikTokenizer",
     "ByteLevelTokenizer",
     "NullTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
 )
 
 DATA = Group(
@@ -70,11 +72,14 @@ TOKENIZER = Group(
             "--tokenizer-type",
             str,
             None,
-            "Kind of tokenizer. Default with --vocab-file and --merge-file: GPT2BPETokenizer.",
+            "Kind of tokenizer. Default with --vocab-file and --merge-file: GPT2BPETokenizer; of pretrain_bert.py: "
+            "BertWordPieceLowerCase.",
             choices=TOKENIZER_TYPES,
         ),
         option("--tokenizer-model", str, None, "Model file or directory of the tokenizer.", metavar="PATH"),
-        option("--vocab-file", str, None, "GPT-2's vocabulary (JSON).", metavar="FILE"),
+        option(
+            "--vocab-file", str, None, "GPT-2's vocabulary (JSON), or WordPiece's (a token a line).", metavar="FILE"
+        ),
         option("--merge-file", str, None, "GPT-2's merges.", metavar="FILE"),
         option(
             "--vocab-size",

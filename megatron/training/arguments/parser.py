@@ -5,7 +5,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron.training.arguments import data, model, output, parallel, refusals, training
+from megatron.training.arguments import bert, data, dry_run, model, output, parallel, refusals, training
 from megatron.training.arguments.specification import Flag, Group
 
 GROUPS: tuple[Group, ...] = (
@@ -19,8 +19,10 @@ GROUPS: tuple[Group, ...] = (
     training.RECOMPUTE,
     data.DATA,
     data.TOKENIZER,
+    bert.GROUP,
     output.CHECKPOINT,
     output.LOGGING,
+    dry_run.GROUP,
     refusals.GROUP,
 )
 
@@ -67,16 +69,21 @@ def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
-        description="Train a GPT through a pipeline program.",
+        description="Train a transformer through a pipeline program.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=118),
     )
     add_groups(parser, groups)
     return parser
 
 
-def fill_defaults(namespace: argparse.Namespace, groups: Sequence[Group]) -> argparse.Namespace:
-    """Record which destinations were given (`given`), then fill the rest with their defaults."""
+def fill_defaults(
+    namespace: argparse.Namespace, groups: Sequence[Group], preferred: dict | None = None
+) -> argparse.Namespace:
+    """Record which destinations were given (`given`), then fill the rest with `preferred` values and defaults."""
     namespace.given = tuple(sorted(vars(namespace)))
+    for name, value in (preferred or {}).items():
+        if not hasattr(namespace, name):
+            setattr(namespace, name, value)
     for group in groups:
         for flag in group.flags:
             if not hasattr(namespace, flag.dest):
@@ -125,16 +132,13 @@ def parse_args(
     Args:
         argv: words after the program's name; None takes them from `sys.argv`.
         prog: the program's name in `--help`.
-        defaults: defaults of this program that differ from the table's.
+        defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert") has no flag.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
     other: see `rules.validate_args`. Raises ValueError with one sentence.
     """
     parser = build_parser(prog)
     namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
-    for name, value in (defaults or {}).items():
-        if not hasattr(namespace, name):
-            setattr(namespace, name, value)
-    fill_defaults(namespace, GROUPS)
+    fill_defaults(namespace, GROUPS, {"architecture": "gpt", **(defaults or {})})
     refuse(namespace, GROUPS)
     return namespace

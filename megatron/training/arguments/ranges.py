@@ -67,6 +67,8 @@ RANGES = (
             "tensorboard_log_interval",
             "tensorboard_queue_size",
             "pipeline_timeline_iterations",
+            "dry_run",
+            "dry_run_gpus_per_node",
             "num_dataset_builder_threads",
             "lr",
             "lr_decay_iters",
@@ -112,6 +114,8 @@ RANGES = (
         ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction"),
     ),
     Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, ("rotary_percent",)),
+    Range("greater than 0 and less than 1", lambda value: 0 < value < 1, ("mask_prob",)),
+    Range("at least 0 and at most 1", lambda value: 0 <= value <= 1, ("short_seq_prob",)),
     Range("greater than 0; leave it out for a dynamic scale", lambda value: value > 0, ("loss_scale",)),
     # megatron.core counts up to it in steps of 1 and compares for equality
     Range("a whole number greater than 0", lambda value: value > 0 and value % 1 == 0, ("loss_scale_window",)),

@@ -12,7 +12,7 @@ _GRAPH = "CUDA graphs cannot follow the switch between weight versions; leave th
 _NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, the program places all transfers."
 _CLUSTER = "this cluster service is not connected; leave the flag out."
 _RERUN = "results are not recomputed to find faults; leave the flag out."
-_ENCODER = "only decoder-only models are built here; use --num-layers and --seq-length."
+_ENCODER = "encoder and decoder are not built together; use --num-layers and --seq-length."
 
 
 def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, ...]:

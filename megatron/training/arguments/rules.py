@@ -8,12 +8,13 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training.arguments import rules_model, rules_run, rules_stages
+from megatron.training.arguments import rules_bert, rules_model, rules_run, rules_stages
 from megatron.training.arguments.parser import GROUPS
 
 RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
     *rules_model.RULES,
     *rules_stages.RULES,
+    *rules_bert.RULES,
     *rules_run.RULES,
 )
 

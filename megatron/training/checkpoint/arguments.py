@@ -38,6 +38,7 @@ MODEL_ARGUMENTS = (
     "apply_layernorm_1p",
     "untie_embeddings_and_output_weights",
     "num_experts",
+    "bert_binary_head",
 )
 # Taken over by --use-checkpoint-args unless the command line names them; free to differ when a checkpoint is loaded.
 _SOFT_MODEL_ARGUMENTS = (
@@ -90,10 +91,21 @@ def check_same_model(args: argparse.Namespace, saved: argparse.Namespace | None,
 
     Arguments that either side does not know, or leaves at None, are not compared.
     """
+    _check_architecture(args, saved, path)
     for name, here, there in _differences(args, saved):
         raise CheckpointError(
             f"checkpoint {path} holds another model: {name} is {there!r} there and {here!r} here. "
             f"Set it to {there!r}, or pass --use-checkpoint-args to take the model's arguments from the checkpoint."
+        )
+
+
+def _check_architecture(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
+    """Neither weights nor arguments of a GPT fit a BERT. Megatron-LM's checkpoints do not say which they are."""
+    here, there = getattr(args, "architecture", None), getattr(saved, "architecture", None)
+    if None not in (here, there) and here != there:
+        raise CheckpointError(
+            f"checkpoint {path} holds a {there.upper()}, and this program wants a {here.upper()}; give it to a program "
+            f"for a {there.upper()}, or another --load"
         )
 
 
@@ -137,6 +149,7 @@ def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | 
         raise CheckpointError(
             f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
         )
+    _check_architecture(args, saved, path)
     for name in (*MODEL_ARGUMENTS, *_SOFT_MODEL_ARGUMENTS, *_TOKENIZER_ARGUMENTS):
         if hasattr(saved, name) and (name in MODEL_ARGUMENTS or name not in args.given):
             setattr(args, name, getattr(saved, name))

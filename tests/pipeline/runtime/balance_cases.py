@@ -55,7 +55,7 @@ def train(preset: str, training: Training, *, moves: bool, drains: tuple[int, ..
     step = update.step
 
     def remembering_step(version):
-        gradients.append(torch.cat(update._pending[version].buffer.flat))
+        gradients.append(torch.cat(update._pending[version].buffer.flat).cpu())
         return step(version)
 
     def remember_sizes(stage):
@@ -90,6 +90,12 @@ def train(preset: str, training: Training, *, moves: bool, drains: tuple[int, ..
     newest = update.versions.tensors(update.versions.newest)
     outcome.parameters = {name: tensor.cpu().clone() for name, tensor in newest.items()}
     return outcome
+
+
+def train_on_cuda(**options) -> Balanced:
+    """All ranks on the first GPU."""
+    torch.cuda.set_device("cuda:0")
+    return train(device="cuda:0", **options)
 
 
 class UnevenStage(EmulatedStage):

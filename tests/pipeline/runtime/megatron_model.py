@@ -1,4 +1,5 @@
-"""A tiny GPT for the tests of the megatron.core stage, its data and its weights, the same for every layout.
+"""A tiny GPT for the tests of the megatron.core stage, its data and its weights, the same for every layout; with
+`bert` the BERT of bert_model.py.
 
 `Case` holds one configuration. Weights depend on the parameter's global name only, data on the sample's number only, so
 every (t, p, d) starts alike and sees the same samples.
@@ -15,6 +16,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.training.bert_model import BertModel, bert_layer_specs
+from tests.pipeline.runtime import bert_model
 
 SEQUENCE, VOCABULARY, HEADS = 16, 64, 4
 
@@ -58,6 +61,8 @@ class Case:
     hysteresis: int = 1
     overflow_batches: tuple[int, ...] = ()
     extra_warmup: bool = False
+    bert: bool = False
+    binary_head: bool = True  # of BERT
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,12 +114,11 @@ def transformer_config(case: Case) -> TransformerConfig:
     )
 
 
-def gpt_model(case: Case, chunk: int = 0) -> GPTModel:
+def gpt_model(case: Case, chunk: int = 0) -> GPTModel | BertModel:
     """A chunk of this rank, with the weights that its global names imply."""
     place = {"ignore_virtual": False, "vp_stage": chunk}
-    model = GPTModel(
+    options = dict(
         config=transformer_config(case),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=case.normalization),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -123,20 +127,26 @@ def gpt_model(case: Case, chunk: int = 0) -> GPTModel:
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.position,
     )
+    if case.bert:
+        heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
+        model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
+    else:
+        model = GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(normalization=case.normalization), **options)
     with torch.no_grad():
         for name, param in global_names(model).items():
             param.copy_(shard(case, name, param, full_weight(case, name, param)))
     return model
 
 
-def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
     """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding."""
     named = {}
+    stack = model.encoder if isinstance(model, BertModel) else model.decoder
     for name, param in model.named_parameters():
         parts = name.split(".")
         if "layers" in parts:
             position = parts.index("layers") + 1
-            parts[position] = str(model.decoder.layers[int(parts[position])].layer_number)
+            parts[position] = str(stack.layers[int(parts[position])].layer_number)
         name = ".".join(parts)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
@@ -183,6 +193,8 @@ def loss_factor(case: Case, first_sample: int) -> float:
 
 
 def microbatch_data(case: Case, first_sample: int) -> dict:
+    if case.bert:
+        return bert_model.microbatch_data(case, first_sample)
     tokens = torch.stack([sample_tokens(case, first_sample + i) for i in range(case.micro_batch_size)])
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "factor": loss_factor(case, first_sample)}
 
@@ -205,6 +217,9 @@ def causal_mask() -> torch.Tensor:
 
 
 def forward_step(case: Case):
+    if case.bert:
+        return bert_model.forward_step
+
     def step(data_iterator, model):
         # The middle stages read the data too: only its position matters, as in Megatron's own step without broadcast.
         data = next(data_iterator)

@@ -57,7 +57,7 @@ def _reference(case: Case, original: Case) -> dict:
                 output, loss_function = step(data, module)
                 result = loss_function(output)
                 loss = result[0] / result[1] if len(result) == 3 else result[0]
-                losses.append(float(loss.detach()))
+                losses.append(_reported(result))
                 (loss / (count // original.d)).backward(torch.tensor(batch_scale))
             replica = replicas[position % original.d]
             for name, param in params.items():
@@ -105,6 +105,12 @@ def _reference(case: Case, original: Case) -> dict:
     cast = {name: tensor.to(case.torch_dtype).float() for name, tensor in newest.items()}
     cast_older = {name: tensor.to(case.torch_dtype).float() for name, tensor in older.items()}
     return {"batches": results, "newest": cast, "older": cast_older}
+
+
+def _reported(result: tuple) -> float:
+    """The microbatch's "lm loss": a mean, or a sum and a count."""
+    value = result[-1]["lm loss"].reshape(-1)
+    return float(value[0] / value[1] if len(value) == 2 else value[0])
 
 
 def version_used(case: Case, batch: int, name: str) -> int:

@@ -39,6 +39,18 @@ def test_first_mismatching_argument_is_named(name, value):
         arguments.check_same_model(model(), model(**{name: value}), "DIR")
 
 
+def test_a_bert_is_no_gpt():
+    """Neither weights nor arguments of the one are taken for the other's, and a BERT's binary head has to agree."""
+    gpt, bert = model(architecture="gpt"), model(architecture="bert", bert_binary_head=True)
+    with pytest.raises(CheckpointError, match=r"DIR holds a BERT, and this program wants a GPT; give it to a program"):
+        arguments.check_same_model(gpt, bert, "DIR")
+    with pytest.raises(CheckpointError, match="holds a GPT, and this program wants a BERT"):
+        arguments.apply_saved_arguments(bert, gpt, "DIR")
+    with pytest.raises(CheckpointError, match="bert_binary_head is True there and False here"):
+        arguments.check_same_model(model(architecture="bert", bert_binary_head=False), bert, "DIR")
+    arguments.check_same_model(bert, model(), "DIR")  # Megatron-LM's checkpoints do not say
+
+
 def test_what_does_not_matter_may_differ():
     """Degrees of parallelism, unknown arguments, and arguments without effect in this model are not compared."""
     arguments.check_same_model(model(), model(rotary_base=5, num_query_groups=2, tensor_model_parallel_size=2), "DIR")

@@ -1,0 +1,23 @@
+"""Flags of `pretrain_bert.py`."""
+
+from megatron.training.arguments.specification import Group, negation, number, option
+
+GROUP = Group(
+    "bert",
+    "What `pretrain_bert.py` learns to predict. The other programs refuse these flags.",
+    (
+        option("--mask-prob", number, 0.15, "Share of a sample's tokens that are to be predicted."),
+        option(
+            "--short-seq-prob",
+            number,
+            0.1,
+            "Share of samples that are cut to a random length; rounded to 1 / a whole number.",
+        ),
+        negation(
+            "--bert-no-binary-head",
+            "bert_binary_head",
+            "Predict masked tokens only: one segment a sample, no token types, and no head that says whether two "
+            "segments were swapped.",
+        ),
+    ),
+)
