@@ -136,10 +136,11 @@ def test_nothing_to_move_is_said_and_trained():
 @pytest.mark.eight_ranks
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_nothing_grows_in_two_hundred_iterations(schedule):
-    """p=8: between iterations 40 and 200 no rank gains a thread or an open file, nor more than 2 MiB of memory."""
+    """p=8: from iteration 100 to 200 no rank gains a thread or an open file, nor half a MiB of memory (a microbatch of
+    a stage is 50 KiB). Before, the allocator still settles, as it does in a run that moves nothing."""
     flags = f"--num-layers 8 --global-batch-size 8 --pipeline-schedule {schedule} --balance-activations"
     flags += " --train-iters 200 --log-interval 50"
-    for result in train(8, flags, timeout=500, look_after=(40, 200)):
+    for result in train(8, flags, timeout=500, look_after=(100, 200)):
         early, late = result["resources"]
-        assert (early["threads"], early["files"]) == (late["threads"], late["files"])
-        assert late["bytes"] - early["bytes"] < 2 * 2**20, (early, late)
+        assert (early["threads"], early["files"]) == (late["threads"], late["files"]), (early, late)
+        assert late["bytes"] - early["bytes"] < 2**19, (early, late)
