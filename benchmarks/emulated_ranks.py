@@ -146,7 +146,7 @@ class Rank:
                     for contender in order.sample(contenders, len(contenders)):
                         self._measure(contender, engines[contender.name], results[contender.name])
                 for name, engine in engines.items():
-                    peaks = _gathered(engine.saved_microbatches_peak[self.stage])
+                    peaks = gathered(engine.saved_microbatches_peak[self.stage])
                     results[name].saved_peak = peaks[: self.job.num_stages]
                 measurements += [vars(result) for result in results.values()]
         return {"latencies": latencies, "measurements": measurements}
@@ -207,7 +207,7 @@ class Rank:
         if contender.traced:
             executed = [span.instruction for span in engine.trace().spans if span.track == COMPUTE]
             same = same and executed == list(row)
-        result.executed_is_program = result.executed_is_program and all(_gathered(same))
+        result.executed_is_program = result.executed_is_program and all(gathered(same))
 
     def _latencies(self, scope: str) -> list[float]:
         """Seconds from posting a send to its arrival, under the conditions of a run.
@@ -227,7 +227,7 @@ class Rank:
             dist.barrier()
             for link in links or ():
                 link.close(TIMEOUT.total_seconds())
-        return [seconds for each in _gathered(samples) for seconds in each]
+        return [seconds for each in gathered(samples) for seconds in each]
 
     def _links(self, edge: int, scope: str) -> tuple[GlooLink, GlooLink]:
         """(from this stage, to this stage) over one edge."""
@@ -257,27 +257,27 @@ class Rank:
         return samples[2:]  # the first ones touch the memory
 
 
-def _gathered(value) -> list:
+def gathered(value) -> list:
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
-def run_rank(rank: int, port: int, job: Job, result: Path) -> None:
+def run_rank(rank: int, port: int, job: Job, result: Path, rank_class: type[Rank]) -> None:
     """The process of one rank; rank 0 writes the result as JSON."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, job.world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size)
-    found = Rank(job).run()
+    found = rank_class(job).run()
     if rank == 0:
         result.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_job(job: Job, directory: Path) -> dict:
+def run_job(job: Job, directory: Path, rank_class: type[Rank] = Rank) -> dict:
     """Start the processes of a job, wait for them, return what `Rank.run` returned."""
     result = directory / "result.json"
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(run_rank, args=(store.port, job, result), nprocs=job.world_size)
+    torch.multiprocessing.spawn(run_rank, args=(store.port, job, result, rank_class), nprocs=job.world_size)
     return json.loads(result.read_text())

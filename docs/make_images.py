@@ -142,7 +142,9 @@ def placement() -> None:
         ("pair-adjacent", pair_adjacent(deep), deep, "5b"),
         ("pair-adjacent", pair_adjacent(wide), wide, "6"),
     ):
-        draw_placement(make_report(name, mapping, degrees, topology), IMAGES / f"placement_figure_{figure}.png")
+        draw_placement(
+            make_report(name, mapping, degrees, topology, evictors=()), IMAGES / f"placement_figure_{figure}.png"
+        )
 
 
 DRAWINGS = (

@@ -29,6 +29,7 @@ def seeds():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("eight_ranks") is not None)  # their pool ends all others
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -14,17 +14,18 @@ Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command
 """
 
 import argparse
-import importlib.util
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.placement") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed: run from the sources beside it
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
+import command_line
+from command_line import count, positive
 
+from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, estimated_forward_seconds
+from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES, Mapping, load_mapping, pair_adjacent, standard
 from megatron.placement.optimize import optimized
@@ -47,30 +48,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--rank-mapping optimized needs the model's traffic; give {', '.join(missing)}")
     if not given and options.forward_ms is not None:
         parser.error(f"--forward-ms says nothing without the model; give {', '.join(missing)}")
-    try:
-        return _run(options)
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror}", file=sys.stderr)
-        return 2
+    return command_line.run(_run, options)
 
 
 def _run(options: argparse.Namespace) -> int:
     topology = load_topology(options.rank_topology)
     degrees = _degrees(options, topology)
+    schedule = _schedule(options)
+    num_microbatches = _num_microbatches(options, degrees, schedule)
+    schedule.validate(num_microbatches)
     shape = _shape(options, degrees)
-    traffic = _traffic(options, degrees, shape)
+    traffic = None if shape is None else _traffic(options, degrees, shape, schedule, num_microbatches)
     mapping = _mapping(options, degrees, topology, traffic)
     report = make_report(
         options.rank_mapping, mapping, degrees, topology, traffic=traffic,
+        evictors=schedule.evicting_ranks((num_microbatches,)),
         others={"standard": standard(degrees), "pair-adjacent": pair_adjacent(degrees)},
     )  # fmt: skip
-    lines = _lines(options, report, shape)
+    lines = _lines(options, report, shape) if schedule.balance and degrees.pipeline > 1 else []
     if options.json:
         print(json.dumps({**report.to_dict(), "pair_transfers": lines}, indent=1))
     else:
@@ -98,6 +93,27 @@ def _degrees(options: argparse.Namespace, topology: Topology) -> Degrees:
     return Degrees(tensor=t, pipeline=p, data=slots // (t * p))
 
 
+def _schedule(options: argparse.Namespace) -> Schedule:
+    v = options.num_virtual_stages_per_pipeline_rank
+    return Schedule.preset(
+        options.pipeline_schedule, num_stages=options.pipeline_model_parallel_size * v, num_virtual_stages=v,
+        balance=options.balance_activations,
+    )  # fmt: skip
+
+
+def _num_microbatches(options: argparse.Namespace, degrees: Degrees, schedule: Schedule) -> int:
+    """Of one replica in a batch; without a model enough to fill the pipeline."""
+    if options.global_batch_size is None:
+        return 1 if schedule.weights.rule.updates_alone else 2 * degrees.pipeline
+    per_microbatch = options.micro_batch_size * degrees.data
+    if options.global_batch_size % per_microbatch:
+        raise ValueError(
+            f"--global-batch-size {options.global_batch_size} is not divisible by {degrees.data} replicas x "
+            f"--micro-batch-size {options.micro_batch_size}; change one"
+        )
+    return options.global_batch_size // per_microbatch
+
+
 def _shape(options: argparse.Namespace, degrees: Degrees) -> ModelShape | None:
     if options.num_layers is None:
         return None
@@ -109,22 +125,17 @@ def _shape(options: argparse.Namespace, degrees: Degrees) -> ModelShape | None:
         micro_batch_size=options.micro_batch_size,
         pipeline=degrees.pipeline,
         tensor=degrees.tensor,
+        num_virtual_stages=options.num_virtual_stages_per_pipeline_rank,
+        sequence_parallel=options.sequence_parallel,
     )
 
 
-def _traffic(options: argparse.Namespace, degrees: Degrees, shape: ModelShape | None) -> Traffic | None:
-    if shape is None:
-        return None
-    per_microbatch = options.micro_batch_size * degrees.data
-    if options.global_batch_size % per_microbatch:
-        raise ValueError(
-            f"--global-batch-size {options.global_batch_size} is not divisible by {degrees.data} replicas x "
-            f"--micro-batch-size {options.micro_batch_size}; change one"
-        )
+def _traffic(
+    options: argparse.Namespace, degrees: Degrees, shape: ModelShape, schedule: Schedule, num_microbatches: int
+) -> Traffic:
     return estimate_traffic(
-        shape, degrees, num_microbatches=options.global_batch_size // per_microbatch,
+        shape, degrees, count_transfers(schedule, num_microbatches),
         vocabulary_size=options.vocab_size, scope=RecomputeScope(options.recompute),
-        balances_activations=not options.no_balance, sequence_parallel=options.sequence_parallel,
         tied_embeddings=not options.untie_embeddings_and_output_weights,
     )  # fmt: skip
 
@@ -145,13 +156,12 @@ def _mapping(options: argparse.Namespace, degrees: Degrees, topology: Topology, 
 
 def _lines(options: argparse.Namespace, report: PlacementReport, shape: ModelShape | None) -> list[str]:
     """What is to be said about the transfers of pairs."""
-    if options.no_balance or report.degrees.pipeline == 1:
-        return []
-    lines = [describe_crossing(report.mapping, report.degrees, [node.gpus for node in report.topology.nodes])]
+    nodes = [node.gpus for node in report.topology.nodes]
+    lines = [describe_crossing(report.mapping, report.degrees, nodes, report.evictors)]
     if shape is None:
         return lines
     scope = RecomputeScope(options.recompute)
-    transfers = pair_transfers(report.mapping, report.degrees, report.topology, shape, scope)
+    transfers = pair_transfers(report.mapping, report.degrees, report.topology, shape, scope, report.evictors)
     if transfers:
         forward = options.forward_ms / 1e3 if options.forward_ms else None
         if forward is None and report.topology.teraflops_per_gpu is not None:
@@ -182,44 +192,28 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no positive whole number")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is no finite number above 0")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
-    summary, _, examples = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line.parser_of(__doc__)
     parser.add_argument(
         "--rank-topology", required=True, metavar="FILE", help="nodes, GPUs and bandwidths: YAML or JSON"
     )
     parser.add_argument("--rank-mapping", default="standard", metavar="|".join((*NAMES, "FILE")),
                         help="a name, or a file with the rank of each slot (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--tensor-model-parallel-size", type=_positive, default=1, metavar="T")
-    parser.add_argument("--pipeline-model-parallel-size", type=_positive, default=1, metavar="P")
+    parser.add_argument("--tensor-model-parallel-size", type=count, default=1, metavar="T")
+    parser.add_argument("--pipeline-model-parallel-size", type=count, default=1, metavar="P")
+    parser.add_argument("--pipeline-schedule", choices=tuple(PRESETS), default="bpipe",
+                        help="decides what stages and pairs send (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--balance-activations", action="store_true", help="pairs move activations, as under bpipe")
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=count, default=1, metavar="V")
     model = parser.add_argument_group("model", "All or none of the first six; with them, traffic is estimated.")
     for name in _SHAPE:
-        model.add_argument(_flag(name), type=_positive, metavar="N")
-    model.add_argument("--vocab-size", type=_positive, default=51200, metavar="N", help="default: %(default)s")
+        model.add_argument(_flag(name), type=count, metavar="N")
+    model.add_argument("--vocab-size", type=count, default=51200, metavar="N", help="default: %(default)s")
     scopes = [scope.value for scope in RecomputeScope]
     model.add_argument("--recompute", choices=scopes, default="none", help="what is recomputed (default: %(default)s)")
     model.add_argument("--sequence-parallel", action="store_true", help="activations are split over tensor ranks")
     model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    model.add_argument("--no-balance", action="store_true", help="pairs move no activations (no BPipe)")
-    model.add_argument("--forward-ms", type=_milliseconds, metavar="MS",
+    model.add_argument("--forward-ms", type=positive, metavar="MS",
                        help="measured forward of a microbatch; default: estimated where the topology gives "
                        "teraflops_per_gpu")  # fmt: skip
     output = parser.add_argument_group("output")

@@ -21,7 +21,7 @@ A microbatch counts as saved from the start of its forward, or from when its LOA
 its backward, or until its EVICT or RETURN has completed: on both sides while it moves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.instruction import COMPUTATIONS, MOVES, Instruction, Kind
 
@@ -39,16 +39,38 @@ def pair_of(index: int, count: int) -> int:
     return count - 1 - index
 
 
+def partner_of_rank(rank_of_stage: Sequence[int], rank: int) -> int:
+    """The rank that has the pair stages of a rank's stages; the rank itself where they live there, too.
+
+    Raises:
+        ValueError: they live on several ranks.
+    """
+    num_stages = len(rank_of_stage)
+    own = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+    partners = list(dict.fromkeys(rank_of_stage[pair_of(stage, num_stages)] for stage in own))
+    if len(partners) != 1:
+        raise ValueError(
+            f"the stages of rank {rank} have their pair stages on ranks {' and '.join(map(str, partners))}, so it has "
+            "no pair; place stages p-1-x of stages x on one rank, or move nothing"
+        )
+    return partners[0]
+
+
 def counterpart(move: Instruction, num_stages: int) -> Instruction:
     """The other end of a move."""
     return Instruction(_COUNTERPART[move.kind], pair_of(move.stage, num_stages), move.microbatch)
 
 
 class MoveOrder:
-    """Which moves of its own rank each instruction of a row waits for. Instructions are told in the row's order."""
+    """Which moves of its own rank each instruction of a row waits for. Instructions are told in the row's order.
 
-    def __init__(self) -> None:
+    `synchronous`: for comparison with the above, computations of the evictor wait for every move before them.
+    """
+
+    def __init__(self, *, synchronous: bool = False) -> None:
+        self._synchronous = synchronous
         self._num_moves = 0
+        self._num_to_own = 0  # moves up to and with the last EVICT or LOAD
         self._num_waited_for = 0
         self._num_to_evict = 0  # moves up to and with the last EVICT
         self._num_to_earlier_evict = 0  # as it was before the last computation
@@ -61,6 +83,8 @@ class MoveOrder:
         kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
         if kind in MOVES:
             self._num_moves += 1
+            if kind is Kind.EVICT or kind is Kind.LOAD:
+                self._num_to_own = self._num_moves
             if kind is Kind.EVICT:
                 self._num_to_evict = self._num_moves
             elif kind is Kind.LOAD:
@@ -71,6 +95,8 @@ class MoveOrder:
         if kind in _NEED_ACTIVATIONS:
             needed = self._num_to_load.get(key, 0) if kind is Kind.RECOMPUTE else self._num_to_load.pop(key, 0)
         self._num_to_earlier_evict = self._num_to_evict
+        if self._synchronous:
+            needed = self._num_to_own
         self._num_waited_for = max(self._num_waited_for, needed)
         return needed
 
@@ -80,8 +106,8 @@ class MoveOrder:
         return [self._num_moves - each for each in needed if each > self._num_waited_for]
 
 
-def awaited_moves(row: Iterable[Instruction]) -> dict[int, int]:
+def awaited_moves(row: Iterable[Instruction], *, synchronous: bool = False) -> dict[int, int]:
     """For each position of a row that waits for moves: how many of the row's moves have to be complete by then."""
-    order = MoveOrder()
+    order = MoveOrder(synchronous=synchronous)
     awaited = ((position, order.awaited(instruction)) for position, instruction in enumerate(row))
     return {position: needed for position, needed in awaited if needed}

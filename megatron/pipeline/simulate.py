@@ -41,9 +41,9 @@ class SimulationError(ValueError):
     """A program cannot be executed to its end."""
 
 
-def simulate(program: Program, costs: Costs | None = None) -> Timeline:
+def simulate(program: Program, costs: Costs | None = None, *, synchronous_moves: bool = False) -> Timeline:
     """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else
-        nothing).
+        nothing). `synchronous_moves`: for comparison, computations do not overlap with moves (`moves.MoveOrder`).
 
     Returns:
         The timeline, from 0, with the spans of every instruction of the program.
@@ -51,9 +51,9 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     Raises:
         ValueError: a cost is out of range.
         SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a
-            deadlock; run `check`, which says more.
+            deadlock; run `check`, which says more. Times that overflow.
     """
-    return _Simulation(program, costs or Costs()).run()
+    return _Simulation(program, costs or Costs(), synchronous_moves=synchronous_moves).run()
 
 
 _FORWARD, _BACKWARD, _ALONE, _SEND, _RECV, _MOVE, _STEP, _REDUCE = range(8)
@@ -130,7 +130,7 @@ class _Reduction:
 
 
 class _Simulation:
-    def __init__(self, program: Program, costs: Costs) -> None:
+    def __init__(self, program: Program, costs: Costs, *, synchronous_moves: bool) -> None:
         self.program = program
         self.rows = program.rows
         num_stages, num_ranks = len(program.rank_of_stage), len(program.rows)
@@ -158,7 +158,8 @@ class _Simulation:
         self.moves = [_Moves() for _ in range(num_ranks)]
         moves = [any(each.kind in MOVES for each in row) for row in self.rows]
         self.awaited_moves = [
-            awaited_moves(row) if any_move else {} for row, any_move in zip(self.rows, moves, strict=True)
+            awaited_moves(row, synchronous=synchronous_moves) if any_move else {}
+            for row, any_move in zip(self.rows, moves, strict=True)
         ]
         # reductions
         self.chains = [_Queue(rank) for rank in range(num_ranks)]
@@ -203,6 +204,8 @@ class _Simulation:
         while self.runnable:
             self._run_rank(self.runnable.pop())
         self._report_unfinished()
+        if not all(map(math.isfinite, self.clock)):
+            raise SimulationError("the times of the program are more than a number can hold; give smaller costs")
         program = self.program
         return Timeline(
             program.rows, tuple(self.starts), tuple(self.ends), tuple(program.rank_of_stage), tuple(program.batches),

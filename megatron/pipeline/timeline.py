@@ -187,30 +187,34 @@ class Timeline:
         One counts from the start of its forward, or of its LOAD or ACCEPT, to the end of its backward (of its weight
         half, where it is split), or of its EVICT or RETURN.
         """
-        events, moves = [], self._moves_of(stage)
-        splits = any(instruction.kind is Kind.BACKWARD_WEIGHT for instruction in self.rows[self.rank_of_stage[stage]])
-        release = _LAST_BACKWARD if splits else {Kind.BACKWARD}
-        for span in self.computations(self.rank_of_stage[stage]):
-            if span.instruction.stage == stage and span.instruction.kind is Kind.FORWARD:
-                events.append((span.start, 1))
-            elif span.instruction.stage == stage and span.instruction.kind in release:
-                events.append((span.end, -1))
-        if moves:
-            events = sorted(events + moves)  # at one time, what is freed comes first
-        return list(zip((time for time, _ in events), accumulate(change for _, change in events), strict=True))
+        return self._saved(self.rank_of_stage[stage], {stage})
 
-    def _moves_of(self, stage: int) -> list[tuple[float, int]]:
-        """Of each move of a stage, when the number of microbatches that it holds changes, and by how much."""
-        rank = self.rank_of_stage[stage]
-        changes = []
-        for instruction, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
-            if instruction.kind in MOVES and instruction.stage == stage:
-                takes = instruction.kind in (Kind.LOAD, Kind.ACCEPT)
-                changes.append((start, 1) if takes else (end, -1))
-        return changes
+    def saved_on_rank(self, rank: int, stages: Iterable[int] | None = None) -> list[tuple[float, int]]:
+        """The same over all stages of a rank, or these of them; a microbatch counts once at each."""
+        return self._saved(rank, set(self.stages_of(rank) if stages is None else stages))
 
     def peak_saved_microbatches(self, stage: int) -> int:
         return max((count for _, count in self.saved_microbatches(stage)), default=0)
+
+    def peak_saved_on_rank(self, rank: int) -> int:
+        return max((count for _, count in self.saved_on_rank(rank)), default=0)
+
+    def _saved(self, rank: int, stages: set[int]) -> list[tuple[float, int]]:
+        row = self.rows[rank]
+        splits = any(each.kind is Kind.BACKWARD_WEIGHT for each in row)
+        release, moves, events = _LAST_BACKWARD if splits else {Kind.BACKWARD}, False, []
+        for instruction, start, end in zip(row, self.starts[rank], self.ends[rank], strict=True):
+            kind = instruction.kind
+            if instruction.stage not in stages:
+                continue
+            if kind is Kind.FORWARD or kind in (Kind.LOAD, Kind.ACCEPT):
+                events.append((start, 1))
+            elif kind in release or kind in (Kind.EVICT, Kind.RETURN):
+                events.append((end, -1))
+            moves |= kind in MOVES
+        if moves:
+            events.sort()  # moves run beside the row; at one time, what is freed comes first
+        return list(zip((time for time, _ in events), accumulate(change for _, change in events), strict=True))
 
     # --- parts of it
 

@@ -5,6 +5,7 @@ Pure Python: neither torch nor megatron.core. docs/placement.md shows how it is 
 
 from megatron.placement.bandwidth import ModelShape, RecomputeScope
 from megatron.placement.cost import Level, PlacementCost, placement_cost
+from megatron.placement.counts import Counts, count_transfers
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
 from megatron.placement.optimize import optimized
@@ -13,6 +14,7 @@ from megatron.placement.traffic import Kind, Traffic, estimate_traffic
 
 __all__ = [
     "Bandwidth",
+    "Counts",
     "Degrees",
     "Kind",
     "Level",
@@ -23,6 +25,7 @@ __all__ = [
     "RecomputeScope",
     "Topology",
     "Traffic",
+    "count_transfers",
     "estimate_traffic",
     "load_mapping",
     "load_topology",

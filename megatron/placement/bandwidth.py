@@ -26,8 +26,14 @@ class RecomputeScope(str, Enum):
 class ModelShape:
     """A transformer on a pipeline; Table 5's L, H, h (D in Table 1), l, b, p and t, in this order.
 
-    The formulas take 16-bit activations, a feed-forward width of 4h, and activations split along the sequence over
-    tensor parallel ranks. Raises ValueError where a number is below 1.
+    The formulas take a feed-forward width of 4h. With the defaults of the other fields they are the paper's: 16-bit
+    activations, split along the sequence over tensor parallel ranks, one stage on each rank. Raises ValueError where a
+    number is below 1.
+
+    Attributes:
+        num_virtual_stages: stages on each rank; a microbatch is saved and moved at each of them on its own.
+        sequence_parallel: tensor parallel ranks share what is not split by heads or columns.
+        element_bytes: of an activation.
     """
 
     num_layers: int
@@ -37,10 +43,13 @@ class ModelShape:
     micro_batch_size: int
     pipeline: int
     tensor: int
+    num_virtual_stages: int = 1
+    sequence_parallel: bool = True
+    element_bytes: int = 2
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if value is not False and value < 1:
                 raise ValueError(f"{name} {value} is below 1; give 1 or more")
 
     @property
@@ -48,14 +57,28 @@ class ModelShape:
         """Elements of one microbatch between two layers: l * b * h."""
         return self.sequence_length * self.micro_batch_size * self.hidden_size
 
+    @property
+    def layers_of_stage(self) -> float:
+        return self.num_layers / (self.pipeline * self.num_virtual_stages)
+
 
 def saved_activation_bytes(shape: ModelShape, scope: RecomputeScope) -> float:
-    """Bytes that one GPU saves for one microbatch: equations 4 (none), 5 (attention) and 6 (layer)."""
-    per_layer = shape.activation_elements / shape.pipeline * shape.num_layers
+    """Bytes that one GPU saves for one microbatch at one stage: equations 4 (none), 5 (attention) and 6 (layer).
+
+    34 and 5 bytes are, after Korthikanti et al. (section 4.1), 16 elements and 2 masks, and 2 elements and a mask; of
+    the 34, 4 elements and both masks are held by every tensor parallel rank unless sequences are split. Equation 6 has
+    no t, so it bounds what is saved from above where they are.
+    """
+    element, mask = shape.element_bytes, 1
+    elements = shape.layers_of_stage * shape.activation_elements
     if scope is RecomputeScope.LAYER:
-        return 2 * per_layer
-    scores = 5 * shape.num_attention_heads * shape.sequence_length / shape.hidden_size
-    return per_layer / shape.tensor * (34 + (scores if scope is RecomputeScope.NONE else 0))
+        return element * elements
+    held_by = shape.tensor if shape.sequence_parallel else 1
+    width = (4 * element + 2 * mask) / held_by + 12 * element / shape.tensor
+    if scope is RecomputeScope.NONE:
+        scores = shape.num_attention_heads * shape.sequence_length / shape.hidden_size
+        width += (2 * element + mask) * scores / shape.tensor
+    return elements * width
 
 
 def required_bandwidth(shape: ModelShape, scope: RecomputeScope, *, forward_seconds: float) -> float:
@@ -77,7 +100,7 @@ def estimated_forward_seconds(shape: ModelShape, *, teraflops: float) -> float:
     per_layer = (
         24 * shape.activation_elements * shape.hidden_size + 4 * shape.activation_elements * shape.sequence_length
     )
-    return shape.num_layers * per_layer / (shape.pipeline * shape.tensor) / (_positive(teraflops) * _TERA)
+    return shape.layers_of_stage * per_layer / shape.tensor / (_positive(teraflops) * _TERA)
 
 
 def _positive(value: float) -> float:

@@ -1,5 +1,10 @@
-"""Reads the files that users write for this room: YAML, of which JSON is a part. Errors are one sentence."""
+"""Reads the files that users write for this room: JSON, or else YAML. Errors are one sentence.
 
+JSON is tried first, since YAML 1.1 is not quite a superset of it: tabs and numbers such as 1e2 are JSON only. A key
+that is given twice is an error in both, where the parsers would silently take the last.
+"""
+
+import json
 from pathlib import Path
 
 import yaml
@@ -8,15 +13,57 @@ import yaml
 def read_document(path: str | Path) -> object:
     """What a YAML or JSON file holds. Raises ValueError, naming the file, where it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a YAML or JSON file") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text ({error.reason}); give a YAML or JSON file") from error
     try:
-        return yaml.safe_load(text)
+        return _parsed(text)
+    except _RepeatedKey as error:
+        raise ValueError(f"{path}{error}; give it once") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "unreadable characters"
         raise ValueError(f"{path}{where}: {reason}; write YAML or JSON") from error
+    except (ValueError, RecursionError) as error:  # a date that is none, a number of too many digits, too many brackets
+        raise ValueError(f"{path}: {error}; write YAML or JSON") from error
+
+
+class _RepeatedKey(ValueError):
+    """Its text goes on after the file's name."""
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except _RepeatedKey:
+        raise
+    except (ValueError, RecursionError):  # no JSON: what is wrong is said as of YAML
+        return yaml.load(text, Loader=_StrictLoader)
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
+    result = {}
+    for key, value in pairs:
+        if key in result:
+            raise _RepeatedKey(f": {key} is given twice in one place")
+        result[key] = value
+    return result
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """yaml.SafeLoader that refuses a key that stands twice in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    mark = key.start_mark
+                    raise _RepeatedKey(
+                        f", line {mark.line + 1}, column {mark.column + 1}: {key.value} is given twice in one place"
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)

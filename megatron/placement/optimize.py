@@ -5,14 +5,16 @@ exact method is known. 4,096 GPUs have to be placed in seconds.
 
 Solution: small jobs are solved exactly, by trying all distinct assignments with bounds. Larger ones start from the
 regular arrangements that people would try (blocks of so many replicas by so many stages, in standard and pair-adjacent
-order) and exchange units, alone and together with their pair, as long as that helps. The named mappings are candidates
-too, so the result is never worse than they are.
+order) and exchange units, alone and together with their pair, as long as that helps. What exchanges cannot leave is
+left by a few exchanges at random, after which those that help are made again; the best of all is taken. The named
+mappings are candidates too, so the result is never worse than they are.
 
-Only the tables of this room are used and nothing is random: the same input gives the same mapping.
+Only the tables of this room are used, and the numbers drawn are always the same: so is the mapping, for the same input.
 """
 
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.placement.assignment import Assignment
 from megatron.placement.cost import placement_cost
@@ -23,8 +25,10 @@ from megatron.placement.topology import Topology
 from megatron.placement.traffic import Traffic
 
 _EXACT_ASSIGNMENTS = 20_000  # all are tried up to so many
-_STARTS = 2  # best regular arrangements that are improved further
-_EXCHANGES = 200_000  # looked at for one start
+_EXACT_UNITS = 200  # and where the method, which calls itself once for each unit, is not too deep
+_STARTS = 8  # best regular arrangements that are improved further
+_KICKS = 40  # times that exchanges at random are tried on the best
+_EXCHANGES = 300_000  # looked at in all
 
 
 def optimized(degrees: Degrees, traffic: Traffic, topology: Topology) -> Mapping:
@@ -32,12 +36,11 @@ def optimized(degrees: Degrees, traffic: Traffic, topology: Topology) -> Mapping
     nothing is better."""
     seats = seats_of(topology, degrees.tensor)
     assignment = Assignment(degrees, traffic, seats)
-    if _num_assignments(assignment.capacities) <= _EXACT_ASSIGNMENTS:
-        found = [_exact(assignment)]
+    if assignment.num_units <= _EXACT_UNITS and _num_assignments(assignment.capacities) <= _EXACT_ASSIGNMENTS:
+        found = _exact(assignment)
     else:
-        starts = {tuple(start): assignment.set(start) for start in _arrangements(degrees, seats)}
-        found = [_improved(assignment, start) for start in sorted(starts, key=starts.__getitem__)[:_STARTS]]
-    candidates = [standard(degrees), pair_adjacent(degrees), *(_seated(degrees, seats, places) for places in found)]
+        found = _searched(assignment, _arrangements(degrees, seats))
+    candidates = [standard(degrees), pair_adjacent(degrees), _seated(degrees, seats, found)]
     costs = [placement_cost(mapping, degrees, traffic, topology).total_seconds for mapping in candidates]
     best = min(costs)
     return next(each for each, cost in zip(candidates, costs, strict=True) if cost <= best * (1 + 1e-9))
@@ -128,11 +131,36 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _improved(assignment: Assignment, places: tuple[int, ...]) -> list[int]:
-    """`places` after exchanges of pairs and of units, until none helps or enough were looked at."""
+def _searched(assignment: Assignment, arrangements: Iterable[list[int]]) -> list[int]:
+    """The best that is found from these arrangements on, with at most so many exchanges looked at."""
+    starts = {tuple(start): assignment.set(start) for start in arrangements}
+    budget, best, best_places = _EXCHANGES, math.inf, []
+    for start in sorted(starts, key=starts.__getitem__)[:_STARTS]:
+        if budget > 0:
+            cost, budget = _improve(assignment, start, budget)
+            if cost < best:
+                best, best_places = cost, list(assignment.place_of)
+    draw = random.Random(0)
+    units, num_drawn = range(assignment.num_units), 2 + assignment.num_units // 32
+    for _ in range(_KICKS if len(assignment.capacities) > 1 else 0):
+        if budget <= 0:
+            break
+        places = list(best_places)
+        for first, second in zip(draw.choices(units, k=num_drawn), draw.choices(units, k=num_drawn), strict=True):
+            places[first], places[second] = places[second], places[first]
+        cost, budget = _improve(assignment, places, budget)
+        if cost < best:
+            best, best_places = cost, list(assignment.place_of)
+    return best_places
+
+
+def _improve(assignment: Assignment, places: Sequence[int], budget: int) -> tuple[float, int]:
+    """Set `places` and exchange pairs and units until none helps or `budget` of them were looked at.
+
+    Returns the cost, and what is left of the budget.
+    """
     cost = assignment.set(places)
     threshold = -1e-12 * (abs(cost) + 1e-30)
-    budget = _EXCHANGES
     improving = True
     while improving and budget > 0:
         improving = False
@@ -141,12 +169,14 @@ def _improved(assignment: Assignment, places: tuple[int, ...]) -> list[int]:
                 for target in _targets(assignment, unit):
                     for other in list(assignment.members[target]):
                         budget -= 1
-                        if _exchange_if_better(assignment, unit, other, threshold, together=together):
+                        change = _exchange_if_better(assignment, unit, other, threshold, together=together)
+                        if change:
+                            cost += change
                             improving = True
                             break
                 if budget <= 0:
                     break
-    return assignment.place_of
+    return cost, budget
 
 
 def _targets(assignment: Assignment, unit: int) -> list[int]:
@@ -160,31 +190,34 @@ def _targets(assignment: Assignment, unit: int) -> list[int]:
     return list(targets)
 
 
-def _exchange_if_better(assignment: Assignment, unit: int, other: int, threshold: float, *, together: bool) -> bool:
-    """Exchange two units (`together`: and then the units of their pairs) if that lowers the cost."""
+def _exchange_if_better(assignment: Assignment, unit: int, other: int, threshold: float, *, together: bool) -> float:
+    """Exchange two units (`together`: and then the units of their pairs) if that lowers the cost.
+
+    Returns the change, 0 where they stay.
+    """
     if assignment.place_of[unit] == assignment.place_of[other]:
-        return False
+        return 0.0
     change = assignment.change(unit, other)
     if not together:
         if change < threshold:
             assignment.exchange(unit, other)
-            return True
-        return False
+            return change
+        return 0.0
     unit_pair, other_pair = _pair(assignment, unit), _pair(assignment, other)
     if len({unit, other, unit_pair, other_pair}) < 4:
-        return False
+        return 0.0
     if (
         assignment.place_of[unit_pair] != assignment.place_of[unit]
         or assignment.place_of[other_pair] != assignment.place_of[other]
     ):
-        return False
+        return 0.0
     assignment.exchange(unit, other)
     change += assignment.change(unit_pair, other_pair)
     if change < threshold:
         assignment.exchange(unit_pair, other_pair)
-        return True
+        return change
     assignment.exchange(unit, other)
-    return False
+    return 0.0
 
 
 def _pair(assignment: Assignment, unit: int) -> int:

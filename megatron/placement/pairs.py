@@ -4,7 +4,7 @@ A pair whose stages share a node has the bandwidth of a GPU inside it. One that 
 all GPUs of the node whose pairs cross too (BPipe, appendix B: with t=8 on nodes of 8, the network divided by 8).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.placement.bandwidth import (
@@ -48,11 +48,6 @@ class PairTransfer:
         return self.num_bytes / (self.bandwidth * 1e9)
 
 
-def transferring_stages(num_stages: int) -> range:
-    """Evictors that have something to move: s <= (p-4)/2 (BPipe, section 3.3); none below four stages."""
-    return range(max(0, (num_stages - 4) // 2 + 1))
-
-
 def pair_places(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence[int]) -> list[PairPlaces]:
     """Every pair of stages, also those that have nothing to move."""
     slots = inverse(mapping)
@@ -69,10 +64,15 @@ def pair_places(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence
 
 
 def pair_transfers(
-    mapping: Sequence[int], degrees: Degrees, topology: Topology, shape: ModelShape, scope: RecomputeScope
+    mapping: Sequence[int],
+    degrees: Degrees,
+    topology: Topology,
+    shape: ModelShape,
+    scope: RecomputeScope,
+    evictors: Collection[int],
 ) -> list[PairTransfer]:
-    """The slowest transfer of each pair that has something to move."""
-    moving = pair_places(mapping, degrees, topology.node_of_slot)[: len(transferring_stages(degrees.pipeline))]
+    """The slowest transfer of each pair whose first stage is among `evictors`."""
+    moving = [pair for pair in pair_places(mapping, degrees, topology.node_of_slot) if pair.evictor in evictors]
     sharing = [0] * len(topology.nodes)  # ranks of a node whose pairs cross
     for pair in moving:
         for first, second in pair.nodes:
@@ -98,14 +98,25 @@ def pair_transfers(
     return found
 
 
-def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int]) -> str:
-    """How many pairs cross a node, and why where no mapping could avoid it. `nodes`: number of slots by node."""
+def count_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]) -> int:
+    """How many pairs of ranks cross a node, of those whose stage is among `evictors`. `nodes`: slots by node."""
+    return sum(pair.num_crossing for pair in _moving(mapping, degrees, nodes, evictors))
+
+
+def _moving(
+    mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]
+) -> list[PairPlaces]:
     node_of_slot = [index for index, count in enumerate(nodes) for _ in range(count)]
-    moving = pair_places(mapping, degrees, node_of_slot)[: len(transferring_stages(degrees.pipeline))]
+    return [pair for pair in pair_places(mapping, degrees, node_of_slot) if pair.evictor in evictors]
+
+
+def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]) -> str:
+    """How many pairs of `evictors` cross a node, and why where no mapping could avoid it. `nodes`: slots by node."""
+    moving = _moving(mapping, degrees, nodes, evictors)
     if not moving:
-        return f"{degrees.pipeline} stages have nothing to balance: pairs move activations from 4 stages on"
+        return "no pair has activations to move"
     total = sum(len(pair.nodes) for pair in moving)
-    crossing = sum(pair.num_crossing for pair in moving)
+    crossing = count_crossing(mapping, degrees, nodes, evictors)
     text = f"{crossing} of {total} pairs that move activations cross a node"
     if crossing and degrees.tensor >= max(nodes):
         text += f", for tensor parallel size {degrees.tensor} fills a node of {max(nodes)} GPUs"

@@ -1,12 +1,13 @@
 """A placement as a record for people and programs: who sits where, what crosses a node, how long it takes."""
 
+from collections.abc import Collection
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 
 from megatron.placement.cost import Level, PlacementCost, placement_cost
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping
-from megatron.placement.pairs import pair_places, transferring_stages
+from megatron.placement.pairs import pair_places
 from megatron.placement.topology import Topology
 from megatron.placement.traffic import Kind, Traffic
 
@@ -14,12 +15,13 @@ from megatron.placement.traffic import Kind, Traffic
 @dataclass(frozen=True, kw_only=True)
 class PlacementReport:
     """A mapping on a topology. `costs` holds, by name, this mapping's cost first and then those that it is compared
-    with; empty where the model, and so its traffic, is not known."""
+    with; empty where the model, and so its traffic, is not known. `evictors` are the stages that move activations."""
 
     name: str
     mapping: Mapping
     degrees: Degrees
     topology: Topology
+    evictors: Collection[int]
     costs: Dictionary[str, PlacementCost]
 
     def to_dict(self) -> dict:
@@ -32,9 +34,8 @@ class PlacementReport:
                 {"slot": slot, "node": self.topology.nodes[node].name, "gpu": slot - self.topology.first_slot(node),
                  "rank": rank, "tensor": place.tensor, "data": place.data, "stage": place.stage}
             )  # fmt: skip
-        moving = transferring_stages(self.degrees.pipeline)
         pairs = [
-            {"evictor": pair.evictor, "acceptor": pair.acceptor, "moves_activations": pair.evictor in moving,
+            {"evictor": pair.evictor, "acceptor": pair.acceptor, "moves_activations": pair.evictor in self.evictors,
              "num_rank_pairs": len(pair.nodes), "num_crossing": pair.num_crossing}
             for pair in pair_places(self.mapping, self.degrees, self.topology.node_of_slot)
         ]  # fmt: skip
@@ -60,6 +61,7 @@ def make_report(
     degrees: Degrees,
     topology: Topology,
     *,
+    evictors: Collection[int],
     traffic: Traffic | None = None,
     others: Dictionary[str, Mapping] | None = None,
 ) -> PlacementReport:
@@ -68,4 +70,6 @@ def make_report(
     costs = {}
     if traffic is not None:
         costs = {key: placement_cost(each, degrees, traffic, topology) for key, each in compared.items()}
-    return PlacementReport(name=name, mapping=mapping, degrees=degrees, topology=topology, costs=costs)
+    return PlacementReport(
+        name=name, mapping=mapping, degrees=degrees, topology=topology, evictors=evictors, costs=costs
+    )

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from megatron.placement.cost import Level
 from megatron.placement.degrees import Degrees
-from megatron.placement.pairs import pair_places, transferring_stages
+from megatron.placement.pairs import pair_places
 from megatron.placement.report import PlacementReport
 from megatron.placement.traffic import Kind
 
@@ -23,8 +23,11 @@ def label(rank: int, degrees: Degrees) -> str:
     return f"{rank}: " + " ".join(f"{name} {value}" for name, value, size in parts if size > 1)
 
 
-def tables(report: PlacementReport, *, plain: bool) -> "list[tuple[str, Table]]":
-    """Title and table of everything that a report holds; `plain` ones have neither lines nor colours."""
+def tables(report: PlacementReport, *, plain: bool, max_nodes: int | None = None) -> "list[tuple[str, Table]]":
+    """Title and table of everything that a report holds; `plain` ones have neither lines nor colours.
+
+    `max_nodes`: who sits where is shown for so many nodes; default: all.
+    """
     from rich import box
     from rich.table import Table
 
@@ -37,7 +40,7 @@ def tables(report: PlacementReport, *, plain: bool) -> "list[tuple[str, Table]]"
 
     degrees = report.degrees
     title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
-    made = [(title, _seats(report, table))]
+    made = [(title, _seats(report, table, max_nodes))]
     if report.degrees.pipeline > 1:
         made.append(("pairs of stages", _pairs(report, table)))
     if report.costs:
@@ -46,11 +49,11 @@ def tables(report: PlacementReport, *, plain: bool) -> "list[tuple[str, Table]]"
     return made
 
 
-def _seats(report: PlacementReport, table) -> "Table":
+def _seats(report: PlacementReport, table, max_nodes: int | None) -> "Table":
     topology, degrees = report.topology, report.degrees
     made = table("node", *(f"GPU {gpu}" for gpu in range(max(node.gpus for node in topology.nodes))))
     first = 0
-    for node in topology.nodes:
+    for node in topology.nodes[:max_nodes]:
         made.add_row(node.name, *(label(rank, degrees) for rank in report.mapping[first : first + node.gpus]))
         first += node.gpus
     return made
@@ -58,11 +61,10 @@ def _seats(report: PlacementReport, table) -> "Table":
 
 def _pairs(report: PlacementReport, table) -> "Table":
     made = table("stages", "activations", "cross a node", justify="right")
-    moving = transferring_stages(report.degrees.pipeline)
     for pair in pair_places(report.mapping, report.degrees, report.topology.node_of_slot):
         made.add_row(
             f"{pair.evictor} and {pair.acceptor}",
-            "move" if pair.evictor in moving else "stay",
+            "move" if pair.evictor in report.evictors else "stay",
             f"{pair.num_crossing} of {len(pair.nodes)}",
         )
     return made

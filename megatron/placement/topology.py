@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron.placement.files import read_document
 
 _GIGA = 1e9
+_MOST_GPUS = 65_536  # of a node; more is a slip of the pen, which would fill the memory
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -34,7 +35,7 @@ class Node(_Record):
     """A host by its name, and how many GPUs (or, on a CPU, processes) it has."""
 
     name: Annotated[str, Field(min_length=1)]
-    gpus: Annotated[int, Field(ge=1)]
+    gpus: Annotated[int, Field(ge=1, le=_MOST_GPUS)]
 
 
 class Bandwidth(_Record):

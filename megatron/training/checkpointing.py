@@ -197,7 +197,7 @@ def load_checkpoint(
         request["previous_version"] = previous_version_state(model, empty)
     state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
     for entry, chunk in zip(model, chunks, strict=True):
-        _load_module(unwrap_model(chunk), state[entry])
+        _load_module(unwrap_model(chunk), state.get(entry, {}))  # a stage may be empty; what is missing is found there
     if update is not None:
         _restore_versions(update, position.iteration, state.get("previous_version"), version_names)
     if with_optimizer:

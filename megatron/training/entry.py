@@ -29,6 +29,8 @@ def run(
     stop = StopSignal().install()
     try:
         args = parse_args(prog=prog, defaults=defaults)
+        if args.dry_run is not None:
+            return _dry_run(args, prog)
         if not args.use_checkpoint_args:
             args.notes_for_log = validate_args(args, world_size=_number("WORLD_SIZE", 1), rank=_number("RANK", 0))
     except ValueError as error:
@@ -43,6 +45,16 @@ def run(
     except OnThisRank as error:
         return _end_alone(prog, error, stop)
     return 0
+
+
+def _dry_run(args: argparse.Namespace, prog: str) -> int:
+    """Check the job without running it; returns the exit status."""
+    from megatron import backend  # imports torch
+
+    backend.install()
+    from megatron.training.dry_run import run_dry
+
+    return run_dry(args, prog)
 
 
 class SameEverywhere(Exception):

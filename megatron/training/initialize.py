@@ -16,6 +16,7 @@ import torch
 from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.training.arguments import Platform
+from megatron.training.checkpoint import agreement
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 
@@ -65,13 +66,14 @@ def choose_device(args: argparse.Namespace) -> None:
 
 
 def set_up(args: argparse.Namespace) -> None:
-    """megatron.core's process groups, and random states. Collective."""
+    """megatron.core's process groups, timeouts, and random states. Collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
+    agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
     set_seeds(args.seed)
 
 

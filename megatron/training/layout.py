@@ -9,7 +9,7 @@ def parse_layout(text: str, *, num_ranks: int, num_layers: int) -> PipelineParal
 
     Raises:
         ValueError: a letter that it does not know, a number of stages that the ranks do not divide, or not exactly
-            the embedding at the beginning, `num_layers` layers and the loss at the end.
+            the embedding at the beginning, `num_layers` layers and the loss at the end; a rank with nothing at all.
     """
     try:
         layout = PipelineParallelLayerLayout(text, num_ranks)
@@ -24,4 +24,10 @@ def parse_layout(text: str, *, num_ranks: int, num_layers: int) -> PipelineParal
             f"--pipeline-model-parallel-layout {text} begins or ends with an empty stage; the first stage holds E and "
             "the last one L"
         )
+    for rank, stages in enumerate(layout.layout):
+        if not any(stages):
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {text} leaves rank {rank} of the pipeline nothing to hold; give one "
+                "of its stages a layer, or use fewer ranks"
+            )
     return layout

@@ -16,13 +16,25 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
-from megatron.placement.bandwidth import ModelShape, RecomputeScope, estimated_forward_seconds
+from megatron.placement.bandwidth import (
+    ModelShape,
+    RecomputeScope,
+    estimated_forward_seconds,
+    saved_activation_bytes,
+)
 from megatron.placement.cost import placement_cost
+from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees
 from megatron.placement.hosts import JobSlots, Process, find_slots
 from megatron.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
 from megatron.placement.optimize import optimized
-from megatron.placement.pairs import describe_crossing, describe_need, fits_under_forward, pair_transfers
+from megatron.placement.pairs import (
+    count_crossing,
+    describe_crossing,
+    describe_need,
+    fits_under_forward,
+    pair_transfers,
+)
 from megatron.placement.topology import Topology, load_topology
 from megatron.placement.traffic import Traffic, estimate_traffic
 from megatron.training.arguments.rules_run import pipeline_schedule
@@ -31,6 +43,7 @@ from megatron.training.entry import OnThisRank, SameEverywhere, wait_for_readers
 HOST_NAME = "PIPELINE_HOST_NAME"
 """Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
 
+_FP32, _HALF = 4, 2  # bytes of an element
 _VOCABULARY = 50_304  # GPT-2's, padded, where no --vocab-size says it: tokenizers are read after the group has formed
 
 
@@ -101,7 +114,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
     degrees = Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size, data=args.data_parallel_size
     )
-    shape, traffic = _model(args, degrees)
+    traffic = None if topology is None else estimated_traffic(args, degrees)
     mapping = _mapping(args, degrees, slots, topology, traffic)
     lines = _describe(args, mapping, degrees, slots)
     if topology is not None:
@@ -109,7 +122,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
         usual = placement_cost(standard(degrees), degrees, traffic, topology).total_seconds
         lines[0] += f"; an iteration's transfers take {seconds:.4g} s in sum (standard: {usual:.4g} s)"
         if balances_activations(args):
-            lines += _judge_bandwidth(args, mapping, degrees, topology, shape)
+            lines += _judge_bandwidth(args, mapping, degrees, topology)
     return list(slots.logical_ranks(mapping)), lines
 
 
@@ -118,21 +131,31 @@ def balances_activations(args: argparse.Namespace) -> bool:
     return pipeline_schedule(args).balance
 
 
+def evictors(args: argparse.Namespace) -> tuple[int, ...]:
+    """The ranks of a pipeline that move activations to their pair in a batch of the largest size."""
+    return pipeline_schedule(args).evicting_ranks((max(args.batch_sizes.all_num_microbatches()),))
+
+
 def _mapping(
-    args: argparse.Namespace, degrees: Degrees, slots: JobSlots, topology: Topology | None, traffic: Traffic
+    args: argparse.Namespace,
+    degrees: Degrees,
+    slots: JobSlots,
+    topology: Topology | None,
+    traffic: Traffic | None,
 ) -> Mapping:
     if args.rank_mapping == "standard":
         return slots.process_of_slot  # the launcher's ranks, whatever their order over the hosts
     if args.rank_mapping == "pair-adjacent":
         return pair_adjacent(degrees)
     if args.rank_mapping == "optimized":
-        assert topology is not None, "the rules refuse it"
+        assert topology is not None and traffic is not None, "the rules refuse it"
         return optimized(degrees, traffic, topology)
     return load_mapping(args.rank_mapping, degrees.world_size)
 
 
-def _model(args: argparse.Namespace, degrees: Degrees) -> tuple[ModelShape, Traffic]:
-    shape = ModelShape(
+def model_shape(args: argparse.Namespace, degrees: Degrees) -> ModelShape:
+    """The model as appendix B's formulas take it."""
+    return ModelShape(
         num_layers=args.num_layers,
         num_attention_heads=args.num_attention_heads,
         hidden_size=args.hidden_size,
@@ -140,29 +163,48 @@ def _model(args: argparse.Namespace, degrees: Degrees) -> tuple[ModelShape, Traf
         micro_batch_size=args.micro_batch_size,
         pipeline=degrees.pipeline,
         tensor=degrees.tensor,
+        num_virtual_stages=pipeline_schedule(args).num_virtual_stages,
+        sequence_parallel=args.sequence_parallel,
+        element_bytes=_element_bytes(args),
     )
-    traffic = estimate_traffic(
-        shape, degrees, num_microbatches=max(args.batch_sizes.all_num_microbatches()),
+
+
+def estimated_traffic(args: argparse.Namespace, degrees: Degrees) -> Traffic:
+    """What an iteration of the largest batch sends."""
+    counts = count_transfers(pipeline_schedule(args), max(args.batch_sizes.all_num_microbatches()))
+    return estimate_traffic(
+        model_shape(args, degrees), degrees, counts,
         vocabulary_size=args.vocab_size or _VOCABULARY, scope=recompute_scope(args),
-        balances_activations=balances_activations(args), sequence_parallel=args.sequence_parallel,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
-        num_virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
+        gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else _element_bytes(args),
     )  # fmt: skip
-    return shape, traffic
+
+
+def _element_bytes(args: argparse.Namespace) -> int:
+    return _HALF if args.fp16 or args.bf16 else _FP32
 
 
 def recompute_scope(args: argparse.Namespace) -> RecomputeScope:
-    """The paper's name for what `args` recompute."""
+    """The paper's name for what `args` do not keep: recomputed by their flags, or in the kernel of flash attention."""
     if args.recompute_granularity == "full" or args.pipeline_recompute:
         return RecomputeScope.LAYER
-    selective = args.recompute_granularity == "selective" and "core_attn" in args.recompute_modules
-    return RecomputeScope.ATTENTION if selective else RecomputeScope.NONE
+    is_selective = args.recompute_granularity == "selective" and "core_attn" in args.recompute_modules
+    is_flash = args.transformer_impl == "transformer_engine" and args.attention_backend in ("auto", "flash", "fused")
+    return RecomputeScope.ATTENTION if is_selective or is_flash else RecomputeScope.NONE
 
 
 def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:
     first = f"rank mapping {args.rank_mapping} on {len(slots.nodes)} node{'s' * (len(slots.nodes) > 1)}"
     if balances_activations(args):
-        return [f"{first}: {describe_crossing(mapping, degrees, slots.node_sizes)}"]
+        moving = evictors(args)
+        lines = [f"{first}: {describe_crossing(mapping, degrees, slots.node_sizes, moving)}"]
+        if args.rank_topology is None and count_crossing(mapping, degrees, slots.node_sizes, moving):
+            num_bytes = saved_activation_bytes(model_shape(args, degrees), recompute_scope(args))
+            lines.append(
+                f"warning: pairs that cross a node move {num_bytes / 1e9:.3g} GB for each microbatch; give "
+                "--rank-topology with teraflops_per_gpu to see whether the network is fast enough"
+            )
+        return lines
     if args.rank_mapping == "pair-adjacent":
         return [
             first,
@@ -172,11 +214,9 @@ def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slot
     return [first]
 
 
-def _judge_bandwidth(
-    args: argparse.Namespace, mapping: Mapping, degrees: Degrees, topology: Topology, shape: ModelShape
-) -> list[str]:
-    scope = recompute_scope(args)
-    transfers = pair_transfers(mapping, degrees, topology, shape, scope)
+def _judge_bandwidth(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, topology: Topology) -> list[str]:
+    shape, scope = model_shape(args, degrees), recompute_scope(args)
+    transfers = pair_transfers(mapping, degrees, topology, shape, scope, evictors(args))
     if not transfers:
         return []
     forward = None
@@ -192,7 +232,7 @@ def _judge_bandwidth(
 def _advice_without_hosts(args: argparse.Namespace) -> list[str]:
     """What the launcher's environment alone shows about pairs."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not balances_activations(args) or not local.isdigit() or int(local) >= args.world_size:
+    if not evictors(args) or not local.isdigit() or int(local) >= args.world_size:
         return []
     if args.tensor_model_parallel_size >= int(local):
         return [

@@ -14,7 +14,7 @@ from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
 from megatron.training.loop import run_to_the_end
-from megatron.training.placement import Assignment, assign_rank
+from megatron.training.placement import Assignment, assign_rank, this_process
 from megatron.training.signals import StopSignal
 
 
@@ -42,7 +42,8 @@ def pretrain(
     configure_logging(args.logging_level)
     assignment, notes = _join_job(args)
     outcome = None
-    with failure.guard(store_host=assignment.store_host):
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=this_process().host):
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,
@@ -75,7 +76,8 @@ def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:
         store = initialize.meet()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
+    timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=timeout)
     initialize.join(args, store)

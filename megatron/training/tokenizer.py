@@ -106,31 +106,39 @@ class WordPieceTokenizer(FastTokenizer):
 
 def build_tokenizer(args: argparse.Namespace) -> MegatronTokenizerBase:
     """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
-    kind = args.tokenizer_type
-    package = _PACKAGES.get(kind)
-    if package and importlib.util.find_spec(package) is None:
-        raise ValueError(f"--tokenizer-type {kind} needs the package {package}, which is not installed")
-    for flag, name in _LOCAL_FILES.get(kind, ()):
-        if not os.path.isfile(getattr(args, name)):
-            raise ValueError(f"{flag} {getattr(args, name)} does not exist")
-    if package and kind not in _LOCAL_FILES:
-        _check_model(args)
+    if (problem := problem_with_tokenizer(args)) is not None:
+        raise ValueError(problem)
     try:
         return _load(args)
     except ValueError:
         raise
     except Exception as error:  # each library has its own errors for a file that is not its own
+        kind = args.tokenizer_type
         source = args.tokenizer_model or args.vocab_file
         raise ValueError(f"--tokenizer-type {kind} cannot read {source}: {error or type(error).__name__}") from error
 
 
-def _check_model(args: argparse.Namespace) -> None:
+def problem_with_tokenizer(args: argparse.Namespace) -> str | None:
+    """What this machine lacks for the tokenizer, a package or a file, in one sentence."""
+    kind = args.tokenizer_type
+    package = _PACKAGES.get(kind)
+    if package and importlib.util.find_spec(package) is None:
+        return f"--tokenizer-type {kind} needs the package {package}, which is not installed"
+    if kind in _LOCAL_FILES:
+        files = [(flag, getattr(args, name)) for flag, name in _LOCAL_FILES[kind]]
+        return next((f"{flag} {path} does not exist" for flag, path in files if not os.path.isfile(path)), None)
+    return _problem_with_model(args) if package else None
+
+
+def _problem_with_model(args: argparse.Namespace) -> str | None:
     path = args.tokenizer_model
+    if os.path.exists(path):
+        return None
     looks_local = os.path.sep in path or path.startswith(".") or path.endswith((".json", ".model"))
-    if not os.path.exists(path) and (args.tokenizer_type != "HuggingFaceTokenizer" or looks_local):
-        if args.tokenizer_type == "HuggingFaceTokenizer" and path.count(os.path.sep) == 1 and path[0] not in "./":
-            return  # an organisation/name of the Hugging Face hub
-        raise ValueError(f"--tokenizer-model {path} does not exist")
+    names_hub = not looks_local or (path.count(os.path.sep) == 1 and path[0] not in "./")
+    if args.tokenizer_type == "HuggingFaceTokenizer" and names_hub:  # a name, or an organisation and a name
+        return None
+    return f"--tokenizer-model {path} does not exist"
 
 
 def _load(args: argparse.Namespace) -> MegatronTokenizerBase:

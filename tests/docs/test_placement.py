@@ -30,9 +30,9 @@ def test_quoted_sentences():
     degrees = Degrees(tensor=8, pipeline=4, data=1)
     shape = gpt3_96b(tensor=8, pipeline=4, micro_batch_size=2)
     mapping, topology = pair_adjacent(degrees), machine(8, 8, 8, 8)
-    transfers = pair_transfers(mapping, degrees, topology, shape, RecomputeScope.ATTENTION)
+    transfers = pair_transfers(mapping, degrees, topology, shape, RecomputeScope.ATTENTION, [0])
     need = describe_need(transfers, shape, RecomputeScope.ATTENTION, forward_seconds=0.14337)
-    assert f"```\n{describe_crossing(mapping, degrees, [8] * 4)}\n{need}\n```" in PAGE
+    assert f"```\n{describe_crossing(mapping, degrees, [8] * 4, [0])}\n{need}\n```" in PAGE
 
 
 def test_figures_are_shown(monkeypatch):

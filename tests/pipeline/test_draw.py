@@ -88,6 +88,26 @@ def test_moves_are_arrows_between_a_pair():
     assert shapes(draw_timeline(timeline("flush", batches=(8,))).axes[0], "EVICT") == 0
 
 
+def test_numbers_of_moves_do_not_cover_each_other():
+    """8 stages, moves that take a whole forward: each eviction follows a load at once, and both are legible."""
+    figure = draw_timeline(timeline("bpipe", 8, (16,), costs=Costs(evict=1.0)))
+    axes, renderer = figure.axes[0], figure.canvas.get_renderer()
+    labels = [text for text in axes.texts if (text.get_gid() or "").endswith(" label")]
+    boxes = [text.get_window_extent(renderer) for text in labels]
+    assert len(boxes) == 2 * 15
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+
+
+def test_saved_microbatches_of_a_rank_are_those_of_its_stages():
+    """Appendix A's bound is a rank's: no row of an interleaved timeline is higher than 9; each stage has a shade."""
+    balanced = timeline("interleaved", 8, (8,), num_virtual_stages=2, balance=True)
+    axes = draw_timeline(balanced, saved_microbatches=True).axes[1]
+    assert [text.strip() for text in texts(axes, "peak")] == ["9", "9", "7", "7"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"rank {rank}" for rank in range(4)]
+    assert len([each for each in axes.collections if each.get_gid() == "saved"]) == 8
+
+
 def test_recompute_and_lanes():
     """Recomputations have cells, transfers and reductions that take time have lanes, and only then."""
     plain = draw_timeline(timeline(recompute=True), lanes=True).axes[0]
@@ -152,6 +172,17 @@ def test_text_shows_the_same():
         "stage 0 |F0|F1......|B0---...|B1---#F2|F3......|B2---...|B3---#",
         "stage 1 ...|F0|B0---|F1|B1---......#..|F2|B2---|F3|B3---......#",
     ]
+
+
+def test_text_shows_moves():
+    """Below the row of an evictor: what leaves and what comes back, from when to when; others have no second line."""
+    lines = timeline_text(timeline("bpipe", batches=(8,), costs=Costs(evict=0.9)), width=200).plain.splitlines()
+    assert [line[:7] for line in lines] == ["stage 0", "  moves", "stage 1", "stage 2", "stage 3"]
+    computations, moves = lines[:2]
+    assert moves[8:].split() == [">1-", ">3-", "<1-", ">5-", "<3-", "<5-"]
+    assert [computations[moves.index(word) :][:3] for word in (">1", "<1", ">5", "<3")] == ["|F2", "|F4", "|B2", "|F6"]
+    at_once = timeline_text(timeline("interleaved", 8, (8,), num_virtual_stages=2, balance=True), width=400).plain
+    assert at_once.splitlines()[1].split() == ["moves", ">0:3", ">0:4", "<0:3", "<0:4"]
 
 
 def test_long_text_goes_on_in_blocks():

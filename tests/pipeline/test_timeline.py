@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -74,6 +75,16 @@ def test_saved_microbatches_follow_the_bound_of_1f1b(timeline):
         assert timeline.peak_saved_microbatches(stage) == 4 - stage
         assert saved[-1][1] == 0
         assert [time for time, _ in saved] == sorted(time for time, _ in saved)
+
+
+def test_saved_on_a_rank_are_counted_over_its_stages():
+    """4 ranks of 2 stages: 11, 9, 7 and 5 at the peak, as the checker says; of one stage, what that one saves."""
+    schedule = Schedule.preset("interleaved", num_stages=8, num_virtual_stages=2)
+    program = schedule.build((8,))
+    timeline = simulate(program)
+    assert tuple(map(timeline.peak_saved_on_rank, range(4))) == check(program).peak_saved_on_rank == (11, 9, 7, 5)
+    for stage in range(8):
+        assert timeline.saved_on_rank(stage % 4, [stage]) == timeline.saved_microbatches(stage)
 
 
 def test_a_part_holds_what_belongs_to_its_batches(timeline):

@@ -2,7 +2,18 @@
 
 from collections.abc import Sequence
 
-from megatron.placement import Bandwidth, Degrees, ModelShape, Node, RecomputeScope, Topology, Traffic, estimate_traffic
+from megatron.pipeline.schedules import Schedule
+from megatron.placement import (
+    Bandwidth,
+    Degrees,
+    ModelShape,
+    Node,
+    RecomputeScope,
+    Topology,
+    Traffic,
+    count_transfers,
+    estimate_traffic,
+)
 
 
 def machine(
@@ -16,19 +27,23 @@ def machine(
     )
 
 
-def gpt3_96b(*, tensor: int, pipeline: int, micro_batch_size: int) -> ModelShape:
+def gpt3_96b(*, tensor: int, pipeline: int, micro_batch_size: int, num_virtual_stages: int = 1) -> ModelShape:
     """GPT-3 96B of the BPipe paper, Table 1."""
     return ModelShape(
         num_layers=80, num_attention_heads=104, hidden_size=9984, sequence_length=2048,
-        micro_batch_size=micro_batch_size, pipeline=pipeline, tensor=tensor,
+        micro_batch_size=micro_batch_size, pipeline=pipeline, tensor=tensor, num_virtual_stages=num_virtual_stages,
     )  # fmt: skip
 
 
-def traffic_of(degrees: Degrees, *, num_microbatches: int = 32, **options) -> Traffic:
+def traffic_of(
+    degrees: Degrees, *, num_microbatches: int = 32, schedule: str = "bpipe", num_virtual_stages: int = 1, **choices
+) -> Traffic:
     """Traffic of GPT-3 96B with the attention recomputed."""
-    shape = gpt3_96b(tensor=degrees.tensor, pipeline=degrees.pipeline, micro_batch_size=1)
-    options = {"scope": RecomputeScope.ATTENTION, "vocabulary_size": 51200, **options}
-    return estimate_traffic(shape, degrees, num_microbatches=num_microbatches, **options)
+    p, v = degrees.pipeline, num_virtual_stages
+    program = Schedule.preset(schedule, num_stages=p * v, num_virtual_stages=v, **choices)
+    shape = gpt3_96b(tensor=degrees.tensor, pipeline=p, micro_batch_size=1, num_virtual_stages=v)
+    counts = count_transfers(program, num_microbatches)
+    return estimate_traffic(shape, degrees, counts, scope=RecomputeScope.ATTENTION, vocabulary_size=51200)
 
 
 def stages(mapping: Sequence[int], degrees: Degrees) -> list[int]:

@@ -47,13 +47,26 @@ def test_transfers_of_table_4_are_possible_on_nvlink(scope, transfer_ms):
 
 def test_equations_by_hand():
     """L=6, H=5, h=20, l=8, b=7, p=2, t=5: Llbh/p = 3360, 5Hl/h = 10."""
-    assert saved_activation_bytes(SMALL, NONE) == 3360 / 5 * (34 + 10)
-    assert saved_activation_bytes(SMALL, ATTENTION) == 34 * 3360 / 5
+    assert saved_activation_bytes(SMALL, NONE) == pytest.approx(3360 / 5 * (34 + 10), rel=1e-14)
+    assert saved_activation_bytes(SMALL, ATTENTION) == pytest.approx(34 * 3360 / 5, rel=1e-14)
     assert saved_activation_bytes(SMALL, LAYER) == 2 * 3360
     for scope in RecomputeScope:
         need = required_bandwidth(SMALL, scope, forward_seconds=2.0)
         assert need == pytest.approx(saved_activation_bytes(SMALL, scope) / 2.0 / 1e9)
         assert required_steady_bandwidth(SMALL, scope, forward_seconds=2.0) == pytest.approx(need * 2 / 3)
+
+
+def test_what_the_paper_leaves_out_by_hand():
+    """Without sequence parallelism every tensor rank holds 10 of the 34 bytes (Korthikanti, equation 2); in FP32 the
+    masks stay at a byte; two stages on a rank save half as much each."""
+    whole = ModelShape(**{**vars(SMALL), "sequence_parallel": False})
+    assert saved_activation_bytes(whole, NONE) == pytest.approx(3360 * (10 + 24 / 5 + 5 * 2 / 5))
+    wide = ModelShape(**{**vars(SMALL), "element_bytes": 4})
+    assert saved_activation_bytes(wide, NONE) == pytest.approx(3360 / 5 * (66 + 9 * 2))
+    assert saved_activation_bytes(wide, LAYER) == 4 * 3360
+    halved = ModelShape(**{**vars(SMALL), "num_virtual_stages": 2})
+    for scope in RecomputeScope:
+        assert saved_activation_bytes(halved, scope) == pytest.approx(saved_activation_bytes(SMALL, scope) / 2)
 
 
 def test_forward_estimate():

@@ -12,7 +12,7 @@ WITHIN, BETWEEN = Level.WITHIN_NODE, Level.BETWEEN_NODES
 def only(num_stages: int, **bytes_by_kind) -> Traffic:
     nothing = (0.0,) * num_stages
     return Traffic(
-        **{"pipeline": 0.0, "pair": nothing, "data": nothing, "tensor": nothing, "embedding": 0.0, **bytes_by_kind}
+        **{"pipeline": nothing, "pair": nothing, "data": nothing, "tensor": nothing, "embedding": 0.0, **bytes_by_kind}
     )
 
 
@@ -35,11 +35,19 @@ def test_pairs_of_figure_5():
 def test_pipeline_edges():
     """Four stages on two nodes of two: the edge in the middle crosses, both ways."""
     degrees = Degrees(tensor=1, pipeline=4, data=1)
-    cost = placement_cost(standard(degrees), degrees, only(4, pipeline=3e9), machine(2, 2))
+    cost = placement_cost(standard(degrees), degrees, only(4, pipeline=(3e9,) * 3 + (0.0,)), machine(2, 2))
     assert (cost.at(Kind.PIPELINE, WITHIN).num_transfers, cost.at(Kind.PIPELINE, BETWEEN).num_transfers) == (4, 2)
     assert cost.at(Kind.PIPELINE, WITHIN).busiest_seconds == pytest.approx(3 / 300)
     assert cost.at(Kind.PIPELINE, BETWEEN).busiest_seconds == pytest.approx(3 / 100)
     assert cost.total_seconds == pytest.approx(4 * 3 / 300 + 2 * 3 / 50)
+
+
+def test_last_rank_sends_to_the_first():
+    """Several stages on each rank: the edge from rank 3 to rank 0 crosses too, both ways."""
+    degrees = Degrees(tensor=1, pipeline=4, data=1)
+    cost = placement_cost(standard(degrees), degrees, only(4, pipeline=(3e9,) * 3 + (2e9,)), machine(2, 2))
+    found = cost.at(Kind.PIPELINE, BETWEEN)
+    assert (found.num_transfers, found.total_bytes) == (4, 2 * (3e9 + 2e9))
 
 
 def test_ring_enters_and_leaves_a_node_once():

@@ -17,8 +17,12 @@ def lines(figure, gid):
 
 def test_pairs_are_drawn_where_they_are(tmp_path):
     """Figure 5: eight lines that cross under standard, eight inside nodes under pair-adjacent; PNG and SVG."""
-    crossing = draw_placement(make_report("standard", standard(DEGREES), DEGREES, machine(8, 8)), tmp_path / "a.png")
-    inside = draw_placement(make_report("x", pair_adjacent(DEGREES), DEGREES, machine(8, 8)), tmp_path / "b.svg")
+    crossing = draw_placement(
+        make_report("standard", standard(DEGREES), DEGREES, machine(8, 8), evictors=range(7)), tmp_path / "a.png"
+    )
+    inside = draw_placement(
+        make_report("x", pair_adjacent(DEGREES), DEGREES, machine(8, 8), evictors=range(7)), tmp_path / "b.svg"
+    )
     assert (len(lines(crossing, "pair-crossing")), len(lines(crossing, "pair"))) == (8, 0)
     assert (len(lines(inside, "pair-crossing")), len(lines(inside, "pair"))) == (0, 8)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -29,7 +33,7 @@ def test_pairs_are_drawn_where_they_are(tmp_path):
 def test_bars_are_as_long_as_the_transfers_take():
     """One bar for each kind and level, in milliseconds of the busiest link."""
     topology, traffic = machine(8, 8), traffic_of(DEGREES)
-    report = make_report("standard", standard(DEGREES), DEGREES, topology, traffic=traffic)
+    report = make_report("standard", standard(DEGREES), DEGREES, topology, evictors=range(7), traffic=traffic)
     bars = {bar.get_gid(): bar.get_width() for bar in draw_placement(report).axes[1].patches}
     cost = report.costs["standard"]
     assert set(bars) == {
@@ -45,9 +49,9 @@ def test_what_cannot_be_drawn():
     """Too many nodes, and names that are no images, in one sentence each."""
     degrees = Degrees(tensor=1, pipeline=1, data=65)
     with pytest.raises(ValueError, match="65 nodes are too many"):
-        draw_placement(make_report("standard", standard(degrees), degrees, machine(*[1] * 65)))
+        draw_placement(make_report("standard", standard(degrees), degrees, machine(*[1] * 65), evictors=()))
     with pytest.raises(ValueError, match=r"map\.txt is no image"):
-        draw_placement(make_report("standard", standard(DEGREES), DEGREES, machine(8, 8)), "map.txt")
+        draw_placement(make_report("standard", standard(DEGREES), DEGREES, machine(8, 8), evictors=range(7)), "map.txt")
 
 
 def test_labels_leave_out_what_has_one_value():

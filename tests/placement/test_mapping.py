@@ -42,6 +42,27 @@ def test_figure_6():
 
 
 @pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "by_node"),
+    [
+        (1, 8, 1, ["07162534"]),  # Figure 5b's rule on one node
+        (1, 16, 1, ["0f1e", "2d3c", "4b5a", "6978"]),  # and on four
+        (2, 4, 1, ["00331122"]),  # Figure 6's first node alone
+        (2, 4, 4, ["00331122"] * 4),  # and with four replicas
+        (4, 4, 1, ["00003333", "11112222"]),
+        (2, 5, 1, ["0044113322"]),  # the middle stage has no pair
+    ],
+)
+def test_figures_on_one_and_on_several_nodes(tensor, pipeline, data, by_node):
+    """Stage by slot, node by node; replica k follows replica k-1, tensor ranks count within."""
+    degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
+    mapping = pair_adjacent(degrees)
+    assert stages(mapping, degrees) == [int(stage, 16) for stage in "".join(by_node)]
+    places = [degrees.coordinates(rank) for rank in mapping]
+    assert [place.tensor for place in places] == list(range(tensor)) * (pipeline * data)
+    assert [place.data for place in places] == sorted(place.data for place in places)
+
+
+@pytest.mark.parametrize(
     ("nodes", "tensor", "pipeline", "data"),
     [
         ((8,), 1, 8, 1),

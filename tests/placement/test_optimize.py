@@ -28,7 +28,7 @@ def jobs(draw, *, max_slots: int, max_tensor: int = 3):
         left -= nodes[-1]
     by_stage = st.tuples(*[AMOUNT] * pipeline)
     traffic = Traffic(
-        pipeline=draw(AMOUNT),
+        pipeline=draw(by_stage) if pipeline > 1 else (0.0,),
         pair=tuple(
             amount if stage < pipeline // 2 else 0.0 for stage, amount in enumerate(draw(by_stage))
         ),
@@ -77,7 +77,7 @@ def test_exchanges_change_the_cost_as_predicted(job, random):
     places = [place for place, count in enumerate(assignment.capacities) for _ in range(count)]
     random.shuffle(places)
     cost = assignment.set(places)
-    scale = sum(map(sum, (traffic.data, traffic.pair))) + traffic.pipeline + traffic.embedding + 1.0
+    scale = sum(map(sum, (traffic.data, traffic.pair, traffic.pipeline))) + traffic.embedding + 1.0
     for _ in range(5):
         first, second = random.choices(range(assignment.num_units), k=2)
         if assignment.place_of[first] == assignment.place_of[second]:
@@ -91,13 +91,34 @@ def test_exchanges_change_the_cost_as_predicted(job, random):
 @settings(max_examples=25, deadline=None)
 @given(jobs(max_slots=14, max_tensor=1), st.sampled_from([1, 4, 32]))
 def test_search_finds_nearly_what_the_exact_method_finds(job, num_microbatches):
-    """On a GPT's traffic and any machine: without the exact method the result is within a quarter of the best."""
+    """On a GPT's traffic and any machine: without the exact method the result is within a tenth of the best."""
     degrees, _, topology = job
     job = (degrees, traffic_of(degrees, num_microbatches=num_microbatches), topology)
     exact = total(optimized(*job), job)
     with mock.patch.object(optimize, "_EXACT_ASSIGNMENTS", 0):
         found = total(optimized(*job), job)
-    assert exact * (1 - 1e-9) <= found <= 1.25 * exact
+    assert exact * (1 - 1e-9) <= found <= 1.1 * exact
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "nodes"), [(6, 2, (6, 2, 4)), (3, 4, (6, 4, 1, 1)), (6, 2, (6, 3, 3)), (4, 2, (3, 2, 2, 1))]
+)
+@pytest.mark.parametrize("num_microbatches", [1, 8, 32])
+def test_search_leaves_what_exchanges_cannot(pipeline, data, nodes, num_microbatches):
+    """Uneven nodes on which exchanges from the regular arrangements alone end up to 1.76 times above the best."""
+    degrees, topology = Degrees(tensor=1, pipeline=pipeline, data=data), machine(*nodes)
+    job = (degrees, traffic_of(degrees, num_microbatches=num_microbatches), topology)
+    with mock.patch.object(optimize, "_EXACT_ASSIGNMENTS", 100_000):
+        exact = total(optimized(*job), job)
+    with mock.patch.object(optimize, "_EXACT_ASSIGNMENTS", 0):
+        assert total(optimized(*job), job) <= 1.05 * exact
+
+
+def test_one_large_node():
+    """There is one assignment, but more units than calls can be nested."""
+    degrees = Degrees(tensor=1, pipeline=8, data=150)
+    job = (degrees, traffic_of(degrees), machine(1200))
+    assert total(optimized(*job), job) == pytest.approx(total(standard(degrees), job))
 
 
 def test_odd_nodes_keep_the_pairs_that_move():

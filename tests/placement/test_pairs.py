@@ -8,21 +8,20 @@ from megatron.placement.pairs import (
     describe_need,
     fits_under_forward,
     pair_transfers,
-    transferring_stages,
 )
 from tests.placement.examples import gpt3_96b, machine
 
 ATTENTION = RecomputeScope.ATTENTION
 
 
+def evictors(degrees):
+    """Section 3.3: p >= 4 and s <= (p-4)/2."""
+    return range(max(0, (degrees.pipeline - 4) // 2 + 1))
+
+
 def transfers(mapping, degrees, topology, **shape):
     model = gpt3_96b(tensor=degrees.tensor, pipeline=degrees.pipeline, **{"micro_batch_size": 2, **shape})
-    return pair_transfers(mapping, degrees, topology, model, ATTENTION), model
-
-
-def test_stages_that_transfer():
-    """Section 3.3: p >= 4 and s <= (p-4)/2; p=4 has one such pair, p=16 seven."""
-    assert [len(transferring_stages(p)) for p in (1, 2, 3, 4, 5, 6, 16)] == [0, 0, 0, 1, 1, 2, 7]
+    return pair_transfers(mapping, degrees, topology, model, ATTENTION, evictors(degrees)), model
 
 
 def test_fastest_configuration_of_the_paper_fits():
@@ -37,7 +36,7 @@ def test_fastest_configuration_of_the_paper_fits():
     assert "(3.48 GB) between stages 0 and 7 goes at 300 GB/s within a node" in text
     assert "needs 24.25 GB/s (16.16 GB/s" in text and text.endswith("it fits")
     assert (
-        describe_crossing(pair_adjacent(degrees), degrees, [8] * 4)
+        describe_crossing(pair_adjacent(degrees), degrees, [8] * 4, evictors(degrees))
         == "0 of 12 pairs that move activations cross a node"
     )
 
@@ -54,7 +53,7 @@ def test_tensor_parallelism_that_fills_the_node():
     assert describe_need(found, shape, ATTENTION, forward_seconds=None).endswith(
         "it is hidden if a forward takes as long"
     )
-    crossing = describe_crossing(pair_adjacent(degrees), degrees, [8] * 4)
+    crossing = describe_crossing(pair_adjacent(degrees), degrees, [8] * 4, evictors(degrees))
     assert crossing == (
         "8 of 8 pairs that move activations cross a node, for tensor parallel size 8 fills a node of 8 GPUs"
     )
@@ -69,9 +68,16 @@ def test_crossing_pairs_share_the_network():
 
 
 def test_nothing_to_balance():
-    """Three stages: said, and no transfer."""
+    """No evictor: said, and no transfer."""
     degrees = Degrees(tensor=1, pipeline=3, data=1)
     assert transfers(standard(degrees), degrees, machine(3))[0] == []
-    assert describe_crossing(standard(degrees), degrees, [3]) == (
-        "3 stages have nothing to balance: pairs move activations from 4 stages on"
-    )
+    assert describe_crossing(standard(degrees), degrees, [3], ()) == "no pair has activations to move"
+
+
+def test_several_stages_on_a_rank():
+    """A microbatch moves at each stage on its own: half the bytes under half the forward, so the need is the same."""
+    degrees = Degrees(tensor=8, pipeline=4, data=1)
+    (whole,), _ = transfers(pair_adjacent(degrees), degrees, machine(8, 8, 8, 8))
+    (half,), shape = transfers(pair_adjacent(degrees), degrees, machine(8, 8, 8, 8), num_virtual_stages=2)
+    assert (half.num_bytes, half.seconds) == (pytest.approx(whole.num_bytes / 2), pytest.approx(whole.seconds / 2))
+    assert "needs 24.25 GB/s" in describe_need([half], shape, ATTENTION, forward_seconds=0.14337 / 2)

@@ -50,6 +50,22 @@ def test_slots_of_uneven_nodes(tmp_path):
             {"bandwidth": {"within_node": -1, "between_nodes": 1}},
             "bandwidth.within_node: input should be greater than 0, not -1",
         ),
+        ({"nodes": [{"name": "a", "gpus": 10**9}]}, "nodes.0.gpus: input should be less than or equal to 65536"),
+        ({"nodes": [{"name": "a", "gpus": 2.0}]}, "nodes.0.gpus: input should be a valid integer, not 2.0"),
+        ({"nodes": [{"name": "", "gpus": 1}]}, "nodes.0.name: string should have at least 1 character"),
+        ({"nodes": [{"name": 7, "gpus": 1}]}, "nodes.0.name: input should be a valid string, not 7"),
+        ({"nodes": ["a"]}, "nodes.0: input should be a valid dictionary"),
+        ({"bandwidth": 300}, "bandwidth: input should be a valid dictionary"),
+        (
+            {"bandwidth": {"within_node": float("nan"), "between_nodes": 1}},
+            "bandwidth.within_node: input should be a finite number, not nan",
+        ),
+        (
+            {"bandwidth": {"within_node": 1, "between_nodes": "fast"}},
+            "bandwidth.between_nodes: input should be a valid number, not 'fast'",
+        ),
+        ({"teraflops_per_gpu": float("inf")}, "teraflops_per_gpu: input should be a finite number, not inf"),
+        ({"teraflops": 180}, "teraflops: extra inputs are not permitted"),
         ({"teraflops_per_gpu": 0}, "teraflops_per_gpu: input should be greater than 0, not 0"),
         ({"nodes": [{"name": "a", "gpus": 1}] * 2}, "two nodes are called a"),
     ],
@@ -73,6 +89,11 @@ def test_bad_fields_are_named(tmp_path, change, reason):
             "bandwidth.within_node: input should be a finite",
         ),
         ("a: !!python/object:os.system {}", "line 1, column 4: could not determine a constructor"),
+        ("nodes: [{name: a,\n  gpus: 1, gpus: 2}]", "line 2, column 12: gpus is given twice in one place; give"),
+        ('{"nodes": [{"name": "a", "gpus": 1, "gpus": 2}]}', "bad.yaml: gpus is given twice in one place; give it"),
+        ("nodes: [{name: 2026-99-99, gpus: 1}]", "month must be in 1..12; write YAML or JSON"),
+        ("[" * 5000, "recursion depth exceeded"),
+        ("nodes: \0", "unreadable characters; write YAML or JSON"),
     ],
 )  # fmt: skip
 def test_bad_files_are_explained(tmp_path, text, reason):
@@ -80,6 +101,14 @@ def test_bad_files_are_explained(tmp_path, text, reason):
     with pytest.raises(ValueError) as error:
         load_topology(write(tmp_path / "bad.yaml", text))
     assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_json_that_is_no_yaml(tmp_path):
+    """Tabs, exponents without a point and a byte order mark are good JSON."""
+    text = json.dumps(GOOD, indent="\t").replace("25.5", "1e2")
+    path = tmp_path / "t.json"
+    path.write_text(text, encoding="utf-8-sig")
+    assert load_topology(path).bandwidth.between_nodes == 100
 
 
 def test_job_uses_a_part():

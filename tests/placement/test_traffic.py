@@ -1,90 +1,101 @@
-"""Bytes of an iteration, against Algorithm 1 as printed and against counts by hand."""
+"""Bytes of an iteration, against every SEND and EVICT of the program and against counts by hand."""
 
-import math
+from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron.placement import Degrees, ModelShape, RecomputeScope, estimate_traffic
+from megatron.pipeline.instruction import Kind as Instruction
+from megatron.pipeline.schedules import Schedule
+from megatron.placement import Degrees, Kind, ModelShape, RecomputeScope, count_transfers, estimate_traffic
 from megatron.placement.bandwidth import saved_activation_bytes
-from megatron.placement.pairs import transferring_stages
-from megatron.placement.traffic import Kind, count_evictions, point_to_point
+from megatron.placement.counts import Counts
+from megatron.placement.traffic import point_to_point
 
 SHAPE = ModelShape(
     num_layers=8, num_attention_heads=4, hidden_size=16, sequence_length=32, micro_batch_size=2, pipeline=4, tensor=2
 )  # fmt: skip
 DEGREES = Degrees(tensor=2, pipeline=4, data=3)
-
-
-def algorithm_1(p: int, s: int, m: int) -> list[int]:
-    """The microbatches that Algorithm 1 evicts, line by line, on the computations of stage s without bubbles."""
-    warmup = min(p - s, m)
-    computations = [("forward", index) for index in range(warmup - 1)]
-    for index in range(m):
-        if warmup - 1 + index < m:
-            computations.append(("forward", warmup - 1 + index))
-        computations.append(("backward", index))
-    bound = math.ceil((p + 2) / 2)
-    evicted, evictions = set(), []
-    for i, (kind, index) in enumerate(computations):
-        if kind == "forward":
-            if bound - 1 <= index < bound - 1 + warmup - bound:
-                evictions.append(computations[i - 1][1])
-                evicted.add(evictions[-1])
-        elif index in evicted:
-            evicted.remove(index)
-            if computations[i - 1][0] == "forward":
-                evictions.append(computations[i - 3][1])
-                evicted.add(evictions[-1])
-    return evictions
+COUNTS = Counts(num_microbatches=5, num_virtual_stages=1, activations=(5, 5, 5, 0), evictions=(2, 0, 0, 0))
+ACTIVATION = 2 * 32 * 2 * 16
 
 
 def test_figure_4():
-    """p=4, m=8: stage 0 evicts microbatches 1, 3 and 5, the others nothing."""
-    assert algorithm_1(4, 0, 8) == [1, 3, 5]
-    assert [count_evictions(4, stage, 8) for stage in range(4)] == [3, 0, 0, 0]
+    """p=4, m=8: stage 0 evicts three microbatches, and each boundary is crossed by eight."""
+    counts = count_transfers(Schedule.preset("bpipe", num_stages=4), 8)
+    assert counts == Counts(num_microbatches=8, num_virtual_stages=1, activations=(8, 8, 8, 0), evictions=(3, 0, 0, 0))
+    assert counts.evictors == (0,)
 
 
-@settings(deadline=None)
-@given(st.integers(1, 20).flatmap(lambda p: st.tuples(st.just(p), st.integers(0, p - 1), st.integers(1, 60))))
-def test_evictions_are_those_of_algorithm_1(case):
-    """Whatever p, s and m; and only the stages of section 3.3 evict."""
-    p, s, m = case
-    assert count_evictions(p, s, m) == len(algorithm_1(p, s, m))
-    assert s in transferring_stages(p) or count_evictions(p, s, m) == 0
-    assert s not in transferring_stages(p) or count_evictions(p, s, 2 * p) > 0
+@pytest.mark.parametrize(
+    ("preset", "p", "v", "m", "balance"),
+    [
+        ("gpipe", 3, 1, 5, False),
+        ("flush", 4, 1, 8, False),
+        ("bpipe", 6, 1, 3, True),
+        ("bpipe", 7, 1, 20, True),
+        ("2bw", 4, 1, 6, False),
+        ("2bw", 6, 1, 9, True),
+        ("pipedream", 3, 1, 1, False),
+        ("interleaved", 2, 2, 4, False),
+        ("interleaved", 4, 2, 8, True),
+        ("interleaved", 4, 3, 12, True),
+    ],
+)
+def test_bytes_are_what_the_program_sends(preset, p, v, m, balance):
+    """Every SEND and every move of a later batch, from rank to rank; the last rank sends to the first where v > 1."""
+    schedule = Schedule.preset(preset, num_stages=p * v, num_virtual_stages=v, balance=balance)
+    shape = ModelShape(**{**vars(SHAPE), "num_layers": p * v, "pipeline": p, "num_virtual_stages": v})
+    counts = count_transfers(schedule, m)
+    traffic = estimate_traffic(shape, Degrees(tensor=2, pipeline=p, data=1), counts, vocabulary_size=9)
+    expected = Counter()
+    num_batches = 6
+    one, more = schedule.build((m,) * num_batches), schedule.build((m,) * (num_batches + 1))
+    sizes = {Kind.PIPELINE: ACTIVATION / 2, Kind.PAIR: saved_activation_bytes(shape, RecomputeScope.NONE)}
+    step = {Instruction.SEND_F: 1, Instruction.SEND_B: -1}
+    for program, sign in ((more, 1), (one, -1)):
+        for rank, row in enumerate(program.rows):
+            for instruction in row:
+                if instruction.kind in step:
+                    target = program.rank_of_stage[instruction.stage + step[instruction.kind]]
+                    expected[Kind.PIPELINE, rank, target] += sign * sizes[Kind.PIPELINE]
+                elif instruction.kind in (Instruction.EVICT, Instruction.RETURN):
+                    expected[Kind.PAIR, rank, p - 1 - rank] += sign * sizes[Kind.PAIR]
+    found = Counter()
+    for edge in point_to_point(traffic):
+        if edge.kind in sizes:
+            found[edge.kind, edge.first_stage, edge.second_stage] += edge.bytes_each_way
+            found[edge.kind, edge.second_stage, edge.first_stage] += edge.bytes_each_way
+    assert found == {key: pytest.approx(value) for key, value in expected.items() if value}
+    assert counts.evictors == schedule.evicting_ranks((m,))
+    assert ((Kind.PIPELINE, p - 1, 0) in found) == (v > 1 or p == 2)
 
 
 def test_counts_by_hand():
     """Two layers a stage, m=5, activations of 2 x 32 x 2 x 16 bytes."""
-    traffic = estimate_traffic(SHAPE, DEGREES, num_microbatches=5, vocabulary_size=100)
-    activation = 2 * 32 * 2 * 16
-    assert traffic.pipeline == 5 * activation / 2
-    assert traffic.pair == (count_evictions(4, 0, 5) * saved_activation_bytes(SHAPE, RecomputeScope.NONE), 0, 0, 0)
+    traffic = estimate_traffic(SHAPE, DEGREES, COUNTS, vocabulary_size=100)
+    assert traffic.pipeline == (5 * ACTIVATION / 2,) * 3 + (0,)
+    assert traffic.pair == (2 * saved_activation_bytes(SHAPE, RecomputeScope.NONE), 0, 0, 0)
     weights = 2 * (12 * 16**2 + 13 * 16) / 2
     assert traffic.data == (4 * (weights + 800), 4 * weights, 4 * weights, 4 * (weights + 800))
-    assert traffic.tensor == (5 * 2 * 4 * activation,) * 4
+    assert traffic.tensor == (5 * 2 * 4 * ACTIVATION,) * 4
     assert traffic.embedding == 4 * 800
 
 
 def test_options_change_what_they_name():
-    """No pairs, whole activations, no tied embedding, two more reductions where layers are recomputed."""
-    base = estimate_traffic(SHAPE, DEGREES, num_microbatches=5, vocabulary_size=100)
+    """Whole activations, wider elements, no tied embedding, two more reductions where layers are recomputed."""
+    base = estimate_traffic(SHAPE, DEGREES, COUNTS, vocabulary_size=100)
 
-    def changed(**options):
-        other = estimate_traffic(SHAPE, DEGREES, num_microbatches=5, vocabulary_size=100, **options)
+    def changed(shape=SHAPE, **options):
+        other = estimate_traffic(shape, DEGREES, COUNTS, vocabulary_size=100, **options)
         return {name for name in vars(base) if getattr(base, name) != getattr(other, name)}, other
 
-    assert changed(balances_activations=False)[0] == {"pair"}
-    assert changed(sequence_parallel=False)[0] == {"pipeline"}
+    names, other = changed(ModelShape(**{**vars(SHAPE), "sequence_parallel": False}))
+    assert names == {"pipeline", "pair"} and other.pipeline[0] == 2 * base.pipeline[0]
+    names, other = changed(ModelShape(**{**vars(SHAPE), "element_bytes": 4}))
+    assert names == {"pipeline", "pair", "tensor"} and other.tensor[0] == 2 * base.tensor[0]
+    names, other = changed(gradient_bytes=2)
+    assert names == {"data", "embedding"} and other.data[1] == base.data[1] / 2
     assert changed(tied_embeddings=False)[0] == {"embedding"}
-    names, other = changed(num_virtual_stages=3, balances_activations=False)
-    assert names == {"pair", "pipeline", "wraparound"}
-    assert (other.pipeline, other.wraparound) == (3 * base.pipeline, 2 * base.pipeline)
-    ring = [edge for edge in point_to_point(other) if edge.kind is Kind.PIPELINE]
-    assert [(edge.first_stage, edge.second_stage) for edge in ring] == [(0, 1), (1, 2), (2, 3), (3, 0)]
-    assert ring[3].bytes_each_way == other.wraparound
     names, other = changed(scope=RecomputeScope.LAYER)
     assert names == {"pair", "tensor"} and other.tensor[0] == 1.5 * base.tensor[0]
 
@@ -93,10 +104,12 @@ def test_single_tensor_rank_reduces_nothing():
     """t=1: no tensor traffic."""
     shape = ModelShape(**{**vars(SHAPE), "tensor": 1})
     degrees = Degrees(tensor=1, pipeline=4, data=1)
-    assert estimate_traffic(shape, degrees, num_microbatches=1, vocabulary_size=1).tensor == (0.0,) * 4
+    assert estimate_traffic(shape, degrees, COUNTS, vocabulary_size=1).tensor == (0.0,) * 4
 
 
 def test_bad_numbers_are_refused():
     """No microbatch, or no vocabulary."""
     with pytest.raises(ValueError, match="0 microbatches"):
-        estimate_traffic(SHAPE, DEGREES, num_microbatches=0, vocabulary_size=1)
+        count_transfers(Schedule.preset("flush", num_stages=4), 0)
+    with pytest.raises(ValueError, match="vocabulary of 0"):
+        estimate_traffic(SHAPE, DEGREES, COUNTS, vocabulary_size=0)

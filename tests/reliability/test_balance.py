@@ -14,15 +14,18 @@ MOVES = 3  # that arrive at either end of the only pair, in each batch of 8 over
 
 
 @pytest.mark.parametrize(
-    "rank", [3, pytest.param(0, marks=pytest.mark.full)], ids=["its acceptor", "its evictor"]
-)  # fmt: skip
-def test_killed_in_a_move_and_resumed(tmp_path, rank):
+    ("rank", "schedule"),
+    [(3, "bpipe"), pytest.param(0, "flush", marks=pytest.mark.full)],
+    ids=["its acceptor", "its evictor"],
+)
+def test_killed_in_a_move_and_resumed(tmp_path, rank, schedule):
     """kill -9 of one end while the other sends: all others end within 10 s and name it, and the run goes on from its
-    checkpoint with the losses that it had before it was killed."""
-    flags = ["--pipeline-schedule", "bpipe", "--global-batch-size", 8, "--train-iters", LAST]
+    checkpoint, balanced again or not, with the losses that it had before it was killed."""
+    flags = ["--global-batch-size", 8, "--train-iters", LAST]
     flags += ["--save", "checkpoints", "--load", "checkpoints", "--save-interval", SAVED]
     in_iteration_7 = {"KILLED_RANK": str(rank), "KILLED_IN_MOVE": str(6 * MOVES + 2)}
-    command = launch.training_command(4, *flags, "--metrics-file", "first.jsonl", program=PROGRAM)
+    balanced = [*flags, "--pipeline-schedule", "bpipe", "--metrics-file", "first.jsonl"]
+    command = launch.training_command(4, *balanced, program=PROGRAM)
     with launch.Job(command, directory=tmp_path, **in_iteration_7) as job:
         outcome = job.wait()
         killed = re.search(r"killed at ([\d.]+)", outcome.output)
@@ -35,7 +38,8 @@ def test_killed_in_a_move_and_resumed(tmp_path, rank):
     before = launch.losses(tmp_path / "first.jsonl")
     assert sorted(before) == list(range(1, 7)), "it was killed in iteration 7"
 
-    launch.train(4, *flags, "--metrics-file", "second.jsonl", directory=tmp_path).assert_succeeded()
+    flags += ["--pipeline-schedule", schedule, "--metrics-file", "second.jsonl"]
+    launch.train(4, *flags, directory=tmp_path).assert_succeeded()
     after = launch.losses(tmp_path / "second.jsonl")
     assert sorted(after) == list(range(SAVED + 1, LAST + 1))
     assert [after[iteration] for iteration in (5, 6)] == [before[iteration] for iteration in (5, 6)]

@@ -1,6 +1,5 @@
 """tools/rank_map.py: what it prints, draws and writes, and with which status it ends."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.in_process import ROOT, load_tool, runner
+
 TOOL = ROOT / "tools" / "rank_map.py"
-specification = importlib.util.spec_from_file_location("rank_map_tool", TOOL)
-tool = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(tool)
+tool = load_tool("rank_map")
 
 TOPOLOGY = ["--rank-topology", ROOT / "examples" / "topology.yaml"]
 FIGURE_5 = [*TOPOLOGY, "--pipeline-model-parallel-size", "16"]
 FIGURE_6 = [*TOPOLOGY, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]
+LEVELS = ("within a node", "between nodes")
 MODEL = [
     "--num-layers", "80", "--hidden-size", "9984", "--num-attention-heads", "104", "--seq-length", "2048",
     "--micro-batch-size", "2", "--global-batch-size", "128", "--recompute", "attention", "--sequence-parallel",
@@ -26,17 +25,8 @@ MODEL = [
 
 @pytest.fixture
 def run(capsys):
-    """Run the tool in this process; returns status, standard output and standard error."""
-
-    def run(*arguments):
-        try:
-            status = tool.main([str(each) for each in arguments])
-        except SystemExit as end:
-            status = end.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    """Run the tool in this process."""
+    return runner(tool, capsys)
 
 
 def test_who_sits_where(run):
@@ -100,8 +90,27 @@ def test_bandwidth_is_judged(run, tmp_path):
     assert "for tensor parallel size 8 fills a node of 8 GPUs" in out
     assert "goes at 12.5 GB/s between nodes" in out and "it needs 24.25 GB/s" in out and "too slow" in out
     assert "it is hidden if a forward takes as long" in run(*words)[1]
-    assert "pairs that move" not in run(*words, "--no-balance")[1]
+    assert "pairs that move" not in run(*words, "--pipeline-schedule", "flush")[1]
     assert "fit under a forward of" in run(*FIGURE_5, *MODEL)[1]
+
+
+def test_schedule_decides_what_is_sent(run):
+    """flush moves nothing between pairs; several stages on each rank send more, also from last rank to first."""
+    words = [*TOPOLOGY, "--pipeline-model-parallel-size", "8", *MODEL, "--json"]
+
+    def sent(*schedule):
+        content = json.loads(run(*words, *schedule)[1])
+        rows = {(row["kind"], row["level"]): row for row in content["traffic_per_iteration"]}
+        moving = [pair["evictor"] for pair in content["pairs"] if pair["moves_activations"]]
+        total = {kind: sum(rows[kind, level]["total_bytes"] for level in LEVELS) for kind in ("pipeline", "pair")}
+        return moving, total["pair"], total["pipeline"]
+
+    moving, pairs, pipeline = sent("--pipeline-schedule", "flush")
+    assert (moving, pairs) == ([], 0)
+    assert sent("--pipeline-schedule", "flush", "--balance-activations") == sent() == ([0, 1, 2], sent()[1], pipeline)
+    assert sent()[1] > 0
+    interleaved = sent("--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "2")
+    assert interleaved == ([], 0, pytest.approx(pipeline * (2 * 8 - 1) / 7))
 
 
 def test_pictures(run, tmp_path):
@@ -136,6 +145,12 @@ def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
         ([*TOPOLOGY, "--pipeline-model-parallel-size", "3"], "16 GPUs cannot be divided into tensor parallel size 1 x"),
         ([*FIGURE_5, "--rank-mapping", "nearest"], "nearest cannot be read"),
         ([*FIGURE_5, "--output", "x.txt"], "x.txt is no image"),
+        ([*FIGURE_5, "--pipeline-schedule", "gpipe", "--balance-activations"], "there is nothing to balance"),
+        ([*FIGURE_5, "--num-virtual-stages-per-pipeline-rank", "2"], "use order interleaved"),
+        (
+            [*FIGURE_5, *MODEL, "--global-batch-size", "6", "--pipeline-schedule", "2bw"],
+            "needs batches of at least 16 microbatches",
+        ),
         ([*FIGURE_6, *MODEL, "--global-batch-size", "3"], "--global-batch-size 3 is not divisible by 2 replicas x"),
     ],
 )

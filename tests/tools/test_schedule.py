@@ -1,12 +1,10 @@
 """tools/schedule.py: what it prints, writes and proves, and with which status it ends."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,28 +12,18 @@ from megatron.pipeline.program import Program, WeightPolicy
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
+from tests.tools.in_process import ROOT, load_tool, runner
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "schedule.py"
-specification = importlib.util.spec_from_file_location("schedule_tool", TOOL)
-tool = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(tool)
+TOOL = ROOT / "tools" / "schedule.py"
+tool = load_tool("schedule")
 
 TWO_BW = ["--schedule", "2bw", "--stages", "4", "--microbatches", "4", "--batches", "3"]
 
 
 @pytest.fixture
 def run(capsys):
-    """Run the tool in this process; returns status, standard output and standard error."""
-
-    def run(*arguments):
-        try:
-            status = tool.main([str(each) for each in arguments])
-        except SystemExit as end:
-            status = end.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    """Run the tool in this process."""
+    return runner(tool, capsys)
 
 
 def build(name="2bw", num_stages=4, batches=(4, 4, 4), **flags):
@@ -99,6 +87,14 @@ def test_check_says_what_moves(run):
     assert "nothing to balance" not in run("check", "--schedule", "flush", "--stages", "3")[1]
     status, _, err = run("check", "--schedule", "gpipe", "--balance")
     assert status == 1 and "there is nothing to balance; drop balance, or use order 1f1b" in err
+
+
+def test_draw_shows_what_is_saved_where_activations_move(run, tmp_path):
+    """Below the timeline of Figure 4 stands the count of each stage, unless it is refused; else it is asked for."""
+    for name, flag, shown in (("bpipe", "", True), ("bpipe", "--no-saved", False), ("flush", "", False)):
+        words = ["draw", "--schedule", name, "--batches", "1", "--microbatches", "8", *flag.split()]
+        assert run(*words, "--output", tmp_path / "x.svg")[0] == 0
+        assert ('"saved"' in (tmp_path / "x.svg").read_text()) == shown
 
 
 def test_a_move_that_is_late_takes_time(run):
@@ -168,7 +164,16 @@ def test_binary_and_missing_files(run, tmp_path):
         (["check", "--schedule", "3bw"], "invalid choice: '3bw'"),
         (["draw", "--schedule", "2bw", "--forward", "-1"], "'-1' is no finite number"),
         (["draw", "--schedule", "2bw", "--latency", "inf"], "'inf' is no finite number"),
-        (["draw", "--schedule", "2bw", "--width", "0"], "0 is not positive"),
+        (["draw", "--schedule", "2bw", "--width", "0"], "'0' is no finite number above 0"),
+        (["draw", "--schedule", "2bw"], "draw needs --output FILE.png (or .svg), or --text"),
+        (["draw", "--schedule", "2bw", "--text", "--lanes"], "--lanes says nothing about text; add --output FILE"),
+        (["draw", "--schedule", "2bw", "--text", "--no-saved"], "--saved says nothing about text; add --output FILE"),
+        (
+            ["draw", "--schedule", "2bw", "--output", "x.png", "--columns", "9"],
+            "--columns says nothing about a picture",
+        ),
+        (["show", "--schedule", "2bw", "--evict", "1"], "--evict says nothing about the rows; add --timeline"),
+        (["show", "--schedule", "2bw", "--csv", "-", "--one-based"], "--one-based says nothing about the rows"),
     ],
 )
 def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
@@ -182,9 +187,12 @@ def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
     ("arguments", "reason"),
     [
         (["check", "--schedule", "2bw", "--microbatches", "3"], "at least 4"),
-        (["draw", "--schedule", "2bw"], "--output"),
         (["draw", "--schedule", "2bw", "--output", "x.txt"], "no image"),
         (["simulate", "--schedule", "2bw", "--forward", "1,2,3"], "forward has 3 numbers"),
+        (["simulate", "--schedule", "bpipe", "--evict", "1e308"], "more than a number can hold; give smaller costs"),
+        (["check", "--schedule", "bpipe", "--stages", "9" * 20], "more than the 2e+07 that a machine holds"),
+        (["check", "--schedule", "flush", "--microbatches", "9999999"], "give fewer of either"),
+        (["check", "--schedule", "interleaved", "--batches", "9999999", "--balance"], "give fewer of either"),
     ],
 )
 def test_choices_that_do_not_work_end_with_status_1(run, arguments, reason):
@@ -287,6 +295,7 @@ def test_interleaved_has_several_stages_on_a_rank(run, tmp_path):
     assert run("check", path)[0] == 0
     assert run("draw", *options, "--output", tmp_path / "interleaved.png")[0] == 0
     assert re.search("ranks, stages +4, 8\n", run("check", "--schedule", "interleaved")[1])
+    assert re.search(r"rank 0: the same, over its stages +7\n", run("simulate", *options)[1])
     assert re.search(r"makespan +21\n", run("simulate", *options, "--microbatches", "2", "--batches", "1")[1])
 
 

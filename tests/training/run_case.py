@@ -3,8 +3,10 @@ processes."""
 
 import atexit
 import functools
+import gc
 import hashlib
 import importlib
+import os
 import shutil
 import sys
 import tempfile
@@ -54,14 +56,16 @@ def train_case(
     flags: str,
     stop_after: dict[int, int] | None = None,
     minutes_ago: float = 0.0,
+    look_after: tuple[int, ...] = (),
     program: str = "pretrain_gpt",
     base: str = BASE,
 ) -> dict:
     """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
-    each batch's gradients, and what was saved of its first stage: most microbatches, and the bytes in which one moved.
+    each batch's gradients, and by stage what was saved: microbatches at most, and the bytes in which one moved.
 
     `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank gets the wish to stop.
-    `minutes_ago`: when the program was started.
+    `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
+    (`resources`).
     """
     from megatron.training import initialize
     from megatron.training.arguments import parse_args, validate_args
@@ -88,6 +92,7 @@ def train_case(
         run = assemble(args, **options)
     run.reporter.say = lines.append
     gradients = _digests_of_gradients(run.update)
+    resources = _look_after(run.reporter, look_after)
     if stop_after and rank in stop_after:
         _stop_after(run.reporter, stop, stop_after[rank])
     try:
@@ -100,8 +105,9 @@ def train_case(
             "iteration": run.iteration,
             "weights": whole_weights(run.chunks),
             "gradients": gradients,
-            "saved_microbatches": run.engine.saved_microbatches_peak[run.stages[0].index],
-            "moved_bytes": _moved_bytes(run.stages[0]),
+            "saved_microbatches": run.engine.saved_microbatches_peak,
+            "moved_bytes": {stage.index: _moved_bytes(stage) for stage in run.stages},
+            "resources": resources,
             "generator": torch.get_rng_state(),
         }
     finally:
@@ -147,18 +153,38 @@ def _stop_after(reporter, stop, iteration: int) -> None:
     reporter.iteration = watching
 
 
+def _look_after(reporter, iterations: tuple[int, ...]) -> list[dict[str, int]]:
+    """Grows by one for each of these iterations: threads, open files and resident bytes of this process."""
+    report, looks = reporter.iteration, []
+
+    def watching(batch_report, progress) -> None:
+        report(batch_report, progress)
+        if progress.iteration in iterations:
+            gc.collect()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            looks.append(
+                {
+                    "threads": len(os.listdir("/proc/self/task")),
+                    "files": len(os.listdir("/proc/self/fd")),
+                    "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+                }
+            )
+
+    reporter.iteration = watching
+    return looks
+
+
 def _digests_of_gradients(update) -> list[str]:
-    """Grows by one for each step: of the reduced gradients that it applies (if it does, and not something before)."""
-    step, digests = update.step, []
+    """Grows by one for each batch: of its reduced gradients, when they are applied."""
+    apply, digests = update._apply, []
 
-    def watched(version: int):
-        batch = update._batches[version - 1]
-        if not batch.applied:
-            flats = update._gradients[batch.slot].flats
-            digests.append(hashlib.blake2b(b"".join(flat.numpy().tobytes() for flat in flats)).hexdigest())
-        return step(version)
+    def watched(batch, coefficient: float) -> None:
+        update._prepare(batch)
+        content = b"".join(flat.numpy().tobytes() for flat in update._gradients[batch.slot].flats)
+        digests.append(hashlib.blake2b(content).hexdigest())
+        apply(batch, coefficient)
 
-    update.step = watched
+    update._apply = watched
     return digests
 
 

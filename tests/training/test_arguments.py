@@ -374,6 +374,14 @@ def test_virtual_stages_that_cannot_be(flags, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_rank_with_nothing_to_hold():
+    """Empty stages are for ranks that have others."""
+    with pytest.raises(
+        ValueError, match="leaves rank 2 of the pipeline nothing to hold; give one of its stages a layer"
+    ):
+        arguments(f"--pipeline-model-parallel-size 4 {LAYOUT} Ett|t||tL", world_size=4)
+
+
 def test_schedule_is_checked_for_every_batch_size():
     """2bw needs m >= p in every batch, also at the start of a ramp-up, and says so before anything starts."""
     arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4", world_size=4)

@@ -37,10 +37,10 @@ CUTS = {
     "p=2 v=2 to p=1": (EXACT, 2, f"{P2} {V2}", 1, P1, True),
     "p=1 to p=2 v=2": (EXACT, 1, P1, 2, f"{P2} {V2}", True),
     "p=2 v=1 to v=2": (EXACT, 2, P2, 2, f"{P2} {V2}", True),
-    "p=2 v=2 to v=1": (EXACT, 2, f"{P2} {V2}", 2, P2, True),
     "p=2 v=2 d=2 distributed optimizer to p=2 v=1": (CLIPPED, 4, f"{P2} {V2} {SHARDED}", 2, P2, False),
 }
 CUTS_MATRIX = {
+    "p=2 v=2 to v=1": (EXACT, 2, f"{P2} {V2}", 2, P2, True),
     "p=4 v=2 to p=2 v=2": (f"{EXACT} {EIGHT}", 4, f"{P4} {V2}", 2, f"{P2} {V2}", True),
     "p=2 v=2 to p=4 v=2": (f"{EXACT} {EIGHT}", 2, f"{P2} {V2}", 4, f"{P4} {V2}", True),
     "p=2 v=2 to uneven": (EXACT, 2, f"{P2} {V2}", 4, f"{P4} {LAYOUT} E|ttt|t|L", True),

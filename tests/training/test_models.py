@@ -56,7 +56,6 @@ def test_weights_do_not_depend_on_the_number_of_stages(more):
         (2, ""),
         (4, ""),
         (2, "--num-virtual-stages-per-pipeline-rank 2"),
-        (2, "--pipeline-model-parallel-layout E|tt||ttL"),
         (4, "--pipeline-model-parallel-layout E|ttt|t|L"),
     ):
         parts = whole_model(stages, f"{MODEL} {more} --pipeline-model-parallel-size {stages} {cut}")

@@ -1,6 +1,7 @@
 """--rank-mapping: decided on the process of physical rank 0, followed by all, and said in the log."""
 
 import json
+import os
 import threading
 from datetime import timedelta
 
@@ -58,6 +59,16 @@ def test_topology_may_put_rank_0_on_the_second_host(tmp_path):
     ]
 
 
+def test_job_on_a_part_of_the_topology(tmp_path):
+    """Two of three nodes, two processes on nodes of eight: the rest is left out, and shares nothing."""
+    whole = topology(tmp_path / "whole.json", "a", "x", "b", gpus=8)
+    part = topology(tmp_path / "part.json", "a", "b")
+    flags = "--rank-mapping optimized --rank-topology"
+    assert placement.decide(balanced(f"{flags} {whole}"), TWO_HOSTS) == placement.decide(
+        balanced(f"{flags} {part}"), TWO_HOSTS
+    )
+
+
 def test_optimized_and_file(tmp_path):
     """optimized keeps the pair together, too; a file is taken as it is, slot by slot."""
     path = topology(tmp_path / "t.json", "a", "b")
@@ -82,6 +93,62 @@ def test_transfer_that_does_not_fit_is_a_warning(tmp_path):
     unknown = topology(tmp_path / "unknown.json", *"abcd")
     _, lines = placement.decide(balanced(f"{flags} {unknown}", world_size=8), hosts)
     assert lines[1].startswith("pairs: ") and lines[1].endswith("if a forward takes as long")
+
+
+def test_pairs_that_cross_an_unknown_network_are_a_warning():
+    """Without a topology nobody can say whether it is fast enough: the bytes, and the remedy; none where none cross."""
+    hosts = [Process(name, local) for name in "abcd" for local in (0, 1)]
+    flags = "--tensor-model-parallel-size 2 --rank-mapping pair-adjacent"
+    _, lines = placement.decide(balanced(flags, world_size=8), hosts)
+    assert "2 of 2 pairs that move activations cross a node, for tensor parallel size 2 fills a node of 2" in lines[0]
+    assert lines[1].startswith("warning: pairs that cross a node move ") and "give --rank-topology" in lines[1]
+    assert len(placement.decide(balanced("--rank-mapping pair-adjacent"), TWO_HOSTS)[1]) == 1
+
+
+def test_batch_too_small_to_move_anything():
+    """Two microbatches do not fill four stages: no pair moves, and no advice is given."""
+    few = balanced("--rank-mapping pair-adjacent --global-batch-size 2 --micro-batch-size 1")
+    assert placement.evictors(few) == ()
+    assert placement.decide(few, TWO_HOSTS)[1] == [
+        "rank mapping pair-adjacent on 2 nodes: no pair has activations to move"
+    ]
+
+
+def test_bytes_follow_the_precision(tmp_path):
+    """FP32 sends twice what bf16 sends, and bf16 reduces gradients in 16 bits unless they are accumulated in FP32."""
+    degrees = Degrees(tensor=2, pipeline=2, data=2)
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+
+    def traffic(more):
+        return placement.estimated_traffic(arguments(f"{flags} {more}", world_size=8), degrees)
+
+    wide, narrow, kept = traffic(""), traffic("--bf16"), traffic("--bf16 --accumulate-allreduce-grads-in-fp32")
+    assert wide.pipeline[0] == 2 * narrow.pipeline[0] == 2 * kept.pipeline[0] > 0
+    assert wide.data == kept.data and wide.embedding == kept.embedding
+    assert traffic("--bf16 --sequence-parallel").pipeline[0] == narrow.pipeline[0] / 2
+
+
+def test_several_stages_on_a_rank():
+    """What a run sends: twice from rank to rank, once from the last to the first; half the bytes move at each stage."""
+    degrees = Degrees(tensor=1, pipeline=4, data=1)
+    flags = "--pipeline-model-parallel-size 4 --num-layers 8 --micro-batch-size 1 --global-batch-size 8"
+    one = arguments(f"{flags} --pipeline-schedule bpipe", world_size=4)
+    two = arguments(f"{flags} --num-virtual-stages-per-pipeline-rank 2 --balance-activations", world_size=4)
+    edge = placement.estimated_traffic(one, degrees).pipeline[0]
+    assert placement.estimated_traffic(one, degrees).pipeline == (edge, edge, edge, 0)
+    assert placement.estimated_traffic(two, degrees).pipeline == (2 * edge, 2 * edge, 2 * edge, edge)
+    assert placement.evictors(two) == (0,) and placement.estimated_traffic(two, degrees).pair[0] > 0
+    shapes = [placement.model_shape(args, degrees) for args in (one, two)]
+    assert shapes[1].layers_of_stage == shapes[0].layers_of_stage / 2 == 1
+
+
+def test_flash_attention_saves_no_scores():
+    """As if the attention were recomputed: equation 5."""
+    args = arguments("")
+    args.transformer_impl = "transformer_engine"
+    assert placement.recompute_scope(args) is RecomputeScope.ATTENTION
+    args.attention_backend = "unfused"
+    assert placement.recompute_scope(args) is RecomputeScope.NONE
 
 
 def test_pairs_without_transfers_are_noted():
@@ -133,7 +200,8 @@ def assign(monkeypatch, processes, *extra):
     """What `assign_rank` gives or raises on each process, in threads over one store."""
     from torch.distributed import HashStore
 
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RANK", "as launched")
+    monkeypatch.setenv("LOCAL_RANK", "as launched")
     here, store, found = threading.local(), HashStore(), [None] * len(processes)
     monkeypatch.setattr(placement, "this_process", lambda: processes[here.rank])
 
@@ -160,6 +228,7 @@ def test_all_follow_one_decision(monkeypatch, tmp_path):
     path = topology(tmp_path / "t.json", "b", "a")
     found = assign(monkeypatch, TWO_HOSTS, "--rank-mapping pair-adjacent", f"--rank-topology {path}")
     assert [(each.rank, each.store_host) for each in found] == [(1, 1), (2, 1), (0, 1), (3, 1)]
+    assert os.environ["RANK"] in "0123" and os.environ["LOCAL_RANK"] == "as launched"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +247,18 @@ def test_problem_is_told_to_all(monkeypatch, tmp_path, flags, reason):
     found = assign(monkeypatch, TWO_HOSTS, flags.format(tmp_path))
     assert all(isinstance(error, SameEverywhere) and reason in str(error) for error in found)
     assert len(set(map(str, found))) == 1
+
+
+def test_figure_6_in_a_run():
+    """Logical rank by process of two hosts of 8, counted in blocks; over the hosts in turn, each slot has the same."""
+    flags = "--tensor-model-parallel-size 2 --rank-mapping pair-adjacent"
+    first_host = [0, 1, 12, 13, 4, 5, 8, 9]  # PP 0, 3, 1, 2 of DP 0
+    second_host = [2, 3, 14, 15, 6, 7, 10, 11]
+    blocks = [Process(name, local) for name in "ab" for local in range(8)]
+    assert placement.decide(balanced(flags, world_size=16), blocks)[0] == first_host + second_host
+    in_turn = [Process(name, local) for local in range(8) for name in "ab"]
+    ranks = placement.decide(balanced(flags, world_size=16), in_turn)[0]
+    assert (ranks[::2], ranks[1::2]) == (first_host, second_host)
 
 
 def test_mapping_is_that_of_the_room():

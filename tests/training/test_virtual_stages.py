@@ -75,9 +75,9 @@ EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-lo
 INTERLEAVED = {
     "p=2 v=2": (2, EXACT, f"{P2} {V2}"),
     "p=4 v=2": (4, f"{EXACT} {EIGHT}", f"{P4} {V2}"),
-    "p=2 v=2 recompute instructions": (2, EXACT, f"{P2} {V2} --pipeline-recompute"),
 }
 INTERLEAVED_MATRIX = {
+    "p=2 v=2 recompute instructions": (2, EXACT, f"{P2} {V2} --pipeline-recompute"),
     "groups of 4": (2, EXACT, f"{P2} {V2} --microbatch-group-size-per-virtual-pipeline-stage 4"),
     "p=2 v=4": (2, f"{EXACT} --num-layers 8", f"{P2} --num-layers-per-virtual-pipeline-stage 1"),
     "p=4 v=2 recompute instructions": (4, f"{EXACT} {EIGHT}", f"{P4} {V2} --pipeline-recompute"),

@@ -15,8 +15,8 @@ the same moves in the same order. If they did not, a stage would load another mi
 the moves end, and that nobody waits in a circle, is proved with the progress.
 """
 
+from megatron.pipeline import moves
 from megatron.pipeline.check.compact import ACCEPT, EVICT, LOAD, RETURN, B, CompactProgram, F, I, R
-from megatron.pipeline.moves import counterpart, pair_of
 
 # What has happened to the activations of a microbatch at a stage; at its pair stage, _NOWHERE, _LENT, _GIVEN_BACK.
 _NOWHERE, _SAVED, _AWAY, _BACK, _USED, _LENT, _GIVEN_BACK = range(7)
@@ -79,16 +79,7 @@ def partner_of_rank(compact: CompactProgram) -> list[int]:
     Raises:
         ValueError: the pair stages of a rank's stages live on several ranks.
     """
-    ranks, num_stages = compact.rank_of_stage, compact.num_stages
-    partners: dict[int, int] = {}
-    for stage, rank in enumerate(ranks):
-        partner = ranks[pair_of(stage, num_stages)]
-        if partners.setdefault(rank, partner) != partner:
-            raise ValueError(
-                f"the stages of rank {rank} have their pair stages on ranks {partners[rank]} and {partner}, so it "
-                "has no pair; place stages p-1-x of stages x on one rank, or move nothing"
-            )
-    return [partners[rank] for rank in range(len(compact.codes))]
+    return [moves.partner_of_rank(compact.rank_of_stage, rank) for rank in range(len(compact.codes))]
 
 
 def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) -> list[int]:
@@ -100,13 +91,13 @@ def _prove_correspondence(compact: CompactProgram, rank: int, partner: int) -> N
     own, others = moves_of_rank(compact, rank), moves_of_rank(compact, partner)
     rows = compact.program.rows
     for nth, (position, other) in enumerate(zip(own, others, strict=False)):
-        wanted = counterpart(rows[partner][other], compact.num_stages)
+        wanted = moves.counterpart(rows[partner][other], compact.num_stages)
         found = rows[rank][position]
         if (found.kind, found.stage, found.microbatch) != (wanted.kind, wanted.stage, wanted.microbatch):
             reason = f"move {nth} of rank {partner} is {rows[partner][other]}, whose other end is {wanted}"
             raise compact.error(rank, position, reason)
     if len(own) != len(others):
         alone, rest = (rank, own[len(others) :]) if len(own) > len(others) else (partner, others[len(own) :])
-        missing = counterpart(rows[alone][rest[0]], compact.num_stages)
+        missing = moves.counterpart(rows[alone][rest[0]], compact.num_stages)
         other_rank = partner if alone == rank else rank
         raise compact.error(alone, rest[0], f"the row of rank {other_rank} has no {missing} to meet it")

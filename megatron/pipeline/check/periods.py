@@ -189,18 +189,17 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Or
     order = MoveOrder()
     for instruction in row[: ends[rank]]:
         order.awaited(instruction)
-    state: _RankState = {
-        "which moves, counted from the last, are still awaited": order.still_awaited(),
-        "what moves (kind, stage, microbatch)": [
-            (each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]
-        ],
-    }
+    state: _RankState = {}
     for stage, held in hold(compact, rank, ends[rank]).items():
         away = {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.EVICT, Kind.ACCEPT)}
         away -= {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.LOAD, Kind.RETURN)}
         first = compact.program.first_microbatch + origin.microbatch
         state[f"what is away from stage {stage} or lent to it"] = sorted(each - first for each in away)
         state[f"how many microbatches stage {stage} has in flight, and holds more than that"] = held.own, held.moved
+    state["what moves (kind, stage, microbatch)"] = [
+        (each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]
+    ]
+    state["which moves, counted from the last, are still awaited"] = order.still_awaited()
     return state
 
 

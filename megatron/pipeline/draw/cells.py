@@ -99,3 +99,11 @@ def steps_of(timeline: Timeline) -> list[Step]:
         for span in timeline.computations()
         if span.instruction.kind is Kind.STEP
     ]
+
+
+def names_of_rows(timeline: Timeline) -> list[str]:
+    """Where each rank has one stage, a row is called by its stage."""
+    owned = [timeline.stages_of(rank) for rank in range(timeline.num_ranks)]
+    if all(len(stages) == 1 for stages in owned):
+        return [f"stage {stages[0]}" for stages in owned]
+    return [f"rank {rank}" for rank in range(timeline.num_ranks)]

@@ -57,7 +57,7 @@ def draw_timeline(
         path: where to write; the suffix chooses the format (.png, .svg, .pdf). None: only return the figure.
         title: above the picture.
         one_based: number microbatches from 1, as the paper does; programs number from 0.
-        saved_microbatches: below each timeline, how many microbatches' activations each stage holds.
+        saved_microbatches: below each timeline, how many microbatches' activations each rank holds.
         lanes: draw transfers as lines between the rows, and reductions as bars below them, where they take time.
         time_label, time_scale: name of the axis, and its units per unit of the timeline (1000 for milliseconds).
         width: inches; default: as wide as the labels need, 7 to 22.
@@ -85,7 +85,7 @@ def draw_timeline(
     head = (0.3 if title else 0.04) + (0.36 if len(timelines) > 1 else 0.2)
     heights, gaps = [], []
     for timeline in timelines:
-        heights += [timeline.num_ranks * _ROW] + [timeline.num_stages * _SAVED_ROW] * saved_microbatches
+        heights += [timeline.num_ranks * _ROW] + [timeline.num_ranks * _SAVED_ROW] * saved_microbatches
         gaps += [0.3] * saved_microbatches + [0.55]
     height = head + sum(heights) + sum(gaps[:-1]) + foot
 

@@ -18,7 +18,8 @@ SHADES = {  # lightest to darkest; a weight version, or a stage of several on a 
 }
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 STEP, HATCH, BORDER = "#c8102e", "#1f5c22", "#222222"
-TRANSFER, REDUCTION, SAVED = "#555555", "#e58a00", "#f2b66d"
+TRANSFER, REDUCTION = "#555555", "#e58a00"
+SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # of all stages of a rank, then of fewer and fewer
 MOVE_COLOURS = {Kind.EVICT: "#b3261e", Kind.LOAD: "#1456a0"}
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 REDUCTIONS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM})

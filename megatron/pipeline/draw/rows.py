@@ -7,7 +7,7 @@ carry a gid, so that tests and tools can find what they show.
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
-from megatron.pipeline.draw.cells import Cell, Step
+from megatron.pipeline.draw.cells import Cell, Step, names_of_rows
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.timeline import Timeline
@@ -37,10 +37,7 @@ def draw_rows(axes: "Axes", timeline: Timeline, cells: list[Cell]) -> None:
     hatching = {"facecolors": "none", "edgecolors": legend.HATCH, "linewidths": 0.0, "hatch": "xxxx", "alpha": 0.3}
     axes.add_collection(PolyCollection(completing, gid="completes", **hatching))
     axes.set_ylim(timeline.num_ranks - 0.45, -0.55)
-    owned = [timeline.stages_of(rank) for rank in ranks]
-    single = all(len(stages) == 1 for stages in owned)
-    names = [f"stage {stages[0]}" if single else f"rank {rank}" for rank, stages in enumerate(owned)]
-    axes.set_yticks(list(ranks), names, fontsize=8)
+    axes.set_yticks(list(ranks), names_of_rows(timeline), fontsize=8)
 
 
 def draw_labels(axes: "Axes", cells: list[Cell], *, points: float, one_based: bool) -> None:
@@ -121,7 +118,8 @@ def draw_lanes(axes: "Axes", timeline: Timeline) -> None:
 def draw_moves(axes: "Axes", timeline: Timeline, *, one_based: bool) -> None:
     """Evictions and loads as arrows between the rows of a pair, from the start of each to its end, with its microbatch.
 
-    The number stands at the evictor's row, so that one can see which computations the move runs beside.
+    The number stands at the evictor's row, so that one can see which computations the move runs beside: behind the
+    beginning of an eviction, before the end of a load, so that an eviction that follows a load does not cover it.
     """
     from matplotlib.collections import LineCollection
     from matplotlib.patheffects import withStroke
@@ -139,10 +137,14 @@ def draw_moves(axes: "Axes", timeline: Timeline, *, one_based: bool) -> None:
             times = [span.start, span.end]
             evicts = kind is Kind.EVICT
             lines.append(list(zip(times, rows if evicts else rows[::-1], strict=True)))
-            place = (times[0] if evicts else times[1], span.rank + edge * 0.78)
-            side = "right" if evicts else "left"
-            axes.text(*place, str(span.instruction.microbatch + one_based), ha=side, gid=f"{kind.value} label", **label)
-        axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.9, gid=kind.value, zorder=5))
+            number, side = str(span.instruction.microbatch + one_based), 1 if evicts else -1
+            axes.annotate(
+                number, (times[0] if evicts else times[1], span.rank + edge * 0.78), xytext=(1.5 * side, 0),
+                textcoords="offset points", ha="left" if evicts else "right", gid=f"{kind.value} label",
+                annotation_clip=False, **label,
+            )  # fmt: skip
+        # under the numbers of the cells that they cross
+        axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.9, gid=kind.value, zorder=2.5))
         for marker, sign in (("v", 1), ("^", -1)):
             heads = [end for start, end in lines if (end[1] - start[1]) * sign > 0]
             times, rows = zip(*heads, strict=True) if heads else ((), ())
@@ -150,20 +152,31 @@ def draw_moves(axes: "Axes", timeline: Timeline, *, one_based: bool) -> None:
 
 
 def draw_saved(axes: "Axes", timeline: Timeline) -> None:
-    """Per stage, the number of microbatches whose activations it holds over time, and the highest number."""
-    saved = [timeline.saved_microbatches(stage) for stage in range(timeline.num_stages)]
-    highest = max((count for events in saved for _, count in events), default=1)
+    """Per rank, the number of microbatches whose activations it holds over time, and the highest number.
+
+    Of a rank with several stages all are counted together, and below them, darker, its first ones alone.
+    """
+    ranks = range(timeline.num_ranks)
+    owned = [timeline.stages_of(rank) for rank in ranks]
+    highest = max(map(timeline.peak_saved_on_rank, ranks), default=0) or 1
     peaks = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "va": "center", "clip_on": False}
-    for stage, events in enumerate(saved):
-        times = [0.0, *(time for time, _ in events), timeline.end]
-        counts = [0, *(count for _, count in events), 0]
-        foot = stage + 0.45
-        heights = [foot - 0.85 * count / highest for count in counts]
-        axes.fill_between(times, heights, foot, step="post", color=legend.SAVED, linewidth=0, gid="saved")
-        axes.text(1.0, foot - 0.4, f" {max(counts)}", gid="peak", **peaks)
-    axes.set_ylim(timeline.num_stages - 0.4, -0.6)
-    axes.set_yticks(range(timeline.num_stages), [f"stage {stage}" for stage in range(timeline.num_stages)], fontsize=8)
-    axes.set_title("microbatches whose activations are saved, with the peak", loc="left", fontsize=8, pad=2)
+    for rank, stages in enumerate(owned):
+        foot = rank + 0.45
+        for count in range(len(stages), 0, -1):
+            events = timeline.saved_on_rank(rank, stages[:count])
+            times = [0.0, *(time for time, _ in events), timeline.end]
+            heights = [foot - 0.85 * saved / highest for saved in (0, *(saved for _, saved in events), 0)]
+            colour = legend.SAVED[(len(stages) - count) % len(legend.SAVED)]
+            axes.fill_between(times, heights, foot, step="post", color=colour, linewidth=0, gid="saved")
+        axes.text(1.0, foot - 0.4, f" {timeline.peak_saved_on_rank(rank)}", gid="peak", **peaks)
+    axes.set_ylim(timeline.num_ranks - 0.4, -0.6)
+    axes.set_yticks(list(ranks), names_of_rows(timeline), fontsize=8)
+    title = "microbatches whose activations are saved, with the peak"
+    if timeline.num_stages > timeline.num_ranks:
+        title += "; over all stages of a rank, its first ones darker"
+    if any(span.instruction.kind is Kind.ACCEPT for span in timeline.spans):
+        title += " (a microbatch that is awaited from the pair has its memory already)"
+    axes.set_title(title, loc="left", fontsize=8, pad=2)
 
 
 def _box(start: float, end: float, rank: int) -> list[tuple[float, float]]:

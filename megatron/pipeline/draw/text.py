@@ -8,13 +8,17 @@ pipe), the letter of the kind says so:
     stage 1 |   F0|B0---|F1|B1---|
 
 `#` instead of `|` before a cell: an optimizer step stands there. Dots are bubbles. Lines that are too long go on in
-    further blocks.
+further blocks. A rank that moves saved activations to its pair has a second line, with `>1` where the eviction of
+microbatch 1 begins and `<1` where its load does, and dashes until either is complete:
+
+    stage 0 |F0|F1|F2|F3..................|B0---|F4|B1---
+      moves       >1 >3                         <1
 """
 
 from rich.style import Style
 from rich.text import Text
 
-from megatron.pipeline.draw.cells import Cell, cells_of, steps_of
+from megatron.pipeline.draw.cells import Cell, cells_of, names_of_rows, steps_of
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.timeline import Timeline
 
@@ -25,6 +29,8 @@ _COLOURS = {
     Kind.BACKWARD_WEIGHT: ("dark_cyan", "cyan4"),
     Kind.RECOMPUTE: ("purple", "magenta"),
 }
+_MOVES = "moves"  # the head of a rank's second line
+_MOVE_SIGNS = {Kind.EVICT: (">", "red"), Kind.LOAD: ("<", "blue")}
 _LONGEST = 20_000  # characters of a line before it is cut into blocks; a longer drawing helps nobody
 
 
@@ -54,23 +60,47 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
         rows[cell.rank].put(first, last, label, _style(cell))
     for step in steps:
         rows[step.rank].mark(round((step.end - timeline.start) * scale))
-    heads = [
-        ("stage " if len(owned) == 1 else "rank ") + (str(owned[0]) if len(owned) == 1 else str(rank))
-        for rank, owned in stages.items()
-    ]
-    return _blocks(heads, rows, total, width)
+    lines: list[tuple[str, _Row]] = []
+    for rank, name in enumerate(names_of_rows(timeline)):
+        lines.append((name, rows[rank]))
+        moves = _moves(timeline, rank, scale, total, one_based=one_based)
+        if moves is not None:
+            lines.append((_MOVES, moves))
+    return _blocks(lines, total, width)
+
+
+def _moves(timeline: Timeline, rank: int, scale: float, total: int, *, one_based: bool) -> "_Row | None":
+    """The evictions and loads of a rank; None where it has none."""
+    found = zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+    found = [span for span in found if span[0].kind in _MOVE_SIGNS]
+    if not found:
+        return None
+    line, free = _Row(total, blank=" "), 0
+    several = len(timeline.stages_of(rank)) > 1
+    for instruction, start, end in found:
+        first, last = (round((time - timeline.start) * scale) for time in (start, end))
+        sign, colour = _MOVE_SIGNS[instruction.kind]
+        label = f"{sign}{f'{instruction.stage}:' if several else ''}{instruction.microbatch + one_based}"
+        first = max(first, free)  # one that takes no time, behind the one before it
+        free = max(last, first + len(label) + 1)
+        line.write(first, label.ljust(last - first, "-"), Style(color=colour, bold=True))
+    return line
 
 
 class _Row:
-    def __init__(self, length: int) -> None:
-        self.characters = ["."] * length
+    def __init__(self, length: int, blank: str = ".") -> None:
+        self.characters = [blank] * length
         self.styles: list[Style | None] = [None] * length
 
     def put(self, first: int, last: int, label: str, style: Style) -> None:
         """Write a cell: a separator, its label, and dashes up to its end."""
         if last > first:
-            self.characters[first:last] = ("|" + label).ljust(last - first, "-")[: last - first]
-            self.styles[first:last] = [style] * (last - first)
+            self.write(first, ("|" + label).ljust(last - first, "-")[: last - first], style)
+
+    def write(self, first: int, text: str, style: Style) -> None:
+        text = text[: len(self.characters) - first]
+        self.characters[first : first + len(text)] = text
+        self.styles[first : first + len(text)] = [style] * len(text)
 
     def mark(self, place: int) -> None:
         self.characters[place] = "#"
@@ -86,15 +116,15 @@ def _style(cell: Cell) -> Style:
     return Style(color="white", bgcolor=_COLOURS[cell.kind][(cell.version or 0) % 2], bold=cell.begins_batch)
 
 
-def _blocks(heads: list[str], rows: list[_Row], total: int, width: int) -> Text:
-    margin = max(map(len, heads)) + 1
+def _blocks(lines: list[tuple[str, _Row]], total: int, width: int) -> Text:
+    margin = max(len(head) for head, _ in lines) + 1
     span = max(20, width - margin)
     text = Text()
     for begin in range(0, total, span):
         if begin:
             text.append("\n")
-        for head, row in zip(heads, rows, strict=True):
-            text.append(head.ljust(margin))
+        for head, row in lines:
+            text.append((head.rjust(margin - 1) if head == _MOVES else head).ljust(margin))
             for place in range(begin, min(begin + span, total)):
                 text.append(row.characters[place], row.styles[place])
             text.append("\n")

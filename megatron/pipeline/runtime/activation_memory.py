@@ -1,16 +1,19 @@
 """Buffers for moved activations, and the count of the bytes that a rank saves.
 
 Problem: activations are moved at every microbatch. Allocating their memory each time fragments it and costs time, but
-when a buffer may be used again depends on who still reads it: a send that runs, a backward, a gradient that happens to
-be a view of a saved tensor.
+when a buffer may be used again depends on who still reads it: a backward, a gradient that happens to be a view of a
+saved tensor, on CUDA kernels that the host has only queued.
 
 Solution: a buffer is free when nobody but the pool holds its storage. So nobody gives buffers back, none can be given
-back too early, and what is in use can be counted at any moment.
+back too early, and what is in use can be counted at any moment. On CUDA the stream that takes a buffer also waits for
+the kernels that used it last.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,22 +25,52 @@ def num_holders(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` counts too
 
 
+@dataclass(slots=True)
+class _Buffer:
+    memory: Tensor
+    last_use: Any = None  # event of another stream's
+
+    @property
+    def is_free(self) -> bool:
+        return num_holders(self.memory) == 1
+
+
 class BufferPool:
     """Byte buffers on `device`, made when none of the size is free and then kept. Safe to use from several threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: list[Tensor] = []
+        self._buffers: list[_Buffer] = []
         self._lock = threading.Lock()
+
+    def reserve(self, count: int, num_bytes: int) -> None:
+        """Have at least `count` buffers of this size."""
+        with self._lock:
+            for _ in range(count - sum(len(buffer.memory) == num_bytes for buffer in self._buffers)):
+                self._make(num_bytes)
 
     def take(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], with any content. It is free again once nothing refers to its storage."""
         with self._lock:
-            for buffer in self._buffers:
-                if len(buffer) == num_bytes and num_holders(buffer) == 1:
-                    return buffer.detach()
-            self._buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
-            return self._buffers[-1].detach()
+            buffers = (buffer for buffer in self._buffers if len(buffer.memory) == num_bytes and buffer.is_free)
+            buffer = next(buffers, None) or self._make(num_bytes)
+            if buffer.last_use is not None:
+                torch.cuda.current_stream(self._device).wait_event(buffer.last_use)
+            return buffer.memory.detach()
+
+    def _make(self, num_bytes: int) -> _Buffer:
+        buffer = _Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), self._now())
+        self._buffers.append(buffer)
+        return buffer
+
+    def _now(self) -> Any:
+        is_cuda = self._device.type == "cuda"
+        return torch.cuda.current_stream(self._device).record_event() if is_cuda else None
+
+    def mark_used(self, address: int) -> None:
+        """The buffer at this address is read by what the current stream has been given until now, and no longer."""
+        with self._lock:
+            next(buffer for buffer in self._buffers if buffer.memory.data_ptr() == address).last_use = self._now()
 
     @property
     def num_buffers(self) -> int:
@@ -46,13 +79,13 @@ class BufferPool:
     @property
     def allocated_bytes(self) -> int:
         """Of all buffers, free ones included."""
-        return sum(map(len, self._buffers))
+        return sum(len(buffer.memory) for buffer in self._buffers)
 
     @property
     def used_bytes(self) -> int:
         """Of the buffers that somebody holds now."""
         with self._lock:
-            return sum(len(buffer) for buffer in self._buffers if num_holders(buffer) > 1)
+            return sum(len(buffer.memory) for buffer in self._buffers if not buffer.is_free)
 
 
 class ActivationMemory:
@@ -70,7 +103,7 @@ class ActivationMemory:
         self.peak_bytes = 0
         self._recent_peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}
-        self._lock = threading.Lock()  # buffers are taken by the links' threads too
+        self._lock = threading.Lock()  # buffers are taken by the thread of the moves, too
 
     @property
     def current_bytes(self) -> int:
@@ -90,16 +123,19 @@ class ActivationMemory:
             self._note()
 
     def drop(self, stage: int, microbatch: int) -> None:
-        """It does no longer: evicted, or its backward has ended."""
+        """It does no longer: its backward has ended."""
         with self._lock:
             self._in_graphs.pop((stage, microbatch), None)
 
-    def take_buffer(self, num_bytes: int) -> Tensor:
-        """A buffer for a microbatch that is to arrive."""
+    def take_buffer(self, num_bytes: int, *, instead_of: tuple[int, int] | None = None) -> Tensor:
+        """A buffer for a microbatch that is to arrive, or to leave: it counts instead of the graph of that (stage,
+        microbatch), which is freed as soon as its bytes are copied.
+        """
         with self._lock:
+            self._in_graphs.pop(instead_of, None)
             buffer = self.pool.take(num_bytes)
             self._note()
-        return buffer
+            return buffer
 
     def _count(self) -> int:
         return sum(self._in_graphs.values()) + self.pool.used_bytes

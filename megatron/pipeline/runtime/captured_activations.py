@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.pipeline.runtime.activation_layout import ActivationLayout
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.saved_tensors import SavedTensors, storages_of
+from megatron.pipeline.runtime.stage import Eviction
 
 
 class NotCaptured:
@@ -48,7 +49,7 @@ class NotCaptured:
     def saved_bytes(self, microbatch: int) -> int:
         raise self._refusal()
 
-    def evict(self, microbatch: int) -> Tensor:
+    def evict(self, microbatch: int) -> Eviction:
         raise self._refusal()
 
     def load(self, microbatch: int, buffer: Tensor) -> None:
@@ -132,8 +133,8 @@ class CapturedActivations:
         saved = self._saved[microbatch]
         return 0 if saved.is_evicted else saved.layout.saved_bytes
 
-    def evict(self, microbatch: int) -> Tensor:
-        """Move what is saved of `microbatch` into a buffer of the pool, uint8 [layout.buffer_bytes].
+    def evict(self, microbatch: int) -> Eviction:
+        """Begin to move what is saved of `microbatch`; its `pack` does it, into uint8 [layout.buffer_bytes].
 
         Raises ValueError when its layout differs from the stage's, RuntimeError when it is evicted already or before
         the stage's second forward.
@@ -147,10 +148,18 @@ class CapturedActivations:
         if self.layout is None:
             self.layout = saved.layout
         self.layout.require_equal(saved.layout, saved.name)
-        buffer = self._memory.pool.take(self.layout.buffer_bytes)
-        saved.evict(buffer)
-        self._memory.drop(self._stage, microbatch)
-        return buffer
+        saved.leave()
+        device = self._memory.device
+        made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+        def pack() -> Tensor:
+            if made is not None:
+                torch.cuda.current_stream(device).wait_event(made)
+            buffer = self._memory.take_buffer(saved.layout.buffer_bytes, instead_of=(self._stage, microbatch))
+            saved.evict(buffer)
+            return buffer
+
+        return Eviction(saved.layout.buffer_bytes, pack)
 
     def load(self, microbatch: int, buffer: Tensor) -> None:
         """Let the backward of `microbatch` read from `buffer`. It counts in the pool until nothing refers to it."""

@@ -1,10 +1,10 @@
 """Channels: where the transfers of a rank's stages go, and who is to blame when one does not come.
 
 A channel is one link per directed edge of the pipeline and kind of traffic: activations from stage s to s+1, gradients
-from s+1 to s, saved activations that are evicted from a stage to its pair, and those that return. Stages on the same
-rank need none: the executor hands tensors over. Links are made in one order that every rank computes alike, so that
-start-up cannot deadlock, and edges that share no rank are made at the same time (an edge colouring), so that start-up
-does not grow with the pipeline.
+from s+1 to s. Stages on the same rank need none: the executor hands tensors over. Two paired ranks have one more link,
+for saved activations (`move_link`), which the thread of the moves alone uses. Links are made in one order that every
+rank computes alike, so that start-up cannot deadlock, and edges that share no rank are made at the same time (an edge
+colouring), so that start-up does not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.moves import pair_of
+from megatron.pipeline.moves import partner_of_rank
 from megatron.pipeline.runtime.links import LINKS, Link, Receive
+from megatron.pipeline.runtime.move_links import MOVE_LINKS, MoveLink
 from megatron.pipeline.runtime.stage import Stage, TensorSpec
 
-_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.EVICT, Kind.RETURN})
+_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 _num_built: Counter[tuple[int, ...]] = (
     Counter()
@@ -59,18 +60,12 @@ def edges_in_order(rank_of_stage: Sequence[int]) -> Iterator[tuple[str, int, int
         yield "B", stage + 1, stage
 
 
-def evictors(rank_of_stage: Sequence[int]) -> list[int]:
-    """Stages that may evict to their pair: those of the first of two ranks."""
-    num_stages = len(rank_of_stage)
-    return [s for s in range(num_stages) if rank_of_stage[s] < rank_of_stage[pair_of(s, num_stages)]]
-
-
 class Channels:
     """The links of one rank of a pipeline.
 
     `ranks`: global ranks of the pipeline, by pipeline rank. `rank_of_stage`: stage -> pipeline rank. `stages`: the
     stages of this rank. `timeout`: how long a transfer may take. `backend`: "gloo" or "nccl". `store`: where ranks
-    meet; needed when the pipeline has more than one rank. `moves_activations`: make links between pairs too.
+    meet; needed when the pipeline has more than one rank. `moves_activations`: connect the pairs, too.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class Channels:
         self._waited: deque[tuple[Receive, tuple[Kind, int, int, Instruction]]] = deque()
         self._report = on_error
         self._error: TransferError | None = None
-        self._links: dict[tuple[Kind, int], tuple[Link, TensorSpec | None]] = {}
+        self._links: dict[tuple[Kind, int], tuple[Link, TensorSpec]] = {}
         self._peers: dict[tuple[Kind, int], int] = {}
         self.waiting: tuple[Kind, int, int] | None = None
         own = {stage.index: stage for stage in stages}
@@ -113,15 +108,12 @@ class Channels:
                 outward = (letter == "F") == (own_stage.index == source)
                 spec = own_stage.output_spec if outward else own_stage.input_spec
                 self._connect(kinds, source, destination, spec, rank, f"{scope}/{letter}", link_class, options)
-        self.activation_bytes = _Announcements(store, f"{scope}/activation_bytes", timeout)
-        for evictor in evictors(self._rank_of_stage) if moves_activations else ():
-            acceptor = pair_of(evictor, len(self._rank_of_stage))
-            for kinds, source, destination in (
-                ((Kind.EVICT, Kind.ACCEPT), evictor, acceptor),
-                ((Kind.RETURN, Kind.LOAD), acceptor, evictor),
-            ):
-                name = f"{scope}/{kinds[0].value}"
-                self._connect(kinds, source, destination, None, rank, name, link_class, options)
+        self.move_link: MoveLink | None = None  # None: no pair, or nothing is to move
+        partner = partner_of_rank(self._rank_of_stage, rank) if moves_activations else rank
+        if partner != rank:
+            pair = sorted((rank, partner))
+            name = f"{scope}/moves/{pair[0]}-{pair[1]}"
+            self.move_link = MOVE_LINKS[backend, device.type](name, member=pair.index(rank), **options)
 
     def _connect(self, kinds, source, destination, spec, rank, name, link_class, options) -> None:
         sending, receiving = kinds
@@ -154,7 +146,7 @@ class Channels:
         if self._error is not None:
             raise self._error
         link, spec = self._links[kind, stage]
-        if spec is not None and (tensor.shape != spec.shape or tensor.dtype != spec.dtype):
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
             raise ValueError(
                 f"stage {stage} sends {tuple(tensor.shape)} {tensor.dtype} where its specification says {spec.shape} "
                 f"{spec.dtype}; every microbatch must have the same shape"
@@ -164,30 +156,13 @@ class Channels:
         except RuntimeError as error:
             raise self._transfer_error(kind, stage, f"{stage}{kind.value}{microbatch}", error) from error
 
-    def post_receive(
-        self, kind: Kind, stage: int, microbatch: int, *, into: Callable[[], Tensor] | None = None
-    ) -> None:
-        """Start receiving, into the memory that `into` gives (maybe called by a thread) or new one; returns at once."""
+    def post_receive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Start receiving; returns at once."""
         link, spec = self._links[kind, stage]
         try:
-            receive = link.receive(spec, microbatch) if into is None else link.receive_into(into, microbatch)
-            self._posted[kind, stage, microbatch] = receive
+            self._posted[kind, stage, microbatch] = link.receive(spec, microbatch)
         except RuntimeError as error:
             raise self._transfer_error(kind, stage, f"{stage}{kind.value}{microbatch}", error) from error
-
-    def post_forward(self, source: Kind, kind: Kind, stage: int, microbatch: int) -> None:
-        """Send on, as `kind`, what was posted as `source`, once it has arrived; returns at once."""
-        receive = self._posted.pop((source, stage, microbatch), None)
-        if receive is None:
-            raise RuntimeError(
-                f"{stage}{kind.value}{microbatch} needs {stage}{source.value}{microbatch}, which the program has not "
-                "posted before it"
-            )
-        self._links[kind, stage][0].forward(receive, microbatch)
-
-    def is_posted(self, kind: Kind, stage: int, microbatch: int) -> bool:
-        """Whether a receive is posted that nobody has waited for."""
-        return (kind, stage, microbatch) in self._posted
 
     def wait(self, kind: Kind, stage: int, microbatch: int, during: Instruction) -> Tensor:
         """The tensor of a posted receive. Raises TransferError when it does not come in time or the peer is gone."""
@@ -242,41 +217,8 @@ class Channels:
         """Sent tensors whose storage is still held because the peer has not read them."""
         return sum(link.num_unread() for (kind, _), (link, _) in self._links.items() if kind in _SENDS)
 
-    def num_moving(self, stage: int) -> int:
-        """Microbatches that are on their way from `stage` to its pair or back to it."""
-        links = (self._links.get((kind, stage)) for kind in (Kind.EVICT, Kind.RETURN))
-        return sum(entry[0].num_unread() for entry in links if entry is not None)
-
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends and stop the threads. Links cannot be used afterwards."""
         for link, _ in self._links.values():
             link.close(timeout)
         self._links.clear()
-
-
-class _Announcements:
-    """How many bytes a microbatch of a stage takes: said by the stage once, read by its pair."""
-
-    def __init__(self, store: Store | None, name: str, timeout: timedelta) -> None:
-        self._store = store
-        self._name = name
-        self._timeout = timeout
-        self._known: dict[int, int] = {}
-
-    def announce(self, stage: int, num_bytes: int) -> None:
-        if stage not in self._known:
-            self._known[stage] = num_bytes
-            self._store.set(f"{self._name}/{stage}", str(num_bytes))
-
-    def read(self, stage: int) -> int:
-        """Blocks until it was announced. Asks again and again, since a waiting ``get`` blocks the store for others."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        key = f"{self._name}/{stage}"
-        while stage not in self._known:
-            if self._store.check([key]):
-                self._known[stage] = int(self._store.get(key))
-            elif time.monotonic() > deadline:
-                raise RuntimeError(f"stage {stage} did not evict within {self._timeout.total_seconds():g} s")
-            else:
-                time.sleep(0.002)
-        return self._known[stage]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
-from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, Microbatch, TensorSpec
+from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, Eviction, Microbatch, TensorSpec
 
 _PR_SET_TIMERSLACK = 29
 
@@ -59,7 +59,7 @@ class EmulatedTimes:
 class EmulatedStage:
     """Stage `index` of `num_stages` that takes `times` and sends `payload_bytes` per microbatch in both directions.
 
-    It saves `activation_bytes` of each microbatch, which it can evict if it has an `activation_memory`.
+    It counts `activation_bytes` for each microbatch that it saves, and moves as many if it has an `activation_memory`.
     """
 
     loss_names = ("loss",)
@@ -81,6 +81,10 @@ class EmulatedStage:
         self.output_spec = None if index == num_stages - 1 else spec
         self._times = times
         self._payload = torch.zeros(spec.shape, dtype=spec.dtype)  # never written: every send may read the same tensor
+        if activation_memory is not None and activation_bytes < 8:
+            raise ValueError(
+                f"activation_bytes is {activation_bytes}; give 8 and more, for a moved microbatch carries its number"
+            )
         self._activation_bytes = activation_bytes
         self._memory = activation_memory
         self._saved: dict[int, Tensor | None] = {}  # microbatch -> the buffer that it was loaded into
@@ -112,15 +116,24 @@ class EmulatedStage:
     def saved_bytes(self, microbatch: Microbatch) -> int:
         return self._activation_bytes if microbatch.index in self._saved else 0
 
-    def evict(self, microbatch: Microbatch) -> Tensor:
+    def evict(self, microbatch: Microbatch) -> Eviction:
         if self._memory is None:
             raise RuntimeError(f"stage {self.index} has no activation_memory, so nothing of it can move")
-        del self._saved[microbatch.index]
-        self._memory.drop(self.index, microbatch.index)
-        return self._memory.pool.take(self._activation_bytes)
+        index = microbatch.index
+        del self._saved[index]
+
+        def pack() -> Tensor:
+            buffer = self._memory.take_buffer(self._activation_bytes, instead_of=(self.index, index))
+            buffer[:8].view(torch.int64).fill_(index)
+            return buffer
+
+        return Eviction(self._activation_bytes, pack)
 
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        """Raises RuntimeError when another microbatch comes back."""
         assert microbatch.index not in self._saved, f"microbatch {microbatch.index} is here already"
+        if (found := buffer[:8].view(torch.int64).item()) != microbatch.index:
+            raise RuntimeError(f"stage {self.index} was given back microbatch {found} for {microbatch.index}")
         self._saved[microbatch.index] = buffer
 
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.executor import Executor, annotate
+from megatron.pipeline.runtime.move_queue import MoveQueue
+from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Stage, WeightUpdate
 from megatron.pipeline.runtime.trace import BatchExtent, RankTrace, Tracer
 from megatron.pipeline.schedules import Schedule
@@ -34,7 +37,8 @@ class PipelineEngine:
     `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
     evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
     `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one that this rank's
-    stages were built with, if their activations are to be counted and moved between pairs.
+    stages were built with, if their activations are to be counted and moved between pairs. `synchronous_moves`: only to
+    measure what it costs if computations do not overlap with moves.
 
     Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `wishes` (bits) to have them travel with the
     next norm reduction; `BatchReport.wishes` is their union over all ranks.
@@ -56,6 +60,7 @@ class PipelineEngine:
         first_batch: int = 0,
         first_microbatch: int = 0,
         activation_memory: ActivationMemory | None = None,
+        synchronous_moves: bool = False,
     ) -> None:
         self.schedule = schedule
         self.tracer = tracer
@@ -103,13 +108,32 @@ class PipelineEngine:
             )
             for _ in range(2)
         )
+        self._saved = SavedMicrobatches(due)
+        self._transfers = None
+        if activation_memory is not None:
+            queue = MoveQueue(
+                device=self._device,
+                tracer=tracer,
+                on_error=failure.report,
+                annotate=lambda error, move: annotate(error, move, self._channels.name_of(move.stage)),
+            )
+            self._transfers = ActivationTransfers(
+                self._channels,
+                activation_memory,
+                self._saved,
+                queue,
+                order=MoveOrder(synchronous=synchronous_moves),
+                num_stages=schedule.num_stages,
+                timeout=timeout,
+            )
         self._executor = Executor(
             self._stages,
             update,
             self._channels,
             self._chain,
             self._late_chain,
-            transfers=None if activation_memory is None else ActivationTransfers(self._channels, activation_memory),
+            self._saved,
+            transfers=self._transfers,
             tracer=tracer,
             wishes=lambda: self.wishes,
         )
@@ -134,7 +158,12 @@ class PipelineEngine:
     @property
     def saved_microbatches_peak(self) -> dict[int, int]:
         """stage -> the most microbatches that were saved at once, over the run so far."""
-        return dict(self._executor.peak_saved_microbatches)
+        return dict(self._saved.peaks)
+
+    @property
+    def saved_microbatches_peak_on_rank(self) -> int:
+        """The same over all stages of this rank together; a microbatch counts once at each of them."""
+        return self._saved.peak_on_rank
 
     @property
     def saved_activation_bytes_peak(self) -> int | None:
@@ -146,7 +175,8 @@ class PipelineEngine:
         return self._executor.num_executed
 
     def num_unread_sends(self) -> int:
-        return self._channels.num_unread_sends()
+        """Transfers that are not complete: sends that were not read, and moves."""
+        return self._channels.num_unread_sends() + (self._transfers.num_incomplete if self._transfers else 0)
 
     def run_batch(self, num_microbatches: int, num_samples: int) -> list[BatchReport]:
         """Start the next batch and execute its leg. Returns the reports that every rank has by now, oldest first."""
@@ -197,6 +227,8 @@ class PipelineEngine:
             self._guard.unwatch()
         self._chain.close()
         self._late_chain.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self._channels.close()
 
     def _take_reports(self, last_batch: int) -> list[BatchReport]:
@@ -217,10 +249,18 @@ class PipelineEngine:
     def _doing(self) -> tuple[str, int | None]:
         """(what this rank executes now, the global rank it waits for or None); read by the failure guard's thread."""
         instruction = self._executor.current
+        move = None if self._transfers is None else self._transfers.current
+        doing, waits_for = self._computing(instruction)
+        return (doing if move is None else f"{doing}, with {move} under way"), waits_for
+
+    def _computing(self, instruction: Instruction | None) -> tuple[str, int | None]:
         waiting = self._channels.waiting
         reduction = self._chain.current or self._late_chain.current
         if instruction is None:
             return f"no instruction, waiting for {reduction}" if reduction else "between batches", None
+        if self._transfers is not None and self._transfers.waiting is not None:
+            move, peer = self._transfers.waiting
+            return f"{instruction} waiting for {move}", peer
         if waiting is None:
             if instruction.kind is Kind.STEP and reduction is not None:
                 return f"{instruction} waiting for {reduction}", None

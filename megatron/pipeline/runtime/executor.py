@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.moves import pair_of
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Microbatch, Stage, WeightUpdate
 from megatron.pipeline.runtime.trace import Tracer
 
@@ -37,10 +37,8 @@ def annotate(error: BaseException, instruction: Instruction, where: str) -> None
 class Executor:
     """Executes rows on the stages of one rank.
 
-    After a row: `reports` holds the reports of the batches stepped so far (the caller removes them), and
-    `peak_saved_microbatches` the largest number of microbatches that were saved at once, per stage: from the start of
-    a forward, or from a posted LOAD or ACCEPT, to the end of a backward or of a transfer. `transfers`: None refuses to
-    move activations.
+    After a row: `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
+    microbatches that are saved; `transfers`, which counts there, too, moves them, and None refuses to.
     """
 
     def __init__(
@@ -50,6 +48,7 @@ class Executor:
         channels: Channels,
         chain: Chain,
         late_chain: Chain,
+        saved: SavedMicrobatches,
         *,
         transfers: ActivationTransfers | None = None,
         tracer: Tracer | None = None,
@@ -60,8 +59,8 @@ class Executor:
         self._channels = channels
         self._chain = chain
         self._late_chain = late_chain
+        self._saved = saved
         self._transfers = transfers
-        self._num_stages = next(iter(self._stages.values())).num_stages
         self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
         self._wishes = wishes
@@ -70,8 +69,6 @@ class Executor:
         self._last_forward_batch = self._last_backward_batch = -1
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._input_grads: dict[tuple[int, int], Tensor] = {}
-        self._saved: dict[int, set[tuple[int, int]]] = {stage: set() for stage in self._stages}
-        self.peak_saved_microbatches: dict[int, int] = dict.fromkeys(self._stages, 0)
         self.reports: dict[int, BatchReport] = {}
         self.current: Instruction | None = None
         self.num_executed = 0
@@ -94,9 +91,9 @@ class Executor:
         if transfers is not None:
             self._training |= {
                 Kind.EVICT: self._evict,
-                Kind.ACCEPT: self._accept,
-                Kind.RETURN: self._return,
-                Kind.LOAD: self._load,
+                Kind.ACCEPT: transfers.accept,
+                Kind.RETURN: transfers.give_back,
+                Kind.LOAD: transfers.load,
             }
         self._evaluation = shared | {Kind.FORWARD: self._forward_only}
 
@@ -189,7 +186,8 @@ class Executor:
             self._update.begin_batch(self._batches[microbatch.batch])
         stage.load_version(instruction.version)
         input = self._input_of(stage, instruction)
-        self._count(index, index, instruction.microbatch)
+        self._wait_for_moves(instruction)
+        self._saved.add(index)
         output = stage.forward(microbatch, input)
         if output is not None:
             self._outputs[index, instruction.microbatch] = output
@@ -224,7 +222,9 @@ class Executor:
             output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
             self._waited()
         input_grad = stage.backward(microbatch, output_grad)
-        self._saved[index].remove((index, instruction.microbatch))
+        self._saved.remove(index)
+        if self._transfers is not None:
+            self._transfers.end_backward(index, instruction.microbatch)
         if input_grad is not None:
             self._input_grads[index, instruction.microbatch] = input_grad
 
@@ -244,40 +244,17 @@ class Executor:
 
     # -- moved activations --------------------------------------------------------------------------------------------
 
-    def _count(self, stage: int, owner: int, microbatch: int) -> None:
-        """`stage` saves a microbatch of the stage `owner` from now on."""
-        saved = self._saved[stage]
-        saved.add((owner, microbatch))
-        num_saved = len(saved) + (0 if self._transfers is None else self._channels.num_moving(stage))
-        if num_saved > self.peak_saved_microbatches[stage]:
-            self.peak_saved_microbatches[stage] = num_saved
-
-    def _pair_of(self, instruction: Instruction) -> int:
-        return pair_of(instruction.stage, self._num_stages) if instruction.peer is None else instruction.peer
-
-    def _evict(self, instruction: Instruction) -> None:
-        stage, microbatch = instruction.stage, instruction.microbatch
-        self._transfers.evict(self._stages[stage], self._microbatches[microbatch])
-        self._saved[stage].remove((stage, microbatch))
-
-    def _accept(self, instruction: Instruction) -> None:
-        stage, microbatch, evictor = instruction.stage, instruction.microbatch, self._pair_of(instruction)
-        self._count(stage, evictor, microbatch)
-        self._transfers.accept(stage, microbatch, evictor)
-
-    def _return(self, instruction: Instruction) -> None:
-        self._transfers.give_back(instruction.stage, instruction.microbatch)
-        self._saved[instruction.stage].remove((self._pair_of(instruction), instruction.microbatch))
-
-    def _load(self, instruction: Instruction) -> None:
-        self._count(instruction.stage, instruction.stage, instruction.microbatch)
-        self._transfers.load(instruction.stage, instruction.microbatch)
+    def _wait_for_moves(self, instruction: Instruction) -> None:
+        if self._transfers is not None and self._transfers.wait_for(instruction):
+            self._waited()
 
     def _finish_load(self, stage: Stage, instruction: Instruction) -> None:
-        if self._transfers is not None and self._transfers.finish_load(
-            stage, self._microbatches[instruction.microbatch], instruction
-        ):
-            self._waited()
+        self._wait_for_moves(instruction)
+        if self._transfers is not None:
+            self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
+
+    def _evict(self, instruction: Instruction) -> None:
+        self._transfers.evict(self._stages[instruction.stage], self._microbatches[instruction.microbatch], instruction)
 
     # -- the chain and the step ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,9 @@ Solution: a guard around the training of each rank.
   (``kill -9``, a crash), the kernel closes its connections and the neighbours know at once: no heartbeat, no false
   alarm. A rank that leaves the guard in peace says so before.
 - A rank whose transfer broke because its peer is gone waits a moment for the peer's own story before it tells its own.
+- A host that is cut off closes no connection. Who waits for it ends at the timeout of the transfer or collective, and
+  says of which ranks nothing is heard: each tells every `POLL` seconds what it does. Who cannot reach the store any
+  more ends once it has been silent for as long.
 - A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that
   sees it go would end them before they could speak, and because one of them may host the store.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,7 +39,7 @@ from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.runtime.channels import TransferError
 from megatron.pipeline.runtime.failure_board import FailureBoard
-from megatron.pipeline.runtime.links import gloo_pair
+from megatron.pipeline.runtime.links import FOREVER, gloo_pair
 
 POLL = 0.3
 """Seconds between two looks at the board."""
@@ -45,7 +49,8 @@ CONSEQUENCE_PATIENCE = 2.0
 """How long a rank with a broken transfer waits for somebody else's story."""
 LINGER = 2.0
 """How long a failed rank stays for the others to read its story."""
-_FOREVER = timedelta(days=3650)
+UNHEARD_PATIENCE = 5 * POLL
+"""How long a rank may say nothing until it counts as not heard of, once something has timed out."""
 _GOODBYE = timedelta(seconds=5)
 _BROKEN = (
     "connection closed by peer",
@@ -79,14 +84,15 @@ def guard(
     store_host: int = 0,
     exit_code: int = 1,
     timeout: timedelta = timedelta(minutes=10),
+    host: str | None = None,
 ) -> Iterator[Guard | None]:
     """Guard the block: whatever it raises, on whichever rank, ends all ranks of the job with `exit_code`.
 
     Collective: every rank of the default group enters it, after ``init_process_group``. `store`: the job's store
     (default: the default group's). `store_host`: the rank whose process hosts it, where torchrun does not. With one
     rank, or without a process group, exceptions simply pass. ``SystemExit`` with code 0 or None counts as a peaceful
-    end. `timeout`: how long the ranks may take to come here; enter as soon as the process group is up, for what is
-    before the guard is not guarded.
+    end. `timeout`: how long the ranks may take to come here, and how long the store may be silent later; enter as soon
+    as the process group is up, for what is before the guard is not guarded. `host`: what to call this host.
     """
     global _active, _num_guards
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
@@ -99,6 +105,7 @@ def guard(
         scope=f"failure/{_num_guards}",
         exit_code=exit_code,
         timeout=timeout,
+        host=host or socket.gethostname(),
     )
     _active = guarding
     try:
@@ -129,14 +136,21 @@ def is_consequence(error: BaseException | None) -> bool:
     return False
 
 
+def _is_timeout(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and "timed out" in str(error).lower())
+
+
 class Guard:
     """Watches over one rank of the job; made by `guard`."""
 
-    def __init__(self, store: Store, *, store_host: int, scope: str, exit_code: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, *, store_host: int, scope: str, exit_code: int, timeout: timedelta, host: str
+    ) -> None:
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
-        self._board = FailureBoard(store, scope=scope)
+        self._board = FailureBoard(store, scope=scope, host=host)
         self._exit_code = exit_code
+        self._timeout = timeout.total_seconds()
         self._agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store_host = store_host
         self._hosts_store = self.rank == store_host and not self._agent_hosts_store
@@ -146,7 +160,6 @@ class Guard:
         self._leaving = threading.Event()
         self._ending = threading.Lock()  # held from the end on
         self._is_ending = False
-        self._told: tuple[str, str, int | None] | None = None
         self._neighbours = self._join_ring(store, scope, timeout)
         self._listeners = [self._spawn(self._listen, *neighbour) for neighbour in self._neighbours]
         self._poller = self._spawn(self._poll)
@@ -182,12 +195,11 @@ class Guard:
             story = self._board.story()
             if story is not None:
                 self._end(story)
-            told = (self._name, *self._doing())
-            if told != self._told:
-                self._told = told
-                self._board.set_doing(self.rank, *told)
+            self._board.set_doing(self.rank, self._name, *self._doing())
             if self._board.is_lost:
                 self._end(self._story_of_lost_store())
+            if self._board.silent_seconds > self._timeout:
+                self._end(self._story_of_silent_store())
             error = self._overdue()
             if error is not None:
                 self.fail(error)
@@ -195,7 +207,7 @@ class Guard:
     def _listen(self, neighbour: int, group: Any, side: int) -> None:
         """Blocks until the neighbour says goodbye, or its process is gone."""
         try:
-            group.recv([torch.empty(1)], 1 - side, side).wait(_FOREVER)
+            group.recv([torch.empty(1)], 1 - side, side).wait(FOREVER)
             return
         except RuntimeError:
             story = self._board.wait_for_story(SILENCE_PATIENCE)
@@ -221,16 +233,38 @@ class Guard:
 
     def _own_story(self, error: BaseException) -> str:
         if isinstance(error, TransferError):
-            return str(error) + (self._who_waits(error.peer_rank) if error.timed_out else "")
+            return str(error) + (self._circumstances(error.peer_rank) if error.timed_out else "")
         instruction = getattr(error, "pipeline_instruction", None)
         where = getattr(error, "pipeline_where", self._name)
         during = f" in {instruction}" if instruction is not None else ""
         text = " ".join(str(error).split())
-        return f"{where} failed{during}: {type(error).__name__}: {text}"
+        story = f"{where} failed{during}: {type(error).__name__}: {text}"
+        return story + (self._circumstances() if _is_timeout(error) else "")
 
     def _story_of_lost_store(self) -> str:
-        host = "the launcher" if self._agent_hosts_store else f"rank {self._store_host}"
-        return f"{host} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+        return (
+            f"{self._store_owner()} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+        )
+
+    def _story_of_silent_store(self) -> str:
+        where = os.environ.get("MASTER_ADDR", "its host")
+        return (
+            f"{self._store_owner()} has not answered for {self._board.silent_seconds:.0f} s: it hosts the job's store, "
+            f"and {where} is down or cannot be reached"
+        )
+
+    def _store_owner(self) -> str:
+        return "the launcher" if self._agent_hosts_store else f"rank {self._store_host}"
+
+    def _circumstances(self, peer: int | None = None) -> str:
+        """What is known where a collective, or a transfer from `peer`, did not end in time."""
+        if self._board.silent_seconds:
+            return f"; {self._story_of_silent_store()}"
+        unheard = self._board.unheard((rank for rank in range(self.world_size) if rank != self.rank), UNHEARD_PATIENCE)
+        text = ""
+        for host, ranks in unheard.items():
+            text += f"; nothing is heard of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host}"
+        return text + self._who_waits(peer)
 
     def _who_waits(self, rank: int | None) -> str:
         """Follow who waits for whom from `rank` on, as far as the ranks have told."""
@@ -293,6 +327,7 @@ class Guard:
         while self._hosts_store and self._board.count("left") < self.world_size and not self._board.is_lost:
             time.sleep(0.02)
         self._stop_polling()
+        self._board.close()
         self._neighbours.clear()
         if self._replaces_default_handler and signal.getsignal(signal.SIGTERM) == self._on_terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

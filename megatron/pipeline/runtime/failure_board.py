@@ -1,36 +1,78 @@
 """The notice board of a job's failure: what the ranks of a job tell each other through the store.
 
-It holds the story of the first failure (the first writer wins), what every rank does now, and who has read and left.
-The board has a connection of its own, so that looking at it never waits behind another user of the store. A store
-that fails once has lost its host and stays lost: nothing is asked of it again.
+It holds the story of the first failure (the first writer wins), what every rank does now and where, and who has read
+and left. The board has a connection of its own, so that looking at it never waits behind another user of the store. A
+store that fails once has lost its host and stays lost: nothing is asked of it again.
+
+A store whose host is down, or cut off from the network, does not fail: an answer never comes, and the store's client
+waits for it for ever. So a thread asks, and whoever wants an answer waits for it at most `PATIENCE` seconds. While the
+store is silent nobody waits at all; should it answer again, all goes on.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from queue import SimpleQueue
 from typing import Any
 
 from torch.distributed import Store
 
+PATIENCE = 5.0
+"""Seconds that an answer of the store may take; it takes milliseconds."""
+
 
 class FailureBoard:
-    """Reads and writes the notices of one guarded block, under `scope`."""
+    """Reads and writes the notices of one guarded block, under `scope`; `host` is what this process's is called."""
 
-    def __init__(self, store: Store, *, scope: str) -> None:
+    def __init__(self, store: Store, *, scope: str, host: str) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._scope = scope
+        self._host = host
+        self._num_told = 0
         self.is_lost = False
+        self._asked_at: float | None = None  # when the question was asked that the store is answering
+        self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._answer, name="failure board", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the store has owed an answer; 0 unless that is longer than it may take."""
+        asked_at = self._asked_at
+        waited = 0.0 if asked_at is None else time.monotonic() - asked_at
+        return waited if waited > PATIENCE else 0.0
+
+    def close(self) -> None:
+        """Stop the thread, unless the store keeps it."""
+        self._questions.put(None)
+        self._thread.join(PATIENCE)
+
+    def _answer(self) -> None:
+        while (item := self._questions.get()) is not None:
+            question, answer = item
+            self._asked_at = time.monotonic()
+            try:
+                answer.set_result(question(self._store))
+            except Exception:  # whatever the store raises, its host cannot be reached
+                self.is_lost = True
+                answer.set_result(None)
+            self._asked_at = None
 
     def _ask(self, question: Callable[[Store], Any], default: Any) -> Any:
-        if self.is_lost:
+        if self.is_lost or self.silent_seconds:
             return default
+        answer: Future = Future()
+        self._questions.put((question, answer))
         try:
-            return question(self._store)
-        except Exception:  # whatever the store raises, its host cannot be reached
-            self.is_lost = True
+            found = answer.result(PATIENCE)
+        except NoAnswer:
             return default
+        return default if self.is_lost else found
 
     def _key(self, name: str) -> str:
         return f"{self._scope}/{name}"
@@ -55,14 +97,25 @@ class FailureBoard:
         return self._ask(lambda store: store.compare_set(self._key("story"), "", story).decode(), story)
 
     def set_doing(self, rank: int, name: str, doing: str, waits_for: int | None) -> None:
-        """Tell what a rank is called, what it does, and which rank it waits for."""
-        text = json.dumps([name, doing, waits_for])
+        """Tell what a rank is called, what it does, and which rank it waits for; and that it is there."""
+        self._num_told += 1
+        text = json.dumps([name, doing, waits_for, self._host, self._num_told])
         self._ask(lambda store: store.set(self._key(f"doing/{rank}"), text), None)
 
     def doing(self, rank: int) -> tuple[str, str, int | None]:
         """(name, doing, rank it waits for) as a rank told last."""
         text = self._read(f"doing/{rank}")
-        return (f"rank {rank}", "", None) if text is None else tuple(json.loads(text))
+        return (f"rank {rank}", "", None) if text is None else tuple(json.loads(text)[:3])
+
+    def unheard(self, ranks: Iterable[int], patience: float) -> dict[str, list[int]]:
+        """Host -> those of `ranks` on it that told something once, and nothing within `patience` seconds."""
+        before = {rank: self._read(f"doing/{rank}") for rank in ranks}
+        time.sleep(patience)
+        found: dict[str, list[int]] = {}
+        for rank, text in before.items():
+            if text is not None and text == self._read(f"doing/{rank}"):
+                found.setdefault(json.loads(text)[3], []).append(rank)
+        return found if not self.silent_seconds and not self.is_lost else {}
 
     def count(self, name: str, amount: int = 0) -> int:
         """Add to a counter that all ranks share; 0 when the store is lost."""

@@ -30,7 +30,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from megatron.pipeline.runtime.stage import TensorSpec
 
-_NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
+NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
+FOREVER = timedelta(days=3650)
 _SENDER, _RECEIVER = 0, 1
 
 
@@ -47,12 +48,6 @@ class Link(Protocol):
     def send(self, tensor: Tensor, tag: int) -> None: ...
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
-
-    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
-        """Like `receive`, into the memory that `make` gives; called when the receive is posted, maybe by a thread."""
-
-    def forward(self, receive: Receive, tag: int) -> None:
-        """Send on what `receive` brings as soon as it is there; nobody else may wait for it."""
 
     def num_unread(self) -> int:
         """Sends whose storage is still held."""
@@ -128,7 +123,7 @@ class _GlooReceive:
     def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int) -> None:
         self._group = group
         self._make = make
-        self._tag = tag % _NUM_TAGS
+        self._tag = tag % NUM_TAGS
         self._tensor: Tensor | None = None
         self._work: Any = None
         self._error: Exception | None = None
@@ -188,21 +183,14 @@ class GlooLink(_GlooEnd):
     """CPU tensors over gloo."""
 
     def send(self, tensor: Tensor, tag: int) -> None:
-        self._worker.put((tensor.detach(), tag % _NUM_TAGS))
+        self._worker.put((tensor.detach(), tag % NUM_TAGS))
 
-    def forward(self, receive: Receive, tag: int) -> None:
-        self._worker.put((receive, tag % _NUM_TAGS))
-
-    def _finish_send(self, item: tuple[Tensor | Receive, int]) -> None:
-        source, tag = item
-        alias = source if isinstance(source, Tensor) else source.wait(self._timeout)
+    def _finish_send(self, item: tuple[Tensor, int]) -> None:
+        alias, tag = item
         self._group.send([alias], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
-
-    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
-        receive = _GlooReceive(self._group, make, tag)
+        receive = _GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
         self._worker.put(receive)
         return receive
 
@@ -220,45 +208,30 @@ class HostStagedLink(_GlooEnd):
         with torch.cuda.stream(self._stream):
             host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)
-        self._worker.put((self._stream.record_event(), host, tensor.detach(), tag % _NUM_TAGS))
+        self._worker.put((self._stream.record_event(), host, tag % NUM_TAGS))
 
-    def forward(self, receive: _HostStagedReceive, tag: int) -> None:
-        self._worker.put((None, receive, None, tag % _NUM_TAGS))
-
-    def _finish_send(self, item: tuple[Any, Any, Tensor | None, int]) -> None:
-        copied, host, _, tag = item  # the third keeps a buffer in use until it has been read
-        if copied is None:
-            host = host.wait_on_host(self._timeout)
-        else:
-            copied.synchronize()
+    def _finish_send(self, item: tuple[Any, Tensor, int]) -> None:
+        copied, host, tag = item
+        copied.synchronize()
         self._group.send([host], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self._device), tag)
-
-    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
-        receive = _HostStagedReceive(self._group, make, tag)
+        receive = _HostStagedReceive(self._group, spec, self._device, tag)
         self._worker.put(receive)
         return receive
 
 
 class _HostStagedReceive(_GlooReceive):
-    """Arrives in pinned memory; `make` makes the memory on the device."""
+    """Arrives in pinned memory; waiting copies it to the device."""
 
-    __slots__ = ("_target",)
+    __slots__ = ("_device",)
 
-    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int) -> None:
-        def make_both() -> Tensor:
-            self._target = make()
-            return torch.empty(self._target.shape, dtype=self._target.dtype, pin_memory=True)
-
-        super().__init__(group, make_both, tag)
-
-    def wait_on_host(self, timeout: timedelta) -> Tensor:
-        return super().wait(timeout)
+    def __init__(self, group: ProcessGroupGloo, spec: TensorSpec, device: torch.device, tag: int) -> None:
+        super().__init__(group, lambda: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True), tag)
+        self._device = device
 
     def wait(self, timeout: timedelta) -> Tensor:
-        return self._target.copy_(super().wait(timeout), non_blocking=True)
+        return super().wait(timeout).to(self._device, non_blocking=True)
 
 
 class NcclLink:
@@ -272,7 +245,6 @@ class NcclLink:
         member = _SENDER if sends else _RECEIVER
         self._group = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
         self._device = device
-        self._side = torch.cuda.Stream(device)
         self._meet(sends)
         self._worker = _Worker(name, self._finish, on_error) if sends else None
 
@@ -287,20 +259,13 @@ class NcclLink:
         alias = tensor.detach()
         self._worker.put((self._group.send([alias], _RECEIVER, 0), alias))
 
-    def forward(self, receive: _NcclReceive, tag: int) -> None:
-        with torch.cuda.stream(self._side):  # compute does not wait for what only passes through
-            self.send(receive.wait_on_stream(), tag)
-
     def _finish(self, item: tuple[Any, Tensor]) -> None:
         while not item[0].is_completed():
             time.sleep(0.0005)
         item[0].wait()
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        return self.receive_into(lambda: torch.empty(spec.shape, dtype=spec.dtype, device=self._device), tag)
-
-    def receive_into(self, make: Callable[[], Tensor], tag: int) -> Receive:
-        tensor = make()
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
 
     def num_unread(self) -> int:
@@ -320,12 +285,8 @@ class _NcclReceive:
         self._waited_since: float | None = None
 
     def wait(self, timeout: timedelta) -> Tensor:
-        tensor = self.wait_on_stream()
-        self._waited_since = time.monotonic()
-        return tensor
-
-    def wait_on_stream(self) -> Tensor:
         self._work.wait()
+        self._waited_since = time.monotonic()
         return self._tensor
 
     def is_overdue(self, timeout: timedelta) -> bool | None:

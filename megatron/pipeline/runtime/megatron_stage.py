@@ -27,7 +27,7 @@ from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.dropout import SeededDropout
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
-from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
+from megatron.pipeline.runtime.stage import Eviction, Microbatch, TensorSpec
 
 ForwardStep = Callable[[Iterator | None, torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple]]]
 
@@ -124,8 +124,8 @@ class MegatronStage:
             if held:
                 raise ValueError(
                     f"--recompute-modules {' '.join(sorted(held))}: megatron.core lets autograd hold their inputs as "
-                    "leaves, which cannot be freed, so activations cannot be moved: recompute core_attn, or do not "
-                    "balance activations."
+                    "leaves, which cannot be freed, so activations can be neither moved nor counted: recompute "
+                    "core_attn, or neither balance nor count activations."
                 )
         return CapturedActivations(self.index, self.model, memory)
 
@@ -189,8 +189,8 @@ class MegatronStage:
         if saved is not None and saved.output is not None and not self._is_last:
             deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
 
-    def evict(self, microbatch: Microbatch) -> Tensor:
-        """Move the saved activations of `microbatch` into a buffer of the rank's pool; see `CapturedActivations`."""
+    def evict(self, microbatch: Microbatch) -> Eviction:
+        """Begin to move the saved activations of `microbatch`; see `CapturedActivations`."""
         self.free_output(microbatch)
         return self._captured.evict(microbatch.index)
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations import ActivationStore, RandomState, SavedActivations
 from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
-from megatron.pipeline.runtime.stage import Microbatch, TensorSpec
+from megatron.pipeline.runtime.stage import Eviction, Microbatch, TensorSpec
 from megatron.pipeline.runtime.versions import WeightVersions
 
 
@@ -111,7 +111,7 @@ class ModuleStage:
     def free_output(self, microbatch: Microbatch) -> None:
         """Nothing to do: only the graph's edge is kept."""
 
-    def evict(self, microbatch: Microbatch) -> Tensor:
+    def evict(self, microbatch: Microbatch) -> Eviction:
         return self._captured.evict(microbatch.index)
 
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:

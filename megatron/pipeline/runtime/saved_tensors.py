@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.pipeline.runtime.activation_layout import ActivationLayout, merged
+from megatron.pipeline.runtime.streams import finish_stream
 
 
 def storages_of(tensors: Iterable[Tensor | None]) -> set[int]:
@@ -47,7 +48,7 @@ class _Handle:
         self.place = None
 
     def get(self) -> Tensor:
-        if self.tensor is None:
+        if self.owner.is_evicted:
             raise RuntimeError(
                 f"the backward of {self.owner.name} reads a saved tensor that was evicted and not loaded again"
             )
@@ -86,8 +87,9 @@ class _Segment:
 class SavedTensors:
     """One microbatch's saved tensors at one stage.
 
-    In order: run the forward inside `hooks()`, then `seal`; then any number of times `evict` and `restore`; then the
-    backward, which may also come after `seal`. `name` says whose they are in errors.
+    In order: run the forward inside `hooks()`, then `seal`; then any number of times `leave`, `evict` and `restore`;
+    then the backward, which may also come after `seal`. `evict` may run on another thread than all the rest: from
+    `leave` to `restore` nobody else looks at the tensors. `name` says whose they are in errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -153,25 +155,38 @@ class SavedTensors:
     def is_evicted(self) -> bool:
         return self._is_evicted
 
-    def evict(self, buffer: Tensor) -> None:
-        """Copy what moves into `buffer` and let go of it, storage by storage.
+    def leave(self) -> None:
+        """From now on the tensors are evicted: the backward cannot read them, and what moves stays the same.
 
-        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device. Raises RuntimeError when evicted already, or when
-        a tensor was changed in place after it had been saved.
+        Raises RuntimeError when they are already.
         """
         if self._is_evicted:
             raise RuntimeError(f"{self.name} cannot be evicted: it is evicted already")
+        self._is_evicted = True
+
+    def evict(self, buffer: Tensor) -> None:
+        """After `leave`: copy what moves into `buffer`, then let go of it.
+
+        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device; on CUDA the current stream copies. Raises
+        RuntimeError when a tensor was changed in place after it had been saved.
+        """
+        assert self._is_evicted, "`leave` comes first"
         self._require_fit(buffer)
+        moved = []
         for (position, length), segment in zip(self.layout.segments, self._segments, strict=True):
             handles = [(handle, offset) for reference, offset in segment.members if (handle := reference()) is not None]
-            for number, (handle, offset) in enumerate(handles):
-                handle.require_unchanged()
-                tensor = handle.tensor
-                if number == 0:
-                    buffer[position : position + length].copy_(_bytes_of(tensor)[segment.start : segment.end])
-                handle.place = tensor.dtype, position + offset, tensor.shape, tensor.stride()
-                handle.tensor = None
-        self._is_evicted = True
+            if handles:
+                tensor = handles[0][0].tensor
+                buffer[position : position + length].copy_(
+                    _bytes_of(tensor)[segment.start : segment.end], non_blocking=True
+                )
+            for handle, offset in handles:
+                handle.place = handle.tensor.dtype, position + offset, handle.tensor.shape, handle.tensor.stride()
+                moved.append(handle)
+        finish_stream(buffer.device)  # or the allocator would hand out what is still read
+        for handle in moved:
+            handle.require_unchanged()
+            handle.tensor = None
 
     def restore(self, buffer: Tensor) -> None:
         """Let the saved tensors be views of `buffer`, which holds the bytes that `evict` wrote.

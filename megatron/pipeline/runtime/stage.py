@@ -19,7 +19,7 @@ Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -79,9 +79,22 @@ class BatchReport:
     """What each rank of the job measured of itself for this report: name -> values in rank order."""
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A microbatch that leaves its stage. `pack`, called once, on any thread and beside other computations, copies what
+    is saved of it into a buffer of the rank's pool, uint8 [num_bytes], and frees it. All microbatches of a stage have
+    one size.
+    """
+
+    num_bytes: int
+    pack: Callable[[], Tensor]
+
+
 @runtime_checkable
 class Stage(Protocol):
-    """One stage of the model on this rank. All calls come from the main thread, except `take_losses`."""
+    """One stage of the model on this rank. All calls come from the main thread, except `take_losses` and what `evict`
+    returns.
+    """
 
     index: int
     num_stages: int
@@ -116,13 +129,11 @@ class Stage(Protocol):
         This, `evict` and `load` raise RuntimeError on a stage that was built without an `ActivationMemory`.
         """
 
-    def evict(self, microbatch: Microbatch) -> Tensor:
-        """Pack what is saved of `microbatch` into a buffer, uint8 [bytes], of one size for all microbatches, and free
-        it.
-        """
+    def evict(self, microbatch: Microbatch) -> Eviction:
+        """Begin to move what is saved of `microbatch`: nothing may read it from now on, until `load` has ended."""
 
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
-        """Take back what `evict` packed. The backward reads from `buffer`; nobody may write to it before that ended."""
+        """Take back what was packed. The backward reads from `buffer`; nobody may write to it before that ended."""
 
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters; called before every forward, recompute and backward."""

@@ -1,7 +1,8 @@
 """Tracing: when each instruction of a rank started and ended, in bounded memory.
 
-A rank records three tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
-or for the chain before that) and `chain` (the reductions on the background thread). Only the last batches are kept.
+A rank records four tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
+or for the chain before that), `chain` (the reductions on their background thread) and `moves` (moves of saved
+activations on theirs, from when they are posted until they are complete). Only the last batches are kept.
 The tracks of all ranks are gathered on one rank and written in Chrome's trace-event format, which Perfetto reads, or
 turned into the Timeline that the simulator yields, so that the same drawing shows the plan and the measured run.
 """
@@ -21,7 +22,7 @@ import torch
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.timeline import Span, Timeline
 
-COMPUTE, WAIT, CHAIN = "compute", "wait", "chain"
+COMPUTE, WAIT, CHAIN, MOVES = "compute", "wait", "chain", "moves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +94,21 @@ class Tracer:
         self._clock = clock or HostClock()
         self.now = self._clock.now
         self._legs: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
+        self._moves: deque[list[tuple[Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by the leg they end in
         self._chains: deque[tuple[Instruction, Any, Any]] = deque(maxlen=num_batches * 8)
 
     def begin_batch(self, extent: BatchExtent) -> None:
         """What follows belongs to the leg of this batch; the oldest batch beyond the bound is forgotten."""
         leg: list[tuple[Instruction, Any, Any, Any]] = []
         self._legs.append((extent, leg))
+        self._moves.append([])
         self.record = leg.append  # the hot loop calls this with (instruction, start, ready, end)
 
     def record_chain(self, instruction: Instruction, start: Any, end: Any) -> None:
         self._chains.append((instruction, start, end))
+
+    def record_move(self, instruction: Instruction, start: Any, end: Any) -> None:
+        self._moves[-1].append((instruction, start, end))
 
     def batches(self) -> tuple[BatchExtent, ...]:
         return tuple(extent for extent, _ in self._legs)
@@ -118,8 +124,10 @@ class Tracer:
                 if middle > first:
                     spans.append(TraceSpan(WAIT, instruction, first, middle))
                 spans.append(TraceSpan(COMPUTE, instruction, middle, last))
-        for instruction, start, end in list(self._chains):
-            spans.append(TraceSpan(CHAIN, instruction, offset + seconds(start), offset + seconds(end)))
+        moves = [move for leg in list(self._moves) for move in list(leg)]
+        for track, recorded in ((CHAIN, list(self._chains)), (MOVES, moves)):
+            for instruction, start, end in recorded:
+                spans.append(TraceSpan(track, instruction, offset + seconds(start), offset + seconds(end)))
         return tuple(spans)
 
 
@@ -138,7 +146,7 @@ def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | N
 def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
     """The first pipeline's traces as a Timeline of the batches that are wholly there, in seconds from their first span.
 
-    The span of a reduction is what the chain thread took; that of a send or receive is its posting.
+    The span of a reduction or a move is that of the background thread; that of a send or receive is its posting.
     Raises ValueError when nothing was traced or ranks of the pipeline are missing.
     """
     traces = list(traces)
@@ -155,11 +163,11 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
     first = extents[0]
     spans = []
     for pipeline_rank, rank in enumerate(pipeline):
-        chain = {span.instruction: span for span in of_rank[rank].spans if span.track == CHAIN}
+        background = {span.instruction: span for span in of_rank[rank].spans if span.track in (CHAIN, MOVES)}
         for span in of_rank[rank].spans:
             instruction = span.instruction
             if span.track == COMPUTE and _is_from(first, instruction):
-                shown = chain.get(instruction, span)
+                shown = background.get(instruction, span)
                 spans.append(Span(pipeline_rank, instruction, shown.start, shown.end))
     origin = min((span.start for span in spans), default=0.0)
     return Timeline.from_spans(
@@ -185,7 +193,7 @@ def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
     """Chrome trace events: a process per rank, a thread per track, times in microseconds from the first span."""
     traces = list(traces)
     origin = min((span.start for trace in traces for span in trace.spans), default=0.0)
-    threads = {COMPUTE: 0, WAIT: 1, CHAIN: 2}
+    threads = {COMPUTE: 0, WAIT: 1, CHAIN: 2, MOVES: 3}
     events: list[dict[str, Any]] = []
     for trace in traces:
         place = f"rank {trace.rank} (pipeline rank {trace.pipeline.index(trace.rank)})"

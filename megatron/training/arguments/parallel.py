@@ -1,7 +1,7 @@
 """Flags that place the model on ranks, and the pipeline's own."""
 
 from megatron.pipeline.schedules import PRESETS
-from megatron.training.arguments.specification import Group, integer, negation, option, switch
+from megatron.training.arguments.specification import Group, integer, negation, number, option, switch
 
 PIPELINE = Group(
     "pipeline",
@@ -117,7 +117,7 @@ DISTRIBUTED = Group(
         option("--distributed-backend", str, None, "Default: nccl on CUDA, gloo elsewhere.", choices=("nccl", "gloo")),
         option(
             "--distributed-timeout-minutes",
-            integer,
+            number,
             10,
             "A collective or transfer that takes longer ends the job, naming who waits for whom.",
         ),

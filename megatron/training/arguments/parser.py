@@ -5,7 +5,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron.training.arguments import bert, data, model, output, parallel, refusals, training
+from megatron.training.arguments import bert, data, dry_run, model, output, parallel, refusals, training
 from megatron.training.arguments.specification import Flag, Group
 
 GROUPS: tuple[Group, ...] = (
@@ -22,6 +22,7 @@ GROUPS: tuple[Group, ...] = (
     bert.GROUP,
     output.CHECKPOINT,
     output.LOGGING,
+    dry_run.GROUP,
     refusals.GROUP,
 )
 

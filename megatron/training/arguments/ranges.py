@@ -67,6 +67,8 @@ RANGES = (
             "tensorboard_log_interval",
             "tensorboard_queue_size",
             "pipeline_timeline_iterations",
+            "dry_run",
+            "dry_run_gpus_per_node",
             "num_dataset_builder_threads",
             "lr",
             "lr_decay_iters",

@@ -5,10 +5,11 @@ import importlib.util
 import re
 
 from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
+from megatron.planner.devices import device_gib
 from megatron.training.batch_sizes import BatchSizes
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
-          "data_cache_path")  # fmt: skip
+          "data_cache_path", "dry_run_json")  # fmt: skip
 
 
 def paths(args: argparse.Namespace) -> None:
@@ -268,4 +269,29 @@ def logging(args: argparse.Namespace) -> None:
         raise ValueError("--log-progress needs --save")
 
 
-RULES = (paths, length, batches, schedule, optimizer, learning_rate, loss, data, tokenizer, checkpoint, logging)
+def dry_run(args: argparse.Namespace) -> None:
+    if args.dry_run is None:
+        for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_json"):
+            if name in args.given:
+                raise ValueError(f"--{name.replace('_', '-')} needs --dry-run, the number of GPUs of the job")
+    elif args.dry_run_gpu is not None:
+        try:
+            device_gib(args.dry_run_gpu)
+        except ValueError as error:
+            raise ValueError(f"--dry-run-gpu: {error}") from error
+
+
+RULES = (
+    paths,
+    length,
+    batches,
+    schedule,
+    optimizer,
+    learning_rate,
+    loss,
+    data,
+    tokenizer,
+    checkpoint,
+    logging,
+    dry_run,
+)

@@ -9,19 +9,27 @@ GPU memory nor queues behind training traffic, and may be used from a background
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron.training.checkpoint.errors import CheckpointError
 
 _groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []
+_timeout: timedelta | None = None
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """How long ranks wait for each other, from the first `control_group` on; without it torch's default, 30 minutes."""
+    global _timeout
+    _timeout = timeout
 
 
 def control_group() -> dist.ProcessGroup:
     """A gloo group of all ranks for control messages. The first call is collective."""
     world = dist.group.WORLD
     if not _groups or _groups[0][0] is not world:
-        _groups[:] = [(world, dist.new_group(backend="gloo"))]
+        _groups[:] = [(world, dist.new_group(backend="gloo", timeout=_timeout))]
     return _groups[0][1]
 
 

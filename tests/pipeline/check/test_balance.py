@@ -210,23 +210,34 @@ def test_both_verdicts_occur():
 # --- any number of periods
 
 
-def test_a_period_that_evicts_more_than_it_loads_is_rejected():
-    """Each period leaves one more microbatch away: one period drains, two do not."""
+def test_a_written_period_of_moves_repeats():
+    """The smallest one: each microbatch is away while nothing else happens."""
     fill, period = "0F0 0EVICT0", "0LOAD0 0B0 0F1 0EVICT1"
     others = "1ACCEPT0 1F0 1B0", "1RETURN0 1ACCEPT1 1F1 1B1"
-    check_periodic(pair((fill, others[0]), (period, others[1]), ("0LOAD0 0B0", "1RETURN0")))
-    late = pair((fill.replace(" 0EVICT0", ""), "1F0 1B0"), ("0F1 0EVICT1 0B0", "1ACCEPT1 1F1 1B1"), ("0B0", ""))
-    with pytest.raises(ProgramError):
-        check_periodic(late)
+    report = check_periodic(pair((fill, others[0]), (period, others[1]), ("0LOAD0 0B0", "1RETURN0")))
+    assert report.evicted_microbatches == (2, 0)
+
+
+def test_a_period_that_evicts_more_than_it_loads_is_rejected():
+    """One period drains; a second one would find another state: a microbatch is away that was not before."""
+    evicts = pair(("0F0", "1F0 1B0"), ("0F1 0EVICT1 0B0", "1ACCEPT1 1F1 1B1"), ("0LOAD0 0B0", "1RETURN0"))
+    check(evicts.unroll(1))
+    with pytest.raises(
+        ProgramError, match=r"what is away from stage 0 or lent to it is \[\] before it and \[0\] after it"
+    ):
+        check_periodic(evicts)
 
 
 def test_a_period_that_ends_with_another_microbatch_away_is_rejected():
-    """The state at a border names what is away, and what is still awaited."""
+    """One period drains; it leaves the later of two microbatches away, and found the earlier one there."""
     fill = "0F0 0F1 0EVICT0", "1ACCEPT0 1F0 1B0 1F1 1B1"
     period = "0LOAD0 0B0 0F2 0EVICT2", "1RETURN0 1ACCEPT2 1F2 1B2"
-    drain = "0LOAD1 0B0 0B1", "1RETURN1"
-    with pytest.raises(ProgramError, match=r"does not repeat|never|at the pair stage|here and were never evicted"):
-        check_periodic(pair(fill, period, drain, batches=(2,)))
+    other = pair(fill, period, ("0B0 0LOAD1 0B1", "1RETURN1"), batches=(2,))
+    check(other.unroll(1))
+    with pytest.raises(
+        ProgramError, match=r"what is away from stage 0 or lent to it is \[0\] before it and \[1\] after it"
+    ):
+        check_periodic(other)
 
 
 def pair(fill: tuple[str, str], period: tuple[str, str], drain: tuple[str, str], *, batches: tuple[int, ...] = (1,)):

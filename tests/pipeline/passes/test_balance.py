@@ -1,7 +1,6 @@
-"""The balance pass: which microbatches move and when, that no rank exceeds the bound, and that no move is needless."""
+"""The balance pass: which microbatches move and when, and that no rank exceeds the bound."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, combinations, pairwise
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +8,8 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.instruction import Kind
-from megatron.pipeline.passes import Legs
 from megatron.pipeline.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from tests.pipeline.passes.written import legs, outline, texts
 from tests.pipeline.strategies import kinds_of, text
 
@@ -133,58 +130,6 @@ def test_each_victim_is_the_last_to_be_needed():
                 saved.remove(instruction.microbatch)
 
 
-# --- the number of transfers is the least
-
-Word = tuple[str, int]  # "F", "B" or "|", a border, and a microbatch
-
-
-def fewest_evictions(
-    row: Sequence[Word], bound: int, away_at_border: dict[int, frozenset[int]], *, at_most: int
-) -> int:
-    """The least number of evictions that any choice of moves gets by with, by trying all that take `at_most` so many.
-
-    Timing and counting are the program's: an eviction has the time of one computation, a load is there one computation
-    later, or at once after a backward; what is under way counts at both ends. Before each computation any set may be
-    evicted and any set loaded.
-    """
-    states = {(frozenset(), frozenset()): 0}  # (held, away) -> evictions
-    for place, (kind, microbatch) in enumerate(row):
-        successors: dict[tuple[frozenset[int], frozenset[int]], int] = {}
-        after_backward = place > 0 and row[place - 1][0] == "B"
-        for (held, away), cost in states.items():
-            for evicted in subsets(held - ({microbatch} if kind == "B" else set()) if kind != "|" else ()):
-                if cost + len(evicted) > at_most:
-                    continue
-                for loaded in subsets(away):
-                    is_there = kind != "B" or microbatch in held or (after_backward and microbatch in loaded)
-                    most = max(len(held), len(held) - len(evicted) + len(loaded)) + (kind == "F")
-                    if not is_there or most > bound:
-                        continue
-                    left = (held - evicted) | loaded
-                    left = left | {microbatch} if kind == "F" else left - {microbatch} if kind == "B" else left
-                    state = frozenset(left), (away - loaded) | evicted
-                    if kind == "|" and state[1] != away_at_border[microbatch]:
-                        continue
-                    total = cost + len(evicted)
-                    successors[state] = min(total, successors.get(state, total))
-        states = successors
-    return states[frozenset(), frozenset()]
-
-
-def subsets(items: Sequence[int] | frozenset[int]) -> Iterator[frozenset[int]]:
-    items = sorted(items)
-    return map(frozenset, chain.from_iterable(combinations(items, count) for count in range(len(items) + 1)))
-
-
-def words(all_legs: Legs) -> list[Word]:
-    """The computations of legs, with a border between them."""
-    result: list[Word] = []
-    for index, leg in enumerate(all_legs):
-        result += [("|", index)] if index else []
-        result += [(each.kind.value, each.microbatch) for each in leg]
-    return result
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("num_virtual_stages", [1, 2, 3])
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
@@ -215,34 +160,3 @@ def test_interleaved_evicts_twice_in_its_warm_up():
     warm_up = row[: next(place for place, each in enumerate(row) if "B" in each)]
     assert [each for each in warm_up if "EVICT" in each] == ["0EVICT3", "0EVICT4"]
     assert schedule.max_saved_on_rank((8,)) == (9, 9, 7, 9)
-
-
-@pytest.mark.parametrize(("num_stages", "most"), [(4, 14), (5, 13), (6, 11), (7, 10), (8, 10)])
-def test_no_program_of_a_batch_moves_less(num_stages: int, most: int):
-    """All ways to evict and load within the bound are tried: none moves fewer microbatches than the pass."""
-    order = OneForwardOneBackward(num_stages)
-    bound = -(-(num_stages + 2) // 2)
-    moved = set()
-    for num_microbatches in range(1, most + 1):
-        counts = Schedule.preset("bpipe", num_stages=num_stages).build((num_microbatches,)).num_evictions
-        moved |= {*counts}
-        for stage in range(num_stages // 2):
-            row = words([list(chain(*order.legs(stage, [range(num_microbatches)])))])
-            assert counts[stage] == fewest_evictions(row, bound, {}, at_most=counts[stage])
-    assert max(moved) > 1
-
-
-@pytest.mark.parametrize("num_stages", [4, 5, 6])
-@pytest.mark.parametrize("more", [(0, 0), (0, 1, 0), (3, 0), (2, 5)])
-def test_no_program_that_may_stop_at_its_borders_moves_less(num_stages: int, more: tuple[int, ...]):
-    """The same without flushes, among the programs that have the same away at each border."""
-    batches = tuple(num_stages + each for each in more)
-    order, bound = OneForwardOneBackward(num_stages), -(-(num_stages + 2) // 2)
-    counts = Schedule.preset("2bw", num_stages=num_stages, balance=True).build(batches).num_evictions
-    starts = list(accumulate(batches, initial=0))
-    for stage in range(num_stages // 2):
-        num_away = max(0, num_stages - stage - bound)
-        away = {index: frozenset(range(starts[index] - num_away, starts[index])) for index in range(1, len(starts))}
-        row = words(order.legs(stage, [range(*border) for border in pairwise(starts)]))
-        assert counts[stage] == fewest_evictions(row, bound, away, at_most=counts[stage])
-    assert counts[0]

@@ -12,7 +12,7 @@ from megatron.pipeline.passes.updates import add_updates
 from megatron.pipeline.passes.versions import set_versions
 from megatron.pipeline.program import Program, WeightPolicy
 from megatron.pipeline.schedules.legs import ProgramInLegs
-from tests.pipeline.passes.test_balance import fewest_evictions
+from tests.pipeline.passes.fewest_moves import fewest_evictions
 from tests.pipeline.strategies import kinds_of, text
 
 

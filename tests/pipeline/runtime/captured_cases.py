@@ -72,7 +72,7 @@ def in_flight(case: cases.Case, place: str, moved: bool | None) -> dict:
     if moved:
         sizes = [stage.saved_bytes(microbatch) for microbatch in MICROBATCHES]
         peak = memory.peak_bytes
-        away = {microbatch: stage.evict(microbatch).clone() for microbatch in MICROBATCHES[:2]}
+        away = {microbatch: stage.evict(microbatch).pack().clone() for microbatch in MICROBATCHES[:2]}
         gone = [entry for entry in traces[: traces.index(None, traces.index(None) + 1)] if entry is not None]
         result = {
             "sizes": sizes,

@@ -2,8 +2,9 @@
 
 Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `hang` (it sleeps there for
 longer than the transfer timeout of 4 s), `chain` (its third norm reduction raises), `none` (all goes well), `input`
-(all ranks raise the same ValueError before the first batch). A rank that goes wrong prints when, in seconds of the
-machine's steady clock.
+(all ranks raise the same ValueError before the first batch). Under bpipe: `kill-in-move` (it kills itself when its
+fifth move of saved activations has begun to send or to receive), `hang-in-move` (it sleeps before it). A rank that goes
+wrong prints when, in seconds of the machine's steady clock.
 """
 
 import os
@@ -17,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 
+from megatron.pipeline.runtime.links import NUM_TAGS
+
 torch.set_num_threads(1)
 
 from megatron.pipeline.runtime import failure
@@ -24,12 +27,35 @@ from tests.pipeline.runtime.module_cases import Pipeline
 from tests.pipeline.runtime.reference import Training
 
 
+def say_when() -> None:
+    print(f"goes wrong at {time.monotonic()}", flush=True)
+
+
+def go_wrong_in_move(pipeline: Pipeline, mode: str, *, number: int = 5) -> None:
+    link, num_moves = pipeline.engine._channels.move_link, 0
+
+    def failing(move, post):
+        def run(buffer, tag):
+            nonlocal num_moves
+            num_moves += 1
+            if num_moves == number:
+                say_when()
+                if mode == "hang-in-move":
+                    time.sleep(60)
+                work = post([buffer], link._peer, tag % NUM_TAGS)  # held until the kill
+                time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+                work.wait()
+            move(buffer, tag)
+
+        return run
+
+    link.send, link.receive = failing(link.send, link._group.send), failing(link.receive, link._group.recv)
+
+
 def go_wrong(pipeline: Pipeline, mode: str) -> None:
     stage, update = pipeline.stage, pipeline.update
     forward, reduce_norm = stage.forward, update.reduce_norm
-
-    def say_when():
-        print(f"goes wrong at {time.monotonic()}", flush=True)
 
     def failing_forward(microbatch, input):
         if microbatch.index == 5 and mode in ("raise", "kill", "hang"):
@@ -59,9 +85,13 @@ def main() -> None:
             print(f"goes wrong at {time.monotonic()}", flush=True)
             raise ValueError("the sequence length is -1; give a positive one")
         p = torch.distributed.get_world_size()
-        pipeline = Pipeline("2bw", Training(batches=(p,)), timeout=timedelta(seconds=4 if mode == "hang" else 60))
+        moves = mode.endswith("-in-move")
+        timeout = timedelta(seconds=4 if mode.startswith("hang") else 60)
+        pipeline = Pipeline(
+            "bpipe" if moves else "2bw", Training(batches=(p,)), timeout=timeout, moves_activations=moves
+        )
         if torch.distributed.get_rank() == bad_rank:
-            go_wrong(pipeline, mode)
+            (go_wrong_in_move if moves else go_wrong)(pipeline, mode)
         for _ in range(8):
             pipeline.engine.run_batch(p, p)
         pipeline.engine.drain()

@@ -19,7 +19,7 @@ def test_gradients_are_bit_equal_when_microbatches_travel():
         assert all(torch.equal(a, b) for a, b in zip(one["gradients"], other["gradients"], strict=True))
     evictor, acceptor = moved
     assert kept[0]["peak_saved"] == 3 and kept[0]["peak_bytes"] is None
-    assert evictor["peak_saved"] == 2 and 3 <= acceptor["peak_saved"] <= 4
+    assert evictor["peak_saved"] == 2 and 2 <= acceptor["peak_saved"] <= 3
     layout = evictor["layout"]
     assert evictor["peak_bytes"] == layout.saved_bytes + layout.buffer_bytes
     assert evictor["buffers"] == [1] * 4 and acceptor["buffers"] == [2] * 4

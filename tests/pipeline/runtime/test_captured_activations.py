@@ -102,7 +102,7 @@ def module_gradients(memory: ActivationMemory | None, *, recompute: bool, rounds
         torch.manual_seed(1)
         outputs = [stage.forward(microbatch, torch.randn(4, 8)) for microbatch in pair]
         if memory is not None:
-            buffers = [stage.evict(microbatch) for microbatch in pair]
+            buffers = [stage.evict(microbatch).pack() for microbatch in pair]
             assert [stage.saved_bytes(microbatch) for microbatch in pair] == [0, 0]
             for microbatch in reversed(pair):
                 stage.load(microbatch, buffers[pair.index(microbatch)])
@@ -139,7 +139,7 @@ def test_a_recomputed_stage_saves_its_input_only():
     stage.forward(microbatch, torch.randn(4, 8))
     assert stage.saved_bytes(microbatch) == memory.current_bytes == 4 * 8 * 4
     stage.forward(other, torch.randn(4, 8))
-    stage.evict(microbatch)
+    stage.evict(microbatch).pack()
     assert memory.current_bytes == 4 * 8 * 4
     with pytest.raises(RuntimeError, match="microbatch 0 at stage 1 reads a saved tensor that was evicted"):
         stage.recompute(microbatch)
@@ -183,4 +183,5 @@ def test_what_microbatches_share_stays():
     assert [stage.saved_bytes(microbatch) for microbatch in pair] == [2 * 4 * 8 * 4] * 2
     assert memory.current_bytes == 2 * 2 * 4 * 8 * 4
     for microbatch in pair:
-        assert len(stage.evict(microbatch)) == ALIGNMENT + 4 * 8 * 4
+        eviction = stage.evict(microbatch)
+        assert len(eviction.pack()) == eviction.num_bytes == ALIGNMENT + 4 * 8 * 4

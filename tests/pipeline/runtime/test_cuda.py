@@ -41,6 +41,33 @@ def test_activations_travel_through_host_memory():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bpipe_on_a_shared_gpu_changes_no_bit(recompute):
+    """Four stages on one GPU that move activations beside their kernels compute what flush computes, batch by batch, in
+    buffers that are used again.
+    """
+    training = Training(batches=(8, 8, 12, 8), dropout=0.2)
+    kept, moved = (
+        workers.run(
+            4,
+            "tests.pipeline.runtime.balance_cases:train_on_cuda",
+            device="cuda",
+            preset=preset,
+            training=training,
+            moves=preset == "bpipe",
+            drains=(1, 3),
+            recompute=recompute,
+        )
+        for preset in ("flush", "bpipe")
+    )
+    for one, other in zip(kept, moved, strict=True):
+        assert one.reports == other.reports
+        assert all(torch.equal(a, b) for a, b in zip(one.gradients, other.gradients, strict=True))
+        assert all(torch.equal(tensor, other.parameters[name]) for name, tensor in one.parameters.items())
+        assert other.peak_on_rank <= 3 and len(set(other.num_buffers)) == 1
+
+
+@pytest.mark.gpu
 def test_two_gpus_over_nccl():
     """2bw over NCCL on two GPUs trains as one process on the CPU does."""
     if torch.cuda.device_count() < 2:

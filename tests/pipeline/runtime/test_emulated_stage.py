@@ -38,7 +38,9 @@ def test_an_emulated_stage_saves_and_moves_bytes_of_a_given_size():
     for _ in range(3):
         stage.forward(microbatch, None)
         assert stage.saved_bytes(microbatch) == memory.current_bytes == 1000
-        buffer = stage.evict(microbatch)
+        eviction = stage.evict(microbatch)
+        assert memory.current_bytes == eviction.num_bytes == 1000
+        buffer = eviction.pack()
         assert len(buffer) == memory.current_bytes == 1000 and stage.saved_bytes(microbatch) == 0
         stage.load(microbatch, buffer)
         del buffer

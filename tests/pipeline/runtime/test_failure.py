@@ -50,7 +50,7 @@ def launch(mode: str, bad_rank: int, *, num_ranks: int, with_torchrun: bool) -> 
         leftover = [process for process in processes if _kill_group(process)]
     assert not leftover, "processes were left behind"
     if when := re.findall(r"goes wrong at ([\d.]+)", output):
-        assert time.monotonic() - float(when[0]) < END + (HANG if mode == "hang" else 0)
+        assert time.monotonic() - float(when[0]) < END + (HANG if mode.startswith("hang") else 0)
     return [process.returncode for process in processes], output
 
 
@@ -101,6 +101,41 @@ def test_a_transfer_that_never_comes_names_who_waits_for_whom():
     assert set(told) == {"rank 0 (stage 0)", "rank 1 (stage 1)"}, output
     pattern = r"rank 0 \(stage 0\) waited 4 s in (0B\d+@\d) for 0RECV_B\d+ from rank 1 \(stage 1\); .* is in 1F5@1"
     assert all(re.match(pattern, cause) for cause in told.values()), output
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "bad_rank"),
+    [(4, 3), pytest.param(4, 0, marks=pytest.mark.full), pytest.param(8, 6, marks=pytest.mark.full)],
+)
+def test_a_rank_that_is_killed_in_a_move_is_named_by_the_others(num_ranks, bad_rank):
+    """kill -9 while saved activations are on their way: all others end in time, with the same story of who it was and
+    what it was doing, be it evictor or acceptor.
+    """
+    codes, output = launch("kill-in-move", bad_rank, num_ranks=num_ranks, with_torchrun=False)
+    assert all(code != 0 for code in codes)
+    told = endings(output)
+    assert set(told) == {f"rank {rank} (stage {rank})" for rank in range(num_ranks) if rank != bad_rank}, output
+    (story,) = set(told.values())
+    assert re.match(rf"rank {bad_rank}.* ended without a word \(killed, or crashed\)", story), output
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "bad_rank"), [(4, 3), pytest.param(4, 0, marks=pytest.mark.full)], ids=["acceptor", "evictor"]
+)
+def test_a_move_that_never_ends_names_who_waits_for_whom(num_ranks, bad_rank):
+    """Where one end does not come to a move, the evictor's computation that needs it tells for which move of which rank
+    it waits, and what that rank is doing.
+    """
+    codes, output = launch("hang-in-move", bad_rank, num_ranks=num_ranks, with_torchrun=False)
+    assert all(code != 0 for code in codes)
+    told = endings(output)
+    assert len(told) == num_ranks, output
+    (story,) = set(told.values())
+    pattern = (
+        r"rank 0 \(stage 0\) waited 4 s in 0[FB]\d+@\d for 0(EVICT|LOAD)\d+ (to|from) rank 3 \(stage 3\).*; "
+        r"rank 3 \(stage 3\) is in .*, with 3(ACCEPT|RETURN)\d+ under way"
+    )
+    assert re.match(pattern, story), output
 
 
 @pytest.mark.full

@@ -92,9 +92,7 @@ class Run:
         self.input.data = torch.empty(1, dtype=dtype).expand(self.input.shape)
 
     def evict(self) -> Tensor:
-        buffer = torch.empty(self.saved.layout.buffer_bytes, dtype=torch.uint8)
-        self.saved.evict(buffer)
-        return buffer
+        return evicted(self.saved)
 
     def backward(self) -> Tensor:
         torch.autograd.backward((self.edge,), (self.output_grad,))
@@ -109,6 +107,14 @@ def gradients(name: str, dtype: torch.dtype, steps: Callable[[list[Run]], None])
     steps(runs)
     inputs = [run.backward() for run in runs]
     return inputs + [parameter.grad for parameter in module.parameters()]
+
+
+def evicted(saved: SavedTensors) -> Tensor:
+    """The buffer that they have left for."""
+    buffer = torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8)
+    saved.leave()
+    saved.evict(buffer)
+    return buffer
 
 
 def evict_and_restore(runs: list[Run]) -> None:
@@ -148,8 +154,7 @@ def test_each_byte_moves_once_and_views_stay_views():
     saved.seal(stay=set(), device=CPU)
     assert saved.layout.saved_bytes == 24 * 4 + 22 * 4
     before = [(h.tensor.clone(), h.tensor.stride(), h.tensor.data_ptr() % 64) for h in handles]
-    buffer = torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8)
-    saved.evict(buffer)
+    buffer = evicted(saved)
     saved.restore(buffer)
     for handle, (values, stride, alignment) in zip(handles, before, strict=True):
         assert torch.equal(handle.tensor, values) and handle.tensor.dtype == values.dtype
@@ -183,8 +188,10 @@ def test_storages_stay_whatever_view_of_them_is_saved():
     assert saved.layout.saved_bytes == 32 + 6
     saved.exclude(storages_of([mask]))
     assert saved.layout.saved_bytes == 32
-    saved.evict(torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8))
+    buffer = evicted(saved)
     assert own.tensor is None
+    assert all(handle.tensor is not None for handle in shared)
+    saved.restore(buffer)
     assert all(handle.get() is handle.tensor for handle in shared)
 
 
@@ -197,8 +204,7 @@ def test_a_freed_output_keeps_what_autograd_saved_of_it():
     saved.seal(stay=set(), device=CPU)
     expected = output.detach().clone()
     output.data = torch.empty(1)
-    buffer = torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8)
-    saved.evict(buffer)
+    buffer = evicted(saved)
     saved.restore(buffer)
     torch.autograd.backward((torch.autograd.graph.get_gradient_edge(output),), (torch.ones(8),))
     assert torch.equal(weight.grad, expected)
@@ -214,10 +220,10 @@ def test_memory_that_the_forward_freed_itself_stays():
     inner.untyped_storage().resize_(0)
     saved.seal(stay=set(), device=CPU)
     assert saved.layout.buffer_bytes == 0
-    saved.evict(torch.empty(0, dtype=torch.uint8))
+    buffer = evicted(saved)
     inner.untyped_storage().resize_(32)
     inner.untyped_storage().copy_(values.untyped_storage())
-    saved.restore(torch.empty(0, dtype=torch.uint8))
+    saved.restore(buffer)
     output.sum().backward()
     assert torch.equal(weight.grad, values)
 
@@ -237,9 +243,9 @@ def test_the_backward_frees_as_it_goes():
 
 
 def test_reading_what_is_away_is_an_error():
-    """A backward before the load says whose tensors are missing."""
+    """A backward before the load says whose tensors are missing, from when they are to leave, packed already or not."""
     run = Run(MODULES["norm"](), 3)
-    run.evict()
+    run.saved.leave()
     with pytest.raises(RuntimeError, match="backward of microbatch 3 at stage 0 reads a saved tensor that was evicted"):
         run.backward()
 
@@ -250,12 +256,12 @@ def test_moves_out_of_order_are_errors():
     size = run.saved.layout.buffer_bytes
     with pytest.raises(RuntimeError, match="microbatch 5 at stage 0 cannot be loaded: it is not evicted"):
         run.saved.restore(torch.empty(size, dtype=torch.uint8))
+    run.saved.leave()
     for wrong in (torch.empty(size + 1, dtype=torch.uint8), torch.empty(size), torch.empty(2 * size)[::2]):
         with pytest.raises(ValueError, match=f"moves in a contiguous buffer of {size} bytes"):
             run.saved.evict(wrong)
-    run.evict()
     with pytest.raises(RuntimeError, match="microbatch 5 at stage 0 cannot be evicted: it is evicted already"):
-        run.evict()
+        run.saved.leave()
 
 
 @pytest.mark.parametrize("evict", [False, True])
@@ -269,4 +275,4 @@ def test_a_change_in_place_is_noticed(evict):
         output.detach().zero_()
     saved.seal(stay=set(), device=CPU)
     with pytest.raises(RuntimeError, match=r"microbatch 7 at stage 0: a torch.float32 tensor of shape \(8,\)"):
-        saved.evict(torch.empty(saved.layout.buffer_bytes, dtype=torch.uint8)) if evict else result.backward()
+        evicted(saved) if evict else result.backward()

@@ -54,11 +54,11 @@ def gradients(*, moves: bool, num_batches: int, device: str = "cpu") -> dict:
         pipeline.update.begin_backward = lambda info: None
         for piece in pieces(dist.get_rank(), batch, moves=moves):
             executor.run(piece)
-            wait_until(lambda: dist.get_rank() == 1 or pipeline.engine._channels.num_moving(0) == 0)
+            wait_until(lambda: dist.get_rank() == 1 or pipeline.engine.num_unread_sends() == 0)
         result["gradients"] += [parameter.grad.cpu().clone() for parameter in stage.module.parameters()]
         dist.barrier()
         if moves:
-            wait_until(lambda: memory.pool.used_bytes == 0)  # the link drops what it sent a moment after it was read
+            wait_until(lambda: pipeline.engine.num_unread_sends() == 0)
             result["buffers"].append(memory.pool.num_buffers)
             result["at_end"].append(memory.current_bytes)
     result["peak_saved"] = pipeline.engine.saved_microbatches_peak[stage.index]

@@ -1,0 +1,144 @@
+"""What the processes of `balance_cost.py` run: `flush` and `bpipe` in turns, on emulated stages and paced links."""
+
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from emulated_ranks import TIMEOUT, Contender, Job, Rank, gathered
+
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.links import LINKS, GlooLink
+from megatron.pipeline.runtime.move_links import MOVE_LINKS, GlooMoveLink
+from megatron.pipeline.runtime.trace import COMPUTE, Tracer
+
+PACED = "gloo, paced"
+"""A backend of this benchmark: `PacedMoveLink` between pairs, gloo elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceContender(Contender):
+    """`synchronous`: computations of the evictor wait for each of its moves."""
+
+    synchronous: bool = False
+
+
+WITHOUT = BalanceContender(name="without", preset="flush")
+ASYNCHRONOUS = BalanceContender(name="asynchronous", preset="bpipe")
+SYNCHRONOUS = BalanceContender(name="synchronous", preset="bpipe", synchronous=True)
+CONTENDERS = (WITHOUT, ASYNCHRONOUS, SYNCHRONOUS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceJob(Job):
+    """`transfer`: seconds that a move of `activation_bytes` holds its connection. Each repeat is a pair; the first
+    `synchronous_repeats` have a turn with synchronous moves, too.
+    """
+
+    transfer: float
+    activation_bytes: int
+    synchronous_repeats: int
+
+
+@dataclass
+class Turns:
+    """Of one contender at one m; one entry a turn. `busy`: share of all cores' time that all processes took."""
+
+    contender: str
+    num_microbatches: int
+    seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    saved_peak: list[int] = field(default_factory=list)
+    executed_is_program: bool = True
+
+
+class PacedMoveLink(GlooMoveLink):
+    """Sends at once and holds the connection, at both ends, until `seconds` after both have come to the move."""
+
+    def __init__(self, name: str, store: dist.Store, *, seconds: float, **options) -> None:
+        super().__init__(name, store, **options)
+        self._seconds = seconds
+
+    def send(self, buffer: torch.Tensor, tag: int) -> None:
+        super().send(torch.empty(1), tag)  # both have come
+        start = time.monotonic()
+        super().send(buffer, tag)
+        self._hold(start)
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> None:
+        super().receive(torch.empty(1), tag)
+        start = time.monotonic()
+        super().receive(buffer, tag)
+        self._hold(start)
+
+    def _hold(self, start: float) -> None:
+        time.sleep(max(0.0, start + self._seconds - time.monotonic()))
+
+
+class BalanceRank(Rank):
+    """One process of a job."""
+
+    def run(self) -> dict:
+        """Measure everything; the same result on all ranks, as plain data."""
+        LINKS[PACED, "cpu"] = GlooLink
+        MOVE_LINKS[PACED, "cpu"] = partial(PacedMoveLink, seconds=self.job.transfer)
+        found = []
+        for num_microbatches, contenders in self.job.entries.items():
+            with self._engines(contenders, num_microbatches) as engines:
+                turns = {each.name: Turns(each.name, num_microbatches) for each in contenders}
+                for each in contenders:  # connections and memory
+                    self._turn(each, engines[each.name], Turns(each.name, self.job.num_stages))
+                for repeat in range(self.job.repeats):
+                    order = [WITHOUT, ASYNCHRONOUS] if repeat % 2 == 0 else [ASYNCHRONOUS, WITHOUT]
+                    order += [SYNCHRONOUS] * (repeat < self.job.synchronous_repeats)
+                    for each in order:
+                        self._turn(each, engines[each.name], turns[each.name])
+                for name, engine in engines.items():
+                    turns[name].saved_peak = gathered(engine.saved_microbatches_peak[self.stage])
+                found += [vars(each) for each in turns.values() if each.seconds]
+        return {"turns": found}
+
+    def _engine(self, contender: BalanceContender, num_microbatches: int) -> PipelineEngine:
+        job = self.job
+        memory = ActivationMemory() if contender.preset == "bpipe" else None
+        stage = EmulatedStage(
+            index=self.stage,
+            num_stages=job.num_stages,
+            times=EmulatedTimes(job.forward, job.backward),
+            payload_bytes=job.payload_bytes,
+            activation_bytes=job.activation_bytes,
+            activation_memory=memory,
+        )
+        return PipelineEngine(
+            contender.schedule(job.num_stages),
+            stage,
+            EmulatedUpdate(job_group=self._world),
+            timeout=TIMEOUT,
+            backend=PACED,
+            tracer=Tracer(num_batches=1),
+            activation_memory=memory,
+            synchronous_moves=contender.synchronous,
+        )
+
+    def _turn(self, contender: BalanceContender, engine: PipelineEngine, turns: Turns) -> None:
+        """One batch, from a drained pipeline to a drained pipeline."""
+        m, first_batch, first_microbatch = turns.num_microbatches, engine.next_batch, engine.next_microbatch
+        contender.schedule(self.job.num_stages).stream(first_batch=1).start_batch(m)  # proved outside of the clock
+        dist.barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        engine.run_batch(m, m)
+        engine.drain()
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        starts, ends, cpus = zip(*gathered((start, end, cpu)), strict=True)  # one clock for all on a computer
+        seconds = max(ends) - min(starts)
+        turns.seconds.append(seconds)
+        turns.busy.append(sum(cpus) / seconds / len(os.sched_getaffinity(0)))
+        program = contender.schedule(self.job.num_stages).build(
+            (m,), first_batch=first_batch, first_microbatch=first_microbatch
+        )
+        executed = [span.instruction for span in engine.trace().spans if span.track == COMPUTE]
+        turns.executed_is_program &= all(gathered(executed == list(program.rows[self.stage])))

@@ -1,0 +1,186 @@
+"""What pairs cost where they cross the network between two hosts, and what pair-adjacent placement saves.
+
+    python benchmarks/two_hosts.py                 # about 2 minutes; needs Linux network namespaces (tools/hosts.py)
+    python benchmarks/two_hosts.py --rate 100      # a slower link
+    python benchmarks/two_hosts.py --json result.json
+
+Two hosts in network namespaces, joined by a link of `--rate` Mbit/s each way. Each runs half of the stages of `bpipe`:
+engine, transfers and moves of saved activations are real and cross the real link, while stages sleep instead of
+computing. The same processes run the stages in two orders, in turns: `standard` (the first half of the stages on the
+first host, so that pairs cross) and `pair-adjacent` (no pair does).
+
+sent       bytes that a host's network device has counted during the run, per batch, beside what the program's sends
+           predict: boundary activations and gradients, evictions and returns, of the stages whose peer is on the other
+           host. Headers and acknowledgements of TCP, and the reductions of the norm, come on top.
+ratio      time per batch under standard over that under pair-adjacent, within a repeat.
+simulated  `megatron.pipeline.simulate` of the same program, where a transfer that crosses takes its bytes over the
+           rate. It gives each kind of traffic a link of its own, which here all share, so both times are lower bounds.
+
+Figures are medians of the repeats with least and greatest in parentheses.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.moves import pair_of
+from megatron.pipeline.program import Program
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.placement import Degrees, pair_adjacent, standard
+from megatron.placement.mapping import inverse
+from tools.hosts import Hosts, HostsUnavailable
+
+MAPPINGS = {"standard": standard, "pair-adjacent": pair_adjacent}
+
+
+def slots_of_stages(mapping: str, num_stages: int) -> tuple[int, ...]:
+    """The process that runs each stage; the first half of the processes is on the first host."""
+    return inverse(MAPPINGS[mapping](Degrees(tensor=1, pipeline=num_stages, data=1)))
+
+
+def host_of_stages(mapping: str, num_stages: int) -> list[int]:
+    return [2 * slot // num_stages for slot in slots_of_stages(mapping, num_stages)]
+
+
+def crossing_bytes(program: Program, host: Sequence[int], *, payload_bytes: int, activation_bytes: int) -> list[dict]:
+    """By host, what `program` sends to the other one: bytes between neighbours and bytes between pairs."""
+    p = len(host)
+    sent = [{"neighbours": 0, "pairs": 0} for _ in range(2)]
+    for instruction in (instruction for row in program.rows for instruction in row):
+        stage = instruction.stage
+        if instruction.kind in (Kind.SEND_F, Kind.SEND_B):
+            peer = stage + (1 if instruction.kind is Kind.SEND_F else -1)
+            sent[host[stage]]["neighbours"] += payload_bytes * (host[peer] != host[stage])
+        elif instruction.kind in (Kind.EVICT, Kind.RETURN):
+            sent[host[stage]]["pairs"] += activation_bytes * (host[pair_of(stage, p)] != host[stage])
+    return sent
+
+
+def simulated_seconds(program: Program, host: Sequence[int], args: argparse.Namespace) -> float:
+    p = len(host)
+    over = {True: args.rate * 1e6 / 8, False: float("inf")}
+    costs = Costs(
+        forward=args.forward,
+        backward=args.backward,
+        bandwidth=[over[host[stage] != host[stage + 1]] for stage in range(p - 1)],
+        forward_bytes=args.payload,
+        evict=[args.activations / over[host[stage] != host[pair_of(stage, p)]] for stage in range(p)],
+    )
+    return simulate(program, costs).makespan / len(program.batches)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4, help="p, even, 4 to 16: half on each host")
+    parser.add_argument("--microbatches", type=int, default=16, help="m")
+    parser.add_argument("--batches", type=int, default=2, help="timed, of each mapping in each repeat")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--forward", type=float, default=20.0, help="ms")
+    parser.add_argument("--backward", type=float, default=40.0, help="ms")
+    parser.add_argument("--payload", type=int, default=1 << 17, help="bytes between neighbours, of a microbatch")
+    parser.add_argument("--activations", type=int, default=1 << 22, help="bytes that a stage saves of a microbatch")
+    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each host")
+    parser.add_argument("--json", type=Path, help="file for every measured time and byte")
+    args = parser.parse_args(arguments)
+    if args.stages % 2 or not 4 <= args.stages <= 16:
+        parser.error(f"--stages is {args.stages}; give 4, 6, ... or 16, half for each host")
+    if min(args.microbatches, args.batches, args.repeats) < 1 or min(args.forward, args.backward, args.rate) <= 0:
+        parser.error("--microbatches, --batches, --repeats: at least 1; --forward, --backward, --rate: more than 0")
+    if args.payload < 4 or args.payload % 4 or args.activations < 1:
+        parser.error("--payload: a multiple of 4; --activations: at least 1")
+    args.forward, args.backward = args.forward / 1e3, args.backward / 1e3
+    return args
+
+
+def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
+    """Run the processes on both hosts; what each mapping took and sent, by repeat."""
+    result = directory / "result.json"
+    job = {
+        "num_stages": args.stages, "num_microbatches": args.microbatches, "batches": args.batches,
+        "repeats": args.repeats, "forward": args.forward, "backward": args.backward, "payload_bytes": args.payload,
+        "activation_bytes": args.activations, "result": str(result),
+        "slots": {name: slots_of_stages(name, args.stages) for name in MAPPINGS},
+    }  # fmt: skip
+    ranks = str(Path(__file__).with_name("two_hosts_ranks.py"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("GLOO_SOCKET_IFNAME", None)
+    with Hosts(2, bytes_per_second=args.rate * 1e6 / 8) as hosts:
+        processes = []
+        try:
+            for rank in range(args.stages):
+                command = [sys.executable, ranks, str(rank), hosts.addresses[0], json.dumps(job)]
+                processes.append(subprocess.Popen(hosts.command(2 * rank // args.stages, command), env=environment))
+            if any([process.wait() for process in processes]):
+                raise RuntimeError("a process of the benchmark failed; its output is above")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return json.loads(result.read_text())
+
+
+def rows_of(args: argparse.Namespace, found: dict) -> list[dict]:
+    schedule = Schedule.preset("bpipe", num_stages=args.stages)
+    program = schedule.build((args.microbatches,) * args.batches)
+    rows = []
+    for name, measured in found.items():
+        host = host_of_stages(name, args.stages)
+        crossing = crossing_bytes(program, host, payload_bytes=args.payload, activation_bytes=args.activations)
+        rows.append(
+            {
+                "mapping": name,
+                "measured": [seconds / args.batches for seconds in measured["seconds"]],
+                "sent": [[number / args.batches for number in sent] for sent in measured["sent"]],
+                "predicted": [{kind: number / args.batches for kind, number in each.items()} for each in crossing],
+                "simulated": simulated_seconds(program, host, args),
+            }
+        )
+    return rows
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
+
+
+def show(rows: list[dict]) -> None:
+    for row in rows:
+        print(f"{row['mapping']}: {spread([1e3 * each for each in row['measured']], 1)} ms a batch")
+        for host, predicted in enumerate(row["predicted"]):
+            sent = spread([each[host] / 1e6 for each in row["sent"]], 3)
+            total = sum(predicted.values()) / 1e6
+            print(f"  host{host} sent {sent} MB a batch; the program's sends: {total:.3f} MB, of which pairs "
+                  f"{predicted['pairs'] / 1e6:.3f}")  # fmt: skip
+    slow, fast = rows
+    ratios = [a / b for a, b in zip(slow["measured"], fast["measured"], strict=True)]
+    print(f"{slow['mapping']} over {fast['mapping']}: {spread(ratios, 3)}; simulated "
+          f"{slow['simulated'] / fast['simulated']:.3f}")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="two-hosts-") as directory:
+            rows = rows_of(args, measure(args, Path(directory)))
+    except HostsUnavailable as error:
+        print(f"two_hosts.py: error: {error}", file=sys.stderr)
+        return 1
+    show(rows)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""A transformer's shape, as far as memory depends on it. Sizes are elements, before anything is split."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A GPT or BERT of megatron.core.
+
+    Attributes:
+        num_layers, hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, sequence_length: as the flags.
+        num_query_groups: key and value heads; as many as attention heads without grouped queries.
+        vocabulary_size: rows of the embedding, padding included.
+        num_positions: rows of a learned position embedding; 0 without one.
+        num_token_types: rows of BERT's token type embedding; 0 without one.
+        tied_embeddings: the output layer is the embedding; with several stages the last one holds a copy.
+        gated: the MLP's first matrix is twice as wide (SwiGLU and the like).
+        linear_biases, qkv_bias: biases of all linear layers, or of the query, key and value projection only.
+        norm_vectors: learned vectors of a normalization: 2 for LayerNorm, 1 for RMSNorm.
+        qk_norm: queries and keys are normalized.
+        masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
+        hidden_dropout, attention_dropout: whether dropout keeps masks there.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    sequence_length: int
+    vocabulary_size: int
+    num_positions: int = 0
+    num_token_types: int = 0
+    tied_embeddings: bool = True
+    gated: bool = False
+    linear_biases: bool = True
+    qkv_bias: bool = False
+    norm_vectors: int = 2
+    qk_norm: bool = False
+    masked_head: bool = False
+    binary_head: bool = False
+    hidden_dropout: bool = True
+    attention_dropout: bool = True
+
+    @classmethod
+    def gpt3(
+        cls, *, num_layers: int, hidden_size: int, num_attention_heads: int, sequence_length: int, vocabulary_size: int
+    ) -> "Architecture":
+        """A GPT-3 as the papers describe it: four parameters fix the rest."""
+        return cls(
+            num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size,
+            num_attention_heads=num_attention_heads, num_query_groups=num_attention_heads,
+            kv_channels=hidden_size // num_attention_heads, sequence_length=sequence_length,
+            vocabulary_size=vocabulary_size, num_positions=sequence_length,
+        )  # fmt: skip
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries, and of the attention's result."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.num_query_groups * self.kv_channels

@@ -1,0 +1,112 @@
+"""What proved programs ask of the ranks' memory, in microbatches, versions and buffers.
+
+No formula of its own: the checker reports what is saved and which versions live; the rest is read off the rows. So the
+numbers are those of the very programs that run.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.pipeline.check import CheckReport
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.moves import pair_of
+from megatron.pipeline.program import Program
+
+_USES = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What is held at once at most, over all programs of a run.
+
+    Attributes:
+        rank_of_stage: as the programs'.
+        saved_microbatches: by stage, as the checker proves them; those of the pair that it accepts included.
+        own_microbatches: by stage: between their forward and the end of their backward, wherever they are.
+        saved_on_rank: by rank, over all its stages.
+        live_versions: by rank.
+        gradient_buffers: by rank: batches between their first backward and their STEP.
+        receives_ahead: by rank: receives that are posted and not yet used.
+        evicts, accepts: by rank, whether activations move away from it, or to it.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    saved_microbatches: tuple[int, ...]
+    own_microbatches: tuple[int, ...]
+    saved_on_rank: tuple[int, ...]
+    live_versions: tuple[int, ...]
+    gradient_buffers: tuple[int, ...]
+    receives_ahead: tuple[int, ...]
+    evicts: tuple[bool, ...]
+    accepts: tuple[bool, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.saved_on_rank)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+
+def demand_of(program: Program, report: CheckReport) -> Demand:
+    """The demand of a training program that has been proved."""
+    ranks = range(program.num_ranks)
+    versions = report.live_versions or (1,) * program.num_stages
+    evicts = [any(report.evicted_microbatches[stage] for stage in program.stages_of(rank)) for rank in ranks]
+    return Demand(
+        rank_of_stage=program.rank_of_stage,
+        saved_microbatches=report.peak_saved_microbatches,
+        own_microbatches=_own_microbatches(program),
+        saved_on_rank=report.peak_saved_on_rank,
+        live_versions=tuple(max(versions[stage] for stage in program.stages_of(rank)) for rank in ranks),
+        gradient_buffers=tuple(_gradient_buffers(program, rank) for rank in ranks),
+        receives_ahead=tuple(_receives_ahead(program, rank) for rank in ranks),
+        evicts=tuple(evicts),
+        accepts=tuple(evicts[pair_of(rank, program.num_ranks)] for rank in ranks),
+    )
+
+
+def most(demands: Iterable[Demand]) -> Demand:
+    """The largest of each number: what a run needs that executes all of these programs."""
+    first, *others = demands
+    for other in others:
+        assert other.rank_of_stage == first.rank_of_stage
+        values = {name: tuple(map(max, value, getattr(other, name))) for name, value in vars(first).items()}
+        first = Demand(**values)
+    return first
+
+
+def _own_microbatches(program: Program) -> tuple[int, ...]:
+    held, peaks = [0] * program.num_stages, [0] * program.num_stages
+    for instruction in (each for row in program.rows for each in row):
+        if instruction.kind is Kind.FORWARD:
+            held[instruction.stage] += 1
+            peaks[instruction.stage] = max(peaks[instruction.stage], held[instruction.stage])
+        elif instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held[instruction.stage] -= 1
+    return tuple(peaks)
+
+
+def _gradient_buffers(program: Program, rank: int) -> int:
+    open_batches: set[int] = set()
+    peak = 0
+    for instruction in program.rows[rank]:
+        if _USES.get(instruction.kind) is Kind.RECV_B:
+            open_batches.add(program.batch_of(instruction.microbatch))
+            peak = max(peak, len(open_batches))
+        elif instruction.kind is Kind.STEP:
+            open_batches.discard(instruction.version - 1)
+    return peak
+
+
+def _receives_ahead(program: Program, rank: int) -> int:
+    posted: set[tuple[Kind, int, int]] = set()
+    peak = 0
+    for instruction in program.rows[rank]:
+        kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
+        if kind in (Kind.RECV_F, Kind.RECV_B):
+            posted.add((kind, *key))
+            peak = max(peak, len(posted))
+        elif kind in _USES:
+            posted.discard((_USES[kind], *key))
+    return peak

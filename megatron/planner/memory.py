@@ -1,0 +1,139 @@
+"""How much memory each rank of a pipeline needs, by what it is for.
+
+BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (state.py) times the parameters of the
+rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
+(demand.py), and the buffers beside them. Everything is counted at the moment when most is held; what the allocator
+loses between blocks, and the CUDA context and the communication libraries hold, is not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megatron.pipeline.moves import pair_of
+from megatron.planner.activations import Activations, ActivationSetting
+from megatron.planner.architecture import Architecture
+from megatron.planner.demand import Demand
+from megatron.planner.parameters import stage_parameters
+from megatron.planner.state import TrainingState
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """Bytes on one GPU.
+
+    Attributes:
+        weights: all live versions.
+        gradients: all gradient buffers.
+        optimizer: masters, FP32 copies of gradients, moments.
+        activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
+        workspace: what a backward recomputes, and the gradient of the logits.
+        transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+    transfers: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The memory of one rank of a pipeline (each tensor rank and replica of it needs as much).
+
+    Attributes:
+        stages, layers: its stages, and how many layers each has.
+        num_parameters: of one tensor rank.
+        saved_microbatches: held at once at most, over all its stages.
+        bytes_per_microbatch: what the largest of its stages saves of one.
+        parts: see `MemoryParts`.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_parameters: int
+    saved_microbatches: int
+    bytes_per_microbatch: float
+    parts: MemoryParts
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return self.parts.total
+
+
+def estimate_memory(
+    shape: Architecture,
+    setting: ActivationSetting,
+    state: TrainingState,
+    demand: Demand,
+    *,
+    layers: Sequence[int],
+    single_gradient_buffer: bool = False,
+) -> tuple[RankMemory, ...]:
+    """The memory of each rank of the pipeline.
+
+    Args:
+        layers: how many layers each stage has.
+        single_gradient_buffer: a batch's gradients are applied before the next batch fills the buffer.
+    """
+    assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
+    activations = Activations(shape, setting)
+    parameters = stage_parameters(shape, setting.tensor, layers)
+    ends = [{"is_first": stage == 0, "is_last": stage == len(layers) - 1} for stage in range(len(layers))]
+    saved = [activations.saved(count, **end) for count, end in zip(layers, ends, strict=True)]
+    workspace = [activations.workspace(count, **end) for count, end in zip(layers, ends, strict=True)]
+    result = []
+    for rank in range(demand.num_ranks):
+        stages = demand.stages_of(rank)
+        count = sum(parameters[stage] for stage in stages)
+        versions = demand.live_versions[rank]
+        buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
+        # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
+        sides = (stages[0] > 0) + (stages[-1] < len(layers) - 1) if len(layers) > 1 else 0
+        moving = max(saved[stage] for stage in stages) if demand.evicts[rank] else 0.0
+        result.append(
+            RankMemory(
+                rank=rank,
+                stages=stages,
+                layers=tuple(layers[stage] for stage in stages),
+                num_parameters=count,
+                saved_microbatches=demand.saved_on_rank[rank],
+                bytes_per_microbatch=max(saved[stage] for stage in stages),
+                parts=MemoryParts(
+                    weights=state.weights(count, num_versions=versions),
+                    gradients=state.gradients(count, num_buffers=buffers),
+                    optimizer=state.optimizer(count, num_versions=versions),
+                    activations=_saved_on_rank(rank, saved, demand),
+                    workspace=max(workspace[stage] for stage in stages),
+                    transfers=(demand.receives_ahead[rank] + sides) * activations.boundary + moving,
+                ),
+            )
+        )
+    return tuple(result)
+
+
+def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
+    """Bytes of the microbatches that a rank holds: of each stage, and of all together, as many as the checker says.
+
+    Those that came from the pair have the size of that stage. The largest are counted first.
+    """
+    sizes = []
+    for stage in demand.stages_of(rank):
+        peak = demand.saved_microbatches[stage]
+        sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
+        if demand.accepts[rank]:
+            sizes.append((saved[pair_of(stage, len(saved))], peak))
+    total, left = 0.0, demand.saved_on_rank[rank]
+    for size, peak in sorted(sizes, reverse=True):
+        taken = min(peak, left)
+        total, left = total + taken * size, left - taken
+    return total

@@ -1,0 +1,54 @@
+"""How many parameters a rank holds: megatron.core's modules, counted from the shape.
+
+Matrices and what belongs to their outputs are split over tensor ranks; norms, positions, BERT's heads and the biases of
+matrices whose outputs are summed stand on each of them. Tests compare with the modules themselves.
+"""
+
+from collections.abc import Sequence
+
+from megatron.planner.architecture import Architecture
+
+
+def layer_parameters(shape: Architecture, tensor: int) -> int:
+    """Parameters of one transformer layer on one of `tensor` ranks."""
+    h, projected = shape.hidden_size, shape.query_width + 2 * shape.key_width
+    wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
+    split = h * projected + shape.query_width * h + h * wide + shape.ffn_hidden_size * h
+    whole = 2 * shape.norm_vectors * h
+    if shape.linear_biases:
+        split += projected + wide
+        whole += 2 * h
+    elif shape.qkv_bias:
+        split += projected
+    if shape.qk_norm:
+        whole += 2 * shape.norm_vectors * shape.kv_channels
+    return split // tensor + whole
+
+
+def embedding_parameters(shape: Architecture, tensor: int) -> int:
+    """What the first stage holds before its layers."""
+    return (shape.vocabulary_size // tensor + shape.num_positions + shape.num_token_types) * shape.hidden_size
+
+
+def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) -> int:
+    """What the last stage holds after its layers. `holds_embedding`: it is the first stage too."""
+    h, rows = shape.hidden_size, shape.vocabulary_size // tensor
+    count = shape.norm_vectors * h  # the final norm
+    if not (shape.tied_embeddings and holds_embedding):
+        count += rows * h
+    if shape.masked_head:
+        count += h * h + h + shape.norm_vectors * h + rows
+    if shape.binary_head:
+        count += h * h + h + 2 * h + 2
+    return count
+
+
+def stage_parameters(shape: Architecture, tensor: int, layers: Sequence[int]) -> tuple[int, ...]:
+    """Parameters of one tensor rank of each stage. `layers`: how many layers each stage has."""
+    last = len(layers) - 1
+    return tuple(
+        count * layer_parameters(shape, tensor)
+        + (embedding_parameters(shape, tensor) if stage == 0 else 0)
+        + (head_parameters(shape, tensor, holds_embedding=last == 0) if stage == last else 0)
+        for stage, count in enumerate(layers)
+    )

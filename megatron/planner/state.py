@@ -1,0 +1,43 @@
+"""Weights, gradients and optimizer state of a rank, in bytes.
+
+Mixed precision with Adam takes 20 bytes a parameter (Smith et al. 2022; BPipe, section 1): 2 for the weight, 2 for the
+gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since each changes with a flag:
+
+    weights        weight_bytes, for each weight version that is alive at once (2bw: 2)
+    gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag)
+    masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
+    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones
+    moments        4 each: Adam 2, SGD with momentum 1
+
+The distributed optimizer (ZeRO-1) divides the last three by the number of replicas.
+"""
+
+from dataclasses import dataclass
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """What is kept for each parameter. `num_moments`: Adam 2, SGD 1 with momentum, else 0."""
+
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    num_moments: int = 2
+    distributed_optimizer: bool = False
+    data: int = 1
+
+    def weights(self, num_parameters: int, *, num_versions: int) -> float:
+        """Of all weight versions."""
+        return float(num_parameters * self.weight_bytes * num_versions)
+
+    def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
+        """Of all gradient buffers."""
+        return float(num_parameters * self.gradient_bytes * num_buffers)
+
+    def optimizer(self, num_parameters: int, *, num_versions: int) -> float:
+        """Masters, FP32 copies of gradients, and moments."""
+        keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
+        copies_gradients = self.gradient_bytes < _FP32
+        per_parameter = _FP32 * (keeps_masters + copies_gradients + self.num_moments)
+        return num_parameters * per_parameter / (self.data if self.distributed_optimizer else 1)

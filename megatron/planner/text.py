@@ -1,0 +1,50 @@
+"""An estimate of memory as tables for a terminal or a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from megatron.planner.memory import GIB, MemoryParts, RankMemory
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def memory_table(memory: Sequence[RankMemory], *, plain: bool) -> Table:
+    """A row for each rank of a pipeline: parameters in millions, bytes in GiB. `plain`: neither lines nor colours."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
+    parts = [part.name for part in fields(MemoryParts)]
+    several = any(len(rank.stages) > 1 for rank in memory)
+    table.add_column("rank: stages" if several else "stage", no_wrap=True)
+    for name in ("layers", "params, M", *parts, "total", "saved microbatches"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in memory:
+        stages = f"{rank.rank}: {', '.join(map(str, rank.stages))}" if several else str(rank.rank)
+        table.add_row(
+            stages,
+            "+".join(map(str, rank.layers)),
+            f"{rank.num_parameters / 1e6:.1f}",
+            *(f"{getattr(rank.parts, name) / GIB:.2f}" for name in parts),
+            f"{rank.total / GIB:.2f}",
+            f"{rank.saved_microbatches} of {rank.bytes_per_microbatch / GIB:.3f}",
+        )
+    return table
+
+
+def memory_as_dict(rank: RankMemory) -> dict:
+    """A rank's estimate for JSON, in bytes."""
+    return {
+        "rank": rank.rank,
+        "stages": list(rank.stages),
+        "layers": list(rank.layers),
+        "num_parameters": rank.num_parameters,
+        "saved_microbatches": rank.saved_microbatches,
+        "bytes_per_microbatch": rank.bytes_per_microbatch,
+        **{f"{part.name}_bytes": getattr(rank.parts, part.name) for part in fields(MemoryParts)},
+        "total_bytes": rank.total,
+    }

@@ -1,0 +1,186 @@
+"""`--dry-run GPUS`: everything of a job that does not need its cluster, in one process.
+
+Problem: a mistake in a job for many GPUs shows itself on the cluster, after the queue. Most of what can be wrong is
+known before: the flags, the program, the memory, who sits where.
+
+Solution: the checks of a start-up, in their order, for a world size that is given: flags, what megatron.core makes of
+them, files (those that are here), the programs that the run would execute, proved; then an estimate of each stage's
+memory and the map of ranks. What only the cluster has is taken as there, and said: CUDA with Transformer Engine, and
+files that are missing.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from megatron.pipeline.check import CheckReport, ProgramError, check_periodic
+from megatron.pipeline.schedules import Schedule
+from megatron.placement.bandwidth import saved_activation_bytes
+from megatron.placement.degrees import Degrees
+from megatron.placement.hosts import Process
+from megatron.placement.pairs import count_crossing
+from megatron.placement.report import PlacementReport, make_report
+from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
+from megatron.planner import Demand, RankMemory, Verdict, demand_of, device_gib, estimate_memory, judge, most
+from megatron.training import plan
+from megatron.training.arguments import Platform, resolve_platform, validate_args
+from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.checkpointing import apply_checkpoint_arguments
+from megatron.training.config import optimizer_config, transformer_config
+from megatron.training.dry_run_text import DryRun, print_dry_run, to_dict
+from megatron.training.missing import choose_vocabulary, missing_checkpoint, missing_data
+from megatron.training.placement import decide, evictors, model_shape, recompute_scope
+
+_REFUSED = 1
+
+
+def run_dry(args: argparse.Namespace, prog: str) -> int:
+    """Check the job that `args` (parsed, not yet validated) describe; returns the exit status."""
+    try:
+        result = check_job(args)
+        print_dry_run(result, prog)
+        if args.dry_run_json is not None:
+            with open(args.dry_run_json, "w", encoding="utf-8") as stream:
+                json.dump(to_dict(result), stream, indent=1)
+        if result.verdict is not None and not result.verdict.fits:
+            raise ValueError(
+                f"{result.place(result.verdict.rank)} misses {-result.verdict.spare_gib:.1f} GiB of the "
+                f"{device_gib(args.dry_run_gpu):g} GiB of --dry-run-gpu {args.dry_run_gpu}; recompute more, use "
+                "smaller microbatches or more GPUs, or balance activations (--pipeline-schedule bpipe)"
+            )
+    except (ValueError, ProgramError) as error:
+        sys.stdout.flush()
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        return _REFUSED
+    except OSError as error:
+        sys.stderr.write(f"{prog}: error: {error.filename}: {error.strerror}\n")
+        return _REFUSED
+    return 0
+
+
+def check_job(args: argparse.Namespace) -> DryRun:
+    """Everything that a dry run finds. Raises ValueError for what a run would refuse."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
+    notes = _complete(args)
+    warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
+    config = transformer_config(args)
+    optimizer_config(args)
+    schedule = pipeline_schedule(args)
+    report, demand = prove(args, schedule)
+    memory = estimate_memory(
+        plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
+        layers=plan.layers_of_stages(config), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+    )  # fmt: skip
+    placement, lines = place(args)
+    return DryRun(
+        args=args,
+        schedule=schedule,
+        report=report,
+        memory=memory,
+        verdict=_judge(args, memory),
+        placement=placement,
+        placement_lines=lines,
+        notes=notes,
+        warnings=warnings,
+    )
+
+
+def _complete(args: argparse.Namespace) -> list[str]:
+    """Validate for the job's world size, on a machine as the cluster's are taken to be; returns notes."""
+    if args.use_checkpoint_args:
+        apply_checkpoint_arguments(args)
+    notes = validate_args(args, world_size=args.dry_run)
+    machine = Platform(
+        is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
+    )
+    return notes + resolve_platform(args, machine)
+
+
+# --- the program
+
+
+def prove(args: argparse.Namespace, schedule: Schedule) -> tuple[CheckReport, Demand]:
+    """Build and prove what the run would execute; returns the report of its largest batches, and what all demand.
+
+    The runtime executes legs of a stream, whose programs are proved as they are built: here every batch size of the
+    run, from each to the next, and the evaluation. The largest size is proved for any number of batches besides.
+
+    Raises ProgramError, ValueError.
+    """
+    sizes = list(dict.fromkeys(args.batch_sizes.all_num_microbatches()))
+    stream = schedule.stream()
+    for size in sizes:
+        for _ in range((schedule.settling_batches or 0) + 1):
+            stream.start_batch(size)
+    stream.drain()
+    if args.eval_iters:
+        stream.evaluation(sizes[-1])
+    proved = [_prove_periodic(schedule, size) for size in dict.fromkeys((sizes[0], max(sizes)))]
+    return proved[-1][0], most(demand for _, demand in proved)
+
+
+def _prove_periodic(schedule: Schedule, num_microbatches: int) -> tuple[CheckReport, Demand]:
+    periodic = schedule.build_periodic(num_microbatches)
+    program = periodic.unroll(1)
+    report = check_periodic(
+        periodic,
+        max_saved=schedule.max_saved_microbatches(program.batches),
+        max_saved_on_rank=schedule.max_saved_on_rank(program.batches),
+    )
+    return report, demand_of(program, report)
+
+
+# --- memory
+
+
+def _judge(args: argparse.Namespace, memory: tuple[RankMemory, ...]) -> Verdict | None:
+    return None if args.dry_run_gpu is None else judge(memory, device_gib(args.dry_run_gpu))
+
+
+# --- placement
+
+
+def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str]]:
+    """Who would sit where, and lines about traffic between nodes. Raises ValueError."""
+    given = load_topology(args.rank_topology) if args.rank_topology else None
+    nodes = _nodes(args.world_size, given, args.dry_run_gpus_per_node)
+    processes = [Process(node.name, slot) for node in nodes for slot in range(node.gpus)]
+    ranks, lines = decide(args, processes)
+    degrees = Degrees(
+        tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size, data=args.data_parallel_size
+    )
+    # Without traffic the report has no times, so where no topology is given its bandwidths are never read.
+    bandwidth = given.bandwidth if given else Bandwidth(within_node=1, between_nodes=1)
+    topology, moving = Topology(nodes=nodes, bandwidth=bandwidth), evictors(args)
+    report = make_report(args.rank_mapping, tuple(ranks), degrees, topology, evictors=moving)
+    if given is None and moving and not count_crossing(report.mapping, degrees, [node.gpus for node in nodes], moving):
+        num_bytes = saved_activation_bytes(model_shape(args, degrees), recompute_scope(args))
+        lines.append(
+            f"pairs move {num_bytes / 1e9:.3g} GB for a microbatch; the bandwidth that hides it is that over the time "
+            "of a forward (BPipe, appendix B): give --rank-topology with teraflops_per_gpu to compare"
+        )
+    return report, lines
+
+
+def _nodes(world_size: int, topology: Topology | None, gpus_per_node: int) -> tuple[Node, ...]:
+    """The nodes that the job fills, in order."""
+    if topology is None:
+        full, rest = divmod(world_size, gpus_per_node)
+        return tuple(
+            Node(name=f"node{index}", gpus=count)
+            for index, count in enumerate([gpus_per_node] * full + [rest])
+            if count
+        )
+    nodes, left = [], world_size
+    for node in topology.nodes:
+        if left:
+            nodes.append(Node(name=node.name, gpus=min(node.gpus, left)))
+            left -= nodes[-1].gpus
+    if left:
+        raise ValueError(
+            f"--dry-run {world_size} needs more GPUs than the {topology.num_slots} of --rank-topology; add nodes to "
+            "the file, or leave it out"
+        )
+    return tuple(nodes)

@@ -1,0 +1,141 @@
+"""What a dry run found, as a record, for people and for programs."""
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from megatron.pipeline.check import CheckReport
+from megatron.pipeline.schedules import Schedule
+from megatron.placement.report import PlacementReport
+from megatron.placement.text import tables
+from megatron.planner import GIB, RankMemory, Verdict
+from megatron.planner.text import memory_as_dict, memory_table
+from megatron.training import plan
+from megatron.training.throughput import flops_per_sample
+
+_MOST_NODES = 16  # that are shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A job that was checked. `report` is of its largest batches; `verdict` is None where no GPU was named."""
+
+    args: argparse.Namespace
+    schedule: Schedule
+    report: CheckReport
+    memory: tuple[RankMemory, ...]
+    verdict: Verdict | None
+    placement: PlacementReport
+    placement_lines: list[str]
+    notes: list[str]
+    warnings: list[str]
+
+    def place(self, rank: int) -> str:
+        """A rank of the pipeline in words."""
+        stages = self.memory[rank].stages
+        return f"stage {stages[0]}" if len(stages) == 1 else f"pipeline rank {rank}"
+
+
+def print_dry_run(result: DryRun, prog: str) -> None:
+    """Print to standard output: tables with lines and colours on a terminal, plain ones in a pipe."""
+    from rich.console import Console
+
+    plain = not sys.stdout.isatty()
+    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+
+    def say(*lines: str, style: str = "") -> None:
+        for line in lines:
+            console.print(line, style="" if plain else style, markup=False, soft_wrap=True)
+
+    def show(title: str, *content: object) -> None:
+        say(f"\n{title}", style="bold")
+        for part in content:
+            console.print(part)
+
+    args, degrees, nodes = result.args, result.placement.degrees, result.placement.topology.nodes
+    say(
+        f"dry run of {prog}: {args.world_size} GPUs on {len(nodes)} node{'s' * (len(nodes) > 1)}, tensor "
+        f"{degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}",
+        *_model_lines(result),
+        *(f"note: {note}" for note in result.notes),
+    )
+    show("program")
+    say(*_program_lines(result))
+    show("memory of a GPU, estimated, in GiB", memory_table(result.memory, plain=plain))
+    say(*_memory_lines(result))
+    for title, table in tables(result.placement, plain=plain, max_nodes=_MOST_NODES):
+        show(title, table)
+    if len(nodes) > _MOST_NODES:
+        say(f"... and {len(nodes) - _MOST_NODES} more nodes; --dry-run-json writes all of them")
+    say(*result.placement_lines, *(f"warning: {warning}" for warning in result.warnings))
+
+
+def _model_lines(result: DryRun) -> list[str]:
+    args, t = result.args, result.placement.degrees.tensor
+    total = sum(rank.num_parameters for rank in result.memory) * t
+    sizes = args.batch_sizes.all_sizes()
+    batch = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return [
+        f"model: {total / 1e9:.4g} billion parameters on the GPUs of a replica, "
+        f"{flops_per_sample(args) / 1e12:.4g} TFLOP a sample; batches of {batch} samples, "
+        f"microbatches of {args.micro_batch_size}",
+        f"taken as there on every GPU: CUDA{_engine(args)}",
+    ]
+
+
+def _engine(args: argparse.Namespace) -> str:
+    if args.transformer_impl != "transformer_engine":
+        return ", without Transformer Engine (--transformer-impl local)"
+    kept = "keeps attention scores" if plan.activation_setting(args).saves_scores else "flash attention"
+    return f" and Transformer Engine ({kept}); --transformer-impl local does without it"
+
+
+def _program_lines(result: DryRun) -> list[str]:
+    report, counts = result.report, sorted(set(result.args.batch_sizes.all_num_microbatches()))
+    sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]} ({len(counts)} sizes)"
+    lines = [
+        f"schedule {result.args.pipeline_schedule}, {report.num_stages} stages on {report.num_ranks} ranks, batches of "
+        f"{sizes} microbatches: proved for any number of batches ({report.num_instructions} instructions in "
+        f"{report.num_batches})",
+        f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
+        f"{', '.join(map(str, report.live_versions))}",
+    ]
+    if any(report.evicted_microbatches):
+        lines.append(
+            f"evicted microbatches by stage, in {report.num_batches} batches: "
+            f"{', '.join(map(str, report.evicted_microbatches))}"
+        )
+    return lines
+
+
+def _memory_lines(result: DryRun) -> list[str]:
+    verdict, args = result.verdict, result.args
+    if verdict is None:
+        fullest = max(result.memory, key=lambda rank: rank.total)
+        return [
+            f"{result.place(fullest.rank)} needs most, {fullest.total / GIB:.1f} GiB; --dry-run-gpu says whether that "
+            "fits"
+        ]
+    spare = f"{'leaves' if verdict.fits else 'misses'} {abs(verdict.spare_gib):.1f} GiB"
+    lines = [f"{args.dry_run_gpu}: {verdict.word}; {result.place(verdict.rank)} {spare}"]
+    if verdict.is_borderline:
+        lines.append(
+            "warning: so near the limit the CUDA context and the allocator may need what is left, or slow the run down"
+        )
+    return lines
+
+
+def to_dict(result: DryRun) -> dict:
+    """Everything, for JSON: bytes, and GiB where the name says so."""
+    report, verdict = result.report, result.verdict
+    return {
+        "world_size": result.args.world_size,
+        "schedule": result.args.pipeline_schedule,
+        "num_microbatches": sorted(set(result.args.batch_sizes.all_num_microbatches())),
+        "program": {name: getattr(report, name) for name in sorted(vars(report))},
+        "memory": [memory_as_dict(rank) for rank in result.memory],
+        "verdict": verdict and {"word": verdict.word, "rank": verdict.rank, "spare_gib": verdict.spare_gib},
+        "placement": {**result.placement.to_dict(), "lines": result.placement_lines},
+        "notes": result.notes,
+        "warnings": result.warnings,
+    }

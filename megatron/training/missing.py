@@ -1,0 +1,58 @@
+"""What a command line names and this machine does not have: the files of data, tokenizer and checkpoint.
+
+A dry run is often made where none of them are. What is here is checked as a run would check it; what is not becomes a
+line for the user.
+"""
+
+import argparse
+import os
+
+from megatron.training.data_files import check_indexed_dataset
+from megatron.training.datasets import blends
+from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
+
+_VOCABULARY = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522)}
+
+
+def missing_data(args: argparse.Namespace) -> list[str]:
+    """A line for each part of the data that is not here. Raises ValueError for files that are here and damaged."""
+    for flag, path in (
+        ("--data-args-path", args.data_args_path),
+        ("--per-split-data-args-path", args.per_split_data_args_path),
+    ):
+        if path is not None and not os.path.exists(path):
+            return [f"{flag} {path} is not on this machine"]
+    blend, per_split = blends(args)
+    lines = []
+    for prefix in [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]:
+        absent = [name for name in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.exists(name)]
+        if absent:
+            lines.append(f"data file {' and '.join(absent)} is not on this machine")
+        else:
+            check_indexed_dataset(prefix)
+    return lines
+
+
+def missing_checkpoint(args: argparse.Namespace) -> list[str]:
+    """A line for each directory to load from that is not here."""
+    named = (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint))
+    return [f"{flag} {path} is not on this machine" for flag, path in named if path and not os.path.isdir(path)]
+
+
+def choose_vocabulary(args: argparse.Namespace) -> list[str]:
+    """Set `args.padded_vocab_size`: from the tokenizer, or where it is not here, from --vocab-size or a common one.
+
+    Returns a line where it had to be assumed. Raises ValueError for a tokenizer that is here and cannot be read.
+    """
+    problem = problem_with_tokenizer(args)
+    if problem is None and args.tokenizer_model is not None and not os.path.exists(args.tokenizer_model):
+        problem = f"--tokenizer-model {args.tokenizer_model} names a hub, which is not asked"
+    if problem is None:
+        args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
+        return []
+    name, usual = _VOCABULARY[args.architecture]
+    size = (args.vocab_size or usual) + args.vocab_extra_ids
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-size // multiple) * multiple
+    source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
+    return [f"{problem}; the embedding is taken to have {args.padded_vocab_size} rows, {source}"]

@@ -1,0 +1,41 @@
+"""benchmarks/two_hosts.py: what crosses the link between two hosts, by their network devices' counters."""
+
+import os
+import subprocess
+import sys
+
+from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
+from tests.network_hosts import make_hosts
+
+PAYLOAD, ACTIVATIONS, MICROBATCHES, EVICTIONS = 1 << 16, 1 << 18, 8, 3
+
+
+def test_pairs_cross_the_link_under_standard_only(tmp_path):
+    """p=4 on two hosts. `standard` sends one boundary's activations, or gradients, and the three microbatches that
+    stage 0 evicts, or gets back; `pair-adjacent` sends those of two boundaries, and nothing of a pair. The counters say
+    so: headers are 66 of 1,514 bytes at most, acknowledgements as much in answer to two frames, and reductions and
+    barriers some kilobytes; all that is less than a tenth of what pairs would send."""
+    with make_hosts(1):  # or skip
+        pass
+    times = "--batches 1 --repeats 2 --forward 1 --backward 2 --rate 2000"
+    sizes = f"--payload {PAYLOAD} --activations {ACTIVATIONS} --microbatches {MICROBATCHES}"
+    rows = {row["mapping"]: row for row in rows_of("two_hosts", f"{times} {sizes}", tmp_path)}
+    boundary, pairs = MICROBATCHES * PAYLOAD, EVICTIONS * ACTIVATIONS
+    expected = {
+        "standard": {"neighbours": boundary, "pairs": pairs},
+        "pair-adjacent": {"neighbours": 2 * boundary, "pairs": 0},
+    }
+    assert {name: row["predicted"] for name, row in rows.items()} == {name: [one] * 2 for name, one in expected.items()}
+    overhead = 0.1 * pairs
+    for name, row in rows.items():
+        total = sum(expected[name].values())
+        assert len(row["sent"]) == 2
+        for sent in row["sent"]:
+            assert all(total <= number <= total + overhead for number in sent), (name, sent, total)
+
+
+def test_without_namespaces_it_says_so():
+    """A machine that makes no hosts: why, in one sentence, and status 1."""
+    command = [sys.executable, str(BENCHMARKS / "two_hosts.py")]
+    done = subprocess.run(command, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("two_hosts.py: error: hosts need the commands ip"), done

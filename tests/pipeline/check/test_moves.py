@@ -1,0 +1,81 @@
+"""The checker against an oracle that tries every timing of a pair: the same peaks, one verdict on each mutation."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.pipeline.check import ProgramError, check
+from megatron.pipeline.program import Program
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.check.examples import with_row
+from tests.pipeline.check.moves_oracle import Wrong, most_held
+from tests.pipeline.check.oracle import verdict
+
+SMALL = {
+    "flush": (Schedule.preset("bpipe", num_stages=4), (5,)),
+    "2bw": (Schedule.preset("2bw", num_stages=4, balance=True), (4, 4)),
+    "recompute": (Schedule.preset("bpipe", num_stages=4, recompute=True), (6,)),
+    "interleaved": (Schedule.preset("interleaved", num_stages=6, num_virtual_stages=2, balance=True), (6,)),
+}
+LARGER = {
+    "6 stages": (Schedule.preset("bpipe", num_stages=6), (8,)),
+    "4 ranks": (Schedule.preset("interleaved", num_stages=8, num_virtual_stages=2, balance=True), (8,)),
+    "extra warm-up": (Schedule.preset("flush", num_stages=3, balance=True, extra_warmup=True), (7,)),
+}
+
+
+@pytest.mark.parametrize("name", [*SMALL, *LARGER])
+def test_peaks_are_those_of_the_worst_timing(name: str):
+    """No timing deadlocks, loads too late or holds more than the checker says, and one holds as much."""
+    schedule, batches = (SMALL | LARGER)[name]
+    program = schedule.build(batches)
+    assert any(program.num_evictions)
+    peaks = check(program).peak_saved_on_rank
+    for rank in range(schedule.num_ranks // 2):
+        assert most_held(program, rank) == (peaks[rank], peaks[-1 - rank])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "flush" else pytest.mark.full) for name in SMALL]
+)
+def test_every_exchange_is_judged_as_every_timing_judges_it(name: str):
+    """Each move put at each place of its row, and each two neighbours exchanged: one verdict, and both occur."""
+    schedule, batches = SMALL[name]
+    bounds = schedule.max_saved_on_rank(batches)
+    verdicts = set()
+    for what, mutant in exchanges(schedule.build(batches)):
+        reason = wrong(mutant, bounds)
+        try:
+            check(mutant, max_saved_on_rank=bounds)
+            assert not reason, f"{what}: {reason}"
+        except ProgramError as error:
+            assert reason, f"{what}: {error}"
+        verdicts.add(not reason)
+    assert verdicts == {True, False}
+
+
+def exchanges(program: Program) -> Iterator[tuple[str, Program]]:
+    for rank, row in enumerate(program.rows):
+        for position, each in enumerate(row):
+            rest = [*row[:position], *row[position + 1 :]]
+            places = range(len(row)) if each.kind.is_move else range(position + 1, min(position + 2, len(row)))
+            for place in places:
+                if place != position:
+                    mutant = with_row(program, rank, [*rest[:place], each, *rest[place:]])
+                    yield f"rank {rank}, {each}: {position} -> {place}", mutant
+
+
+def wrong(program: Program, bounds: tuple[int, ...]) -> str:
+    """What the two oracles say against a program; '' if it is right."""
+    without_moves = [tuple(each for each in row if not each.kind.is_move) for row in program.rows]
+    reason = verdict(program.with_rows(tuple(without_moves)), [program.num_microbatches] * program.num_stages)
+    if reason:
+        return reason
+    try:
+        for rank in range(program.num_ranks // 2):
+            most = most_held(program, rank)
+            if most[0] > bounds[rank] or most[1] > bounds[-1 - rank]:
+                return f"ranks {rank} and {program.num_ranks - 1 - rank} hold {most}"
+    except Wrong as error:
+        return str(error)
+    return ""

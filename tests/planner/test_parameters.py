@@ -1,0 +1,109 @@
+"""Counted parameters are those of megatron.core's modules."""
+
+import pytest
+import torch
+
+from megatron.planner import Architecture
+from megatron.planner.parameters import stage_parameters
+from tests import workers
+from tests.training.arguments_helper import arguments
+from tests.training.bert_helper import bert_arguments
+
+SHAPES = (
+    "",
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 24",
+    "--qk-layernorm --add-qkv-bias --disable-bias-linear --ffn-hidden-size 96",
+    "--quick-geglu --position-embedding-type none --num-layers 6 --decoder-first-pipeline-num-layers 1",
+    "--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+)
+
+
+def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """This rank's stage, and for each shape (counted by the planner, elements of the real model's parameters)."""
+    from megatron.core import parallel_state
+    from megatron.training import config, models, plan
+
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    try:
+        for flags in shapes:
+            args = arguments(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            args.padded_vocab_size = 256
+            made = config.transformer_config(args)
+            model = models.gpt_model(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(plan.architecture(args), tensor, plan.layers_of_stages(made))
+            counts.append((counted[stage], models.num_parameters([model])))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return stage, counts
+
+
+@pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 2)])
+def test_parameters_of_gpt(tensor, pipeline):
+    """Every stage and tensor rank of GPTs of several shapes has as many parameters as counted."""
+    shapes = [flags for flags in SHAPES if pipeline > 1 or "pipeline" not in flags]
+    results = workers.run(
+        tensor * pipeline, "tests.planner.test_parameters:count_case", tensor=tensor, pipeline=pipeline, shapes=shapes
+    )
+    assert {stage for stage, _ in results} == set(range(pipeline))
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
+
+
+def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """The same for BERTs."""
+    from megatron.core import parallel_state
+    from megatron.training import config, plan
+    from megatron.training.bert_model import bert_model
+    from megatron.training.models import num_parameters
+
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    try:
+        for flags in shapes:
+            args = bert_arguments(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            args.padded_vocab_size = 256
+            made = config.transformer_config(args)
+            model = bert_model(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(plan.architecture(args), tensor, plan.layers_of_stages(made))
+            counts.append((counted[stage], num_parameters([model])))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return stage, counts
+
+
+def test_parameters_of_bert():
+    """BERT's token types, masked-language head and binary head are counted, on the stage that holds them."""
+    shapes = ["", "--bert-no-binary-head --untie-embeddings-and-output-weights"]
+    results = workers.run(4, "tests.planner.test_parameters:bert_case", tensor=2, pipeline=2, shapes=shapes)
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
+
+
+def test_parameters_of_published_models():
+    """The GPT-3 models of BPipe's Table 1 have the parameters that their names say: 12.9, 96 and 134 billion."""
+    for num_layers, hidden_size, heads, billions in (
+        (40, 5120, 40, 12.9),
+        (80, 9984, 104, 96.2),
+        (84, 11520, 120, 134.4),
+    ):
+        shape = Architecture.gpt3(
+            num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads, sequence_length=2048,
+            vocabulary_size=51200,
+        )  # fmt: skip
+        assert sum(stage_parameters(shape, 1, [num_layers])) == pytest.approx(1e9 * billions, rel=0.01)

@@ -1,0 +1,42 @@
+"""Bytes of weights, gradients and optimizer state."""
+
+import pytest
+
+from megatron.planner import TrainingState
+
+PARAMETERS = 1000
+
+
+def per_parameter(state: TrainingState, versions: int = 1, buffers: int = 1) -> float:
+    total = (
+        state.weights(PARAMETERS, num_versions=versions)
+        + state.gradients(PARAMETERS, num_buffers=buffers)
+        + state.optimizer(PARAMETERS, num_versions=versions)
+    )
+    return total / PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "state, versions, buffers, expected",
+    [
+        (TrainingState(gradient_bytes=2), 1, 1, 20),  # FP16: 2 + 2 + 4 (master) + 4 (FP32 copy) + 8
+        (TrainingState(), 1, 1, 18),  # BF16 with FP32 gradients: 2 + 4 + 4 + 8
+        (TrainingState(), 2, 2, 24),  # 2bw: a version and a buffer more
+        (TrainingState(), 2, 1, 20),  # 2bw with a single gradient buffer
+        (TrainingState(weight_bytes=4), 1, 1, 16),  # FP32: no masters
+        (TrainingState(weight_bytes=4), 2, 2, 24),
+        (TrainingState(weight_bytes=4, num_moments=1), 1, 1, 12),  # SGD with momentum
+        (TrainingState(gradient_bytes=2, distributed_optimizer=True, data=2), 1, 1, 12),
+        (TrainingState(distributed_optimizer=True, data=4), 1, 1, 9),
+        (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4), 1, 1, 10),
+        (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4), 2, 2, 19),  # masters of their own
+    ],
+)
+def test_bytes_of_a_parameter(state, versions, buffers, expected):
+    """Each format, version, buffer and shard has its bytes."""
+    assert per_parameter(state, versions, buffers) == expected
+
+
+def test_replicas_do_not_matter_without_the_distributed_optimizer():
+    """Only ZeRO-1 divides anything by the number of replicas."""
+    assert per_parameter(TrainingState(data=8)) == per_parameter(TrainingState(data=1))

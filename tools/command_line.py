@@ -1,0 +1,86 @@
+"""What the tools in this folder have alike: they run from the sources beside them, and say how they ended.
+
+A tool puts this folder on its path and imports this file before anything of `megatron`.
+
+Exit status: 0, or 1 where a program, a file or a combination is wrong, 2 where the command line is or a file cannot be
+opened. A pipe whose reader has seen enough, such as `head`, is no error.
+"""
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_ROOMS = ("megatron", "megatron.pipeline", "megatron.placement")
+
+if not all(importlib.util.find_spec(room) for room in _ROOMS):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed
+
+
+def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command and explain in one line what it could not do; returns the exit status."""
+    try:
+        status = command(options)
+        sys.stdout.flush()  # a closed pipe shows itself here, and not when the interpreter ends
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser that introduces a tool by its docstring: a summary, then what is kept as it stands."""
+    summary, _, examples = description.partition("\n\n")
+    return argparse.ArgumentParser(
+        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+# --- kinds of values
+
+
+def count(text: str) -> int:
+    """A whole number of 1 and more."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(count(part) for part in text.split(","))
+
+
+def time(text: str) -> float:
+    """A finite number of 0 and more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number of 0 and more")
+    return value
+
+
+def times(text: str) -> float | tuple[float, ...]:
+    values = tuple(time(part) for part in text.split(","))
+    return values[0] if len(values) == 1 else values
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
+    return value

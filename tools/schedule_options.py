@@ -1,0 +1,276 @@
+"""The options of tools/schedule.py, and what they mean: a program to look at, and the costs to time it with."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import command_line  # first: it finds the sources
+from command_line import count, positive, time, times
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.orders import ORDERS, PRESETS
+
+FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
+_PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
+_MOST = 20_000_000  # computations and transfers of a program; more do not fit into the memory of a common machine
+_COSTS = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "evict", "load",
+          "reduce_grad", "reduce_embed", "reduce_norm")  # fmt: skip
+_TEXT_ONLY = ("versions", "columns")
+_PICTURE_ONLY = ("saved", "lanes", "title", "time_label", "time_scale", "width")
+
+Command = Callable[[argparse.Namespace], int]
+
+
+# --- what the options mean
+
+
+def schedule(options: argparse.Namespace) -> Schedule:
+    flags = {flag: getattr(options, flag) for flag in FLAGS}
+    order, _ = PRESETS[options.schedule]
+    num_virtual_stages = options.virtual_stages or (2 if ORDERS[order].interleaves else 1)
+    return Schedule.preset(
+        options.schedule,
+        num_stages=(options.stages or 4) * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        microbatch_group_size=options.microbatch_group_size,
+        **flags,
+    )
+
+
+def program(options: argparse.Namespace) -> Program:
+    """The program of a preset, or of a file.
+
+    Raises:
+        ValueError: choices that do not go together, a file that is no program, or a program beyond all memory.
+    """
+    if options.schedule is not None:
+        chosen = schedule(options)
+        batches = options.microbatches or (_fewest_microbatches(chosen),)
+        few = 2 * chosen.num_stages if chosen.weights.rule.updates_alone else 3
+        num_batches = (options.batches or few) if len(batches) == 1 else 1
+        _require_memory(chosen.num_stages, sum(batches) * num_batches)
+        return chosen.build(batches * num_batches)
+    facts = {"batches": options.microbatches, "weights": options.weights and WeightPolicy(options.weights)}
+    try:
+        text = Path(options.file).read_text(encoding="utf-8-sig")
+        return Program.from_csv(text, **{name: value for name, value in facts.items() if value is not None})
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.file} is no text ({error.reason}); give a CSV file") from error
+    except ValueError as error:
+        raise ValueError(f"{options.file}: {error}") from error
+
+
+def _require_memory(num_stages: int, num_microbatches: int) -> None:
+    num_instructions = 6 * num_stages * num_microbatches  # F, B and the transfers that both cause
+    if num_instructions > _MOST:
+        raise ValueError(
+            f"{num_stages} stages and {num_microbatches} microbatches make about {num_instructions:.1e} instructions, "
+            f"more than the {_MOST:.0e} that a machine holds; give fewer of either, for a longer run repeats itself"
+        )
+
+
+def _fewest_microbatches(schedule: Schedule) -> int:
+    """As many as fill the pipeline, or the one that a weight-stashing schedule takes."""
+    if schedule.weights.rule.updates_alone:
+        return 1
+    return (
+        2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.microbatch_group_size or schedule.num_ranks
+    )
+
+
+def costs(options: argparse.Namespace) -> Costs:
+    return Costs(
+        forward=options.forward,
+        backward=options.backward,
+        recompute=options.recompute_time,
+        step=options.step,
+        latency=options.latency,
+        forward_bytes=options.transfer,
+        bandwidth=1.0,
+        evict=options.evict,
+        load=options.load,
+        reduce_grad=options.reduce_grad,
+        reduce_embed=options.reduce_embed,
+        reduce_norm=options.reduce_norm,
+    )
+
+
+def title(options: argparse.Namespace, program: Program) -> str:
+    if options.schedule is None:
+        return Path(options.file).name
+    extras = "".join(f", {flag.replace('_', ' ')}" for flag in FLAGS if getattr(options, flag))
+    sizes = ", ".join(map(str, program.batches)) if len(set(program.batches)) > 1 else str(program.batches[0])
+    noun = "microbatch" if sizes == "1" else "microbatches"
+    stages = f"{program.num_ranks} stages"
+    if program.num_stages > program.num_ranks:
+        stages = f"{program.num_ranks} ranks of {program.num_stages // program.num_ranks} stages"
+    return f"{options.schedule}: {stages}, batches of {sizes} {noun}{extras}"
+
+
+# --- the command line
+
+
+def parse(description: str, commands: dict[str, Command], arguments: list[str] | None) -> argparse.Namespace:
+    """The options of a command, or the end of the process with a message and status 2."""
+    options = _parser(description, commands).parse_args(arguments)
+    _require_one_source(options)
+    _require_effect(options)
+    return options
+
+
+def _require_one_source(options: argparse.Namespace) -> None:
+    """End with a message where a program has no source or two, or where an option would be ignored."""
+    if (options.file is None) == (options.schedule is None):
+        options.parser.error("name either a CSV file or a --schedule")
+    if options.schedule is None:
+        ignored = [name for name in _PRESET_ONLY if getattr(options, name)]
+    else:
+        ignored = ["weights"] * bool(options.weights)
+        ignored += ["batches"] * bool(options.batches and options.microbatches and len(options.microbatches) > 1)
+    if ignored:
+        source = "a CSV file" if options.schedule is None else "this preset"
+        options.parser.error(f"--{ignored[0].replace('_', '-')} says nothing about {source}; leave it out")
+
+
+def _require_effect(options: argparse.Namespace) -> None:
+    """End with a message where an option would be ignored, because nothing of its kind is printed or drawn."""
+    parser, ignored = options.parser, []
+    if options.command == "draw":
+        if not (options.text or options.output):
+            parser.error("draw needs --output FILE.png (or .svg), or --text for the terminal")
+        ignored += [(name, "a picture; add --text") for name in _TEXT_ONLY if not options.text]
+        ignored += [(name, "text; add --output FILE") for name in _PICTURE_ONLY if not options.output]
+    elif options.command == "show" and not options.timeline:
+        ignored += [(name, "the rows; add --timeline") for name in (*_COSTS, "one_based", *_TEXT_ONLY)]
+    for name, where in ignored:
+        if getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} says nothing about {where}")
+
+
+def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParser:
+    parser = command_line.parser_of(description)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    show = _command(
+        commands, "show", run["show"], "print the program, one row of instructions per rank, or write it to a file"
+    )
+    show.add_argument("--csv", metavar="FILE", help="write the program as CSV, complete ('-': to the terminal)")
+    show.add_argument(
+        "--torch-csv",
+        metavar="FILE",
+        help="write the CSV of torch.distributed.pipelining, as far as torch has the words",
+    )
+    show.add_argument("--timeline", action="store_true", help="print the timeline of a simulation instead of the rows")
+    _add_text_options(show)
+    _command(
+        commands,
+        "check",
+        run["check"],
+        "prove the program, for a preset with any number of batches; status 1 where it is wrong",
+    )
+    timed = _command(
+        commands, "simulate", run["simulate"], "execute the program on a table of costs, and print times and bubbles"
+    )
+    timed.add_argument("--json", metavar="FILE", help="write the timeline, which `draw --measured` reads")
+    draw = _command(commands, "draw", run["draw"], "draw the simulated timeline, alone or above measured ones")
+    draw.add_argument("--output", "-o", metavar="FILE", help="picture to write: .png, .svg or .pdf")
+    draw.add_argument("--text", action="store_true", help="draw in the terminal")
+    draw.add_argument(
+        "--measured",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="timeline of a run, drawn below the plan; may repeat",
+    )
+    draw.add_argument(
+        "--saved",
+        action=argparse.BooleanOptionalAction,
+        help="below the timeline, the microbatches whose activations each rank holds (default: where some move)",
+    )
+    draw.add_argument("--lanes", action="store_true", help="show transfers and reductions that take time")
+    draw.add_argument("--title", help="title of the picture; default: the schedule")
+    draw.add_argument(
+        "--time-label", default="time", metavar="TEXT", help="name of the axis of time (default: %(default)s)"
+    )
+    draw.add_argument(
+        "--time-scale",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="units of the axis in one unit of the costs (1000: seconds to ms)",
+    )
+    draw.add_argument(
+        "--width", type=positive, metavar="INCHES", help="width of the picture; default: what the labels need"
+    )
+    _add_text_options(draw)
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, run: Command, summary: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False,
+                                 formatter_class=argparse.HelpFormatter)  # fmt: skip
+    _add_program_options(parser)
+    if name != "check":
+        _add_cost_options(parser)
+    parser.set_defaults(run=run, command=name, parser=parser)
+    return parser
+
+
+def _add_program_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", help="CSV file with a row of instructions per rank, instead of a preset")
+    parser.add_argument(
+        "--microbatches",
+        type=command_line.counts,
+        metavar="M[,M...]",
+        help="of each batch; several numbers are the batches of a ramp-up (default: as few as fill the pipeline)",
+    )
+    file = parser.add_argument_group("CSV file")
+    policies = [policy.value for policy in WeightPolicy]
+    file.add_argument("--weights", choices=policies, help="weight policy, where the file does not say it")
+    preset = parser.add_argument_group("preset")
+    preset.add_argument("--schedule", choices=PRESETS, help="which one")
+    preset.add_argument("--stages", type=count, metavar="P", help="pipeline stages, one on each rank (default: 4)")
+    preset.add_argument(
+        "--virtual-stages",
+        type=count,
+        metavar="V",
+        help="interleaved: cut each into V, dealt out in turn (default: 2)",
+    )
+    preset.add_argument(
+        "--microbatch-group-size", type=count, metavar="N", help="interleaved: microbatches in a row (default: P)"
+    )
+    preset.add_argument(
+        "--batches", type=count, metavar="N", help="where --microbatches is one number (default: 3; pipedream: 2P)"
+    )
+    preset.add_argument("--recompute", action="store_true", help="recompute each forward before its backward")
+    preset.add_argument("--extra-warmup", action="store_true", help="2(p-s-1) forwards of warm-up, which hide latency")
+    preset.add_argument(
+        "--balance", action="store_true", help="move saved activations between stages x and p-1-x (bpipe does)"
+    )
+    preset.add_argument("--tied-embeddings", action="store_true", help="reduce the gradients of tied embeddings")
+    preset.add_argument("--data-parallel", action="store_true", help="reduce gradients over replicas")
+
+
+def _add_cost_options(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group("costs", "In any unit of time; one number, or one for each stage or edge.")
+    for name, default, meaning in (
+        ("--forward", 1.0, "of a microbatch through a stage (default: 1)"),
+        ("--backward", 2.0, "likewise, without the recompute (default: 2)"),
+        ("--recompute-time", None, "of a recompute (default: as --forward)"),
+        ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
+        ("--transfer", 0.0, "for which a transfer occupies its edge"),
+        ("--latency", 0.0, "from the end of the sending to the arrival"),
+        ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),
+        ("--load", None, "of moving them back (default: as --evict)"),
+        ("--reduce-grad", 0.0, "of the reduction over replicas"),
+    ):
+        costs.add_argument(name, type=times, default=default, metavar="T[,T...]", help=meaning)
+    costs.add_argument("--reduce-embed", type=time, default=0.0, metavar="T", help="of the tied embeddings' reduction")
+    costs.add_argument("--reduce-norm", type=time, default=0.0, metavar="T", help="of the norm's reduction")
+
+
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--one-based", action="store_true", help="number microbatches from 1, as the paper does")
+    parser.add_argument("--versions", action="store_true", help="in text, write weight versions")
+    parser.add_argument("--columns", type=count, default=120, metavar="N", help="width of text that is piped")
