@@ -137,7 +137,7 @@ def test_nothing_to_move_is_said_and_trained():
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_nothing_grows_in_two_hundred_iterations(schedule):
     """p=8: between iterations 40 and 200 no rank gains a thread or an open file, nor more than 2 MiB of memory."""
-    flags = f"--num-layers 8 --global-batch-size 16 --pipeline-schedule {schedule} --balance-activations"
+    flags = f"--num-layers 8 --global-batch-size 8 --pipeline-schedule {schedule} --balance-activations"
     flags += " --train-iters 200 --log-interval 50"
     for result in train(8, flags, timeout=500, look_after=(40, 200)):
         early, late = result["resources"]
