@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
-_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # `tc` is where users do not look
+_SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin")  # where `tc` lies, and the search path of users often does not lead
 _PATIENCE = 20.0  # seconds for a namespace to come up, on a busy machine
 _BURST_SECONDS = 0.01  # what a link at rest sends beyond its rate
 _LEAST_BURST = 16 << 10  # bytes: some whole frames
@@ -89,7 +89,7 @@ class Hosts:
         self._holders: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Hosts":
-        missing = [name for name in _TOOLS if shutil.which(name, path=_PATH) is None]
+        missing = [name for name in _TOOLS if shutil.which(name, path=_search_path()) is None]
         if missing:
             raise HostsUnavailable(f"hosts need the commands {', '.join(missing)}; install iproute2 and util-linux")
         try:
@@ -191,8 +191,12 @@ class Hosts:
         return _run([*self._enter(0, "--net"), *command])
 
 
+def _search_path() -> str:
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), *_SYSTEM_DIRECTORIES))
+
+
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PATH": _PATH}
+    return {**os.environ, "PATH": _search_path()}
 
 
 def _run(command: list[str]) -> str:
