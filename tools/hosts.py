@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+_SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin")  # where `tc` lies, and the search path of users often does not lead
 _PATIENCE = 20.0  # seconds for a namespace to come up, on a busy machine
 _BURST_SECONDS = 0.01  # what a link at rest sends beyond its rate
 _LEAST_BURST = 16 << 10  # bytes: some whole frames
@@ -88,7 +89,7 @@ class Hosts:
         self._holders: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Hosts":
-        missing = [name for name in _TOOLS if shutil.which(name) is None]
+        missing = [name for name in _TOOLS if shutil.which(name, path=_search_path()) is None]
         if missing:
             raise HostsUnavailable(f"hosts need the commands {', '.join(missing)}; install iproute2 and util-linux")
         try:
@@ -167,7 +168,9 @@ class Hosts:
     def _hold(self, command: list[str], what: str) -> None:
         """Start a process that keeps namespaces open until its input ends."""
         pipe = subprocess.PIPE
-        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        holder = subprocess.Popen(
+            command, env=_environment(), stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         self._holders.append(holder)
         overdue = threading.Timer(_PATIENCE, holder.kill)
         overdue.start()
@@ -188,8 +191,16 @@ class Hosts:
         return _run([*self._enter(0, "--net"), *command])
 
 
+def _search_path() -> str:
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), *_SYSTEM_DIRECTORIES))
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _search_path()}
+
+
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
     if done.returncode:
         raise HostsUnavailable(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
     return done.stdout

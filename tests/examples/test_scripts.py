@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,8 @@ def test_one_node_script_shows_its_usage(script, usage):
 def test_bert_from_text_to_losses(tmp_path):
     """Without arguments the BERT script makes its data of the text that every machine has, trains and evaluates."""
     environment = {"OUTPUT": str(tmp_path), "PYTHONPATH": str(ROOT), "LAYERS": "2", "HIDDEN": "32", "ITERATIONS": "3"}
+    # The interpreter of the tests comes first: from another one the script would install what it misses.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
         ["bash", str(ROOT / "examples/pretrain_bert_2bw.sh")], check=True, timeout=500, stdin=subprocess.DEVNULL,
         env={**os.environ, **environment},

@@ -129,6 +129,7 @@ def processes_in(made: tuple[int, ...]) -> list[int]:
 def test_without_the_commands_it_says_so(monkeypatch, capsys):
     """A machine without iproute2: one sentence that names what is missing, and status 1."""
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(tool, "_SYSTEM_DIRECTORIES", ())
     with pytest.raises(HostsUnavailable, match="need the commands ip, tc, unshare, nsenter, setpriv"):
         Hosts(2).__enter__()
     assert tool.main(["--", "true"]) == 1
