@@ -214,7 +214,7 @@ class Guard:
         if story is None:
             name, doing, _ = self._board.doing(neighbour)
             last = f"; last seen in {doing}" if doing else ""
-            story = self._board.tell(f"{name} ended without a word (killed, or crashed){last}")
+            story = self._tell(f"{name} ended without a word (killed, or crashed){last}", is_consequence=True)
         self._end(story)
 
     def _on_terminate(self, number: int, frame: Any) -> None:
@@ -230,6 +230,11 @@ class Guard:
         os.kill(os.getpid(), number)
 
     # -- stories ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, story: str, *, is_consequence: bool) -> str:
+        """The story that counts: the first told. What may follow from the loss of the store's host is put down to it."""
+        first = self._board.tell(story)
+        return self._story_of_lost_store() if is_consequence and self._board.is_lost else first
 
     def _own_story(self, error: BaseException) -> str:
         if isinstance(error, TransferError):
@@ -285,11 +290,10 @@ class Guard:
         """End the job because of `error` on this rank. Does not return."""
         consequence = is_consequence(error)
         story = self._board.wait_for_story(CONSEQUENCE_PATIENCE if consequence else 0.0)
-        if story is None and consequence and self._board.is_lost:
-            story = self._story_of_lost_store()
         if story is None:
-            sys.stderr.write("".join(traceback.format_exception(error)))  # before the story, which ends the job
-            story = self._board.tell(self._own_story(error))
+            if not (consequence and self._board.is_lost):
+                sys.stderr.write("".join(traceback.format_exception(error)))  # before the story, which ends the job
+            story = self._tell(self._own_story(error), is_consequence=consequence)
         self._end(story)
 
     def _end(self, story: str) -> None:
