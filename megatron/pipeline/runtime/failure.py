@@ -232,7 +232,7 @@ class Guard:
     # -- stories ------------------------------------------------------------------------------------------------------
 
     def _tell(self, story: str, *, is_consequence: bool) -> str:
-        """The story that counts, the first told; where the store is gone, all that may follow from it is put down to it."""
+        """The first story told counts. Where the store is gone, what may follow from that is put down to it."""
         first = self._board.tell(story)
         return self._story_of_lost_store() if is_consequence and self._board.is_lost else first
 
