@@ -13,9 +13,9 @@ _WAYS = (
 
 def virtual_stages(args: argparse.Namespace) -> None:
     """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM."""
-    given = [flag(name) for name in _WAYS if getattr(args, name) is not None]
+    given = [name for name in _WAYS if getattr(args, name) is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other; keep one")
+        raise ValueError(f"{' and '.join(map(flag, given))} exclude each other; keep one")
     num_stages = args.num_virtual_stages_per_pipeline_rank or 1
     if args.pipeline_model_parallel_layout is not None:
         num_stages = _stages_in_layout(args)
@@ -23,14 +23,10 @@ def virtual_stages(args: argparse.Namespace) -> None:
         num_stages = _stages_of_equal_layers(args)
     if num_stages > 1 and args.pipeline_model_parallel_size == 1:
         raise ValueError(
-            f"{given[0]} {getattr(args, _destination(given[0]))} gives a rank {num_stages} stages, which buys nothing "
+            f"{flag(given[0])} {getattr(args, given[0])} gives a rank {num_stages} stages, which buys nothing "
             "with --pipeline-model-parallel-size 1; raise the latter or leave the flag out"
         )
     args.virtual_pipeline_model_parallel_size = num_stages if num_stages > 1 else None
-
-
-def _destination(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
 
 
 def _stages_of_equal_layers(args: argparse.Namespace) -> int:
