@@ -12,29 +12,48 @@ from megatron.planner.memory import GIB, RankMemory
 
 BORDERLINE = 0.06
 
-DEVICE_GIB: dict[str, float] = {
-    "A100-80": 79.25,
-    "A100-40": 39.5,
-    "H100": 79.1,
-    "H200": 139.7,
-    "V100-32": 31.75,
-    "V100-16": 15.78,
-    "RTX2080Ti": 10.76,
-    "GTX1080Ti": 10.92,
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A processor as its maker states it. Bandwidths count one direction.
+
+    Attributes:
+        memory_gib: what CUDA reports to programs.
+        peak_teraflops: 10^12 operations per second of a dense matrix product in the type that training uses: 16 bits
+            with sums in FP32 where there are tensor cores, else FP32.
+        memory_bandwidth: GB/s of its memory.
+        link_bandwidth: GB/s to the other GPUs of its node: NVLink where there is one, else PCIe.
+    """
+
+    memory_gib: float
+    peak_teraflops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+
+
+DEVICES: dict[str, Device] = {
+    "A100-80": Device(memory_gib=79.25, peak_teraflops=312, memory_bandwidth=2039, link_bandwidth=300),
+    "A100-40": Device(memory_gib=39.5, peak_teraflops=312, memory_bandwidth=1555, link_bandwidth=300),
+    "H100": Device(memory_gib=79.1, peak_teraflops=989, memory_bandwidth=3350, link_bandwidth=450),
+    "H200": Device(memory_gib=139.7, peak_teraflops=989, memory_bandwidth=4800, link_bandwidth=450),
+    "V100-32": Device(memory_gib=31.75, peak_teraflops=125, memory_bandwidth=900, link_bandwidth=150),
+    "V100-16": Device(memory_gib=15.78, peak_teraflops=125, memory_bandwidth=900, link_bandwidth=150),
+    "RTX2080Ti": Device(memory_gib=10.76, peak_teraflops=53.8, memory_bandwidth=616, link_bandwidth=16),
+    "GTX1080Ti": Device(memory_gib=10.92, peak_teraflops=11.3, memory_bandwidth=484, link_bandwidth=16),
 }
-"""Memory of a GPU in GiB, as CUDA reports it to programs."""
+"""GPUs by name, from their data sheets."""
 
 
 def device_gib(text: str) -> float:
-    """The memory of a GPU by its name in `DEVICE_GIB`, or a number of GiB. Raises ValueError."""
-    if text in DEVICE_GIB:
-        return DEVICE_GIB[text]
+    """The memory of a GPU by its name in `DEVICES`, or a number of GiB. Raises ValueError."""
+    if text in DEVICES:
+        return DEVICES[text].memory_gib
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(f"'{text}' is no GPU; give {', '.join(DEVICE_GIB)}, or its memory in GiB")
+        raise ValueError(f"'{text}' is no GPU; give {', '.join(DEVICES)}, or its memory in GiB")
     return value
 
 

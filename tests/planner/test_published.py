@@ -7,7 +7,7 @@ import pytest
 from megatron.pipeline.check import check_periodic
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import (
-    DEVICE_GIB,
+    DEVICES,
     GIB,
     Activations,
     ActivationSetting,
@@ -69,7 +69,7 @@ def test_configurations_of_gpt3_96b_that_ran():
     assert len(stated) == len(set(stated)) == 56
     for degrees, size, scope, balanced, ran in stated:
         memory = estimate(shape, degrees, size, scope, "bpipe" if balanced else "flush", 128)
-        verdict = judge(memory, DEVICE_GIB["A100-80"])
+        verdict = judge(memory, DEVICES["A100-80"].memory_gib)
         if verdict.fits != ran:
             wrong.append((degrees, size, scope, balanced, round(verdict.spare_gib, 1)))
     assert wrong == [((4, 4, 2), 1, "attention", False, -2.8)]
@@ -105,7 +105,7 @@ def test_models_of_2_billion_on_small_gpus():
     GPipe's GPT ran out of memory there: every microbatch's logits wait on the last stage. It is the fullest here too,
     but the estimate leaves it 1.8 GiB: megatron.core keeps no 16-bit logits beside the softmax, as its ancestors did.
     """
-    limit, spare = DEVICE_GIB["V100-16"], {}
+    limit, spare = DEVICES["V100-16"].memory_gib, {}
     for model, vocabulary in (("GPT", 50_304), ("BERT", 30_592)):
         shape = gpt3(32, 2304, 32, length=512, vocabulary=vocabulary)
         for schedule in ("flush", "2bw", "gpipe"):

@@ -1,0 +1,95 @@
+"""The machines that a search plans for.
+
+A cluster file is YAML or JSON: what a topology file (docs/placement.md) says, in short where nodes are alike, and which
+processor it is.
+
+    gpu: A100-80            # a name in `DEVICES`, or `cpu`
+    nodes: 6                # or a list of {name, gpus}, as in a topology
+    gpus_per_node: 8
+    bandwidth:              # GB/s (10^9 bytes) in one direction
+      within_node: 300      # of one GPU, to the others of its node; by default that of the GPU's data sheet
+      between_nodes: 100    # of one node to the network, shared by its GPUs
+    memory_gib: 79.25       # optional: what a GPU has; `cpu`: what a process may use
+    peak_teraflops: 312     # optional, likewise memory_bandwidth (GB/s); `cpu`: of one process
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.placement.files import read_document
+from megatron.placement.topology import Bandwidth, Node, Topology
+from megatron.planner.devices import DEVICES, Device
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_CPU = Device(memory_gib=2.0, peak_teraflops=0.05, memory_bandwidth=10, link_bandwidth=2)  # a core of a laptop
+
+
+class _Links(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    within_node: _Positive | None = None
+    between_nodes: _Positive | None = None
+
+
+class Cluster(BaseModel):
+    """See the module. Raises pydantic's ValidationError, a ValueError."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    gpu: str
+    nodes: Annotated[int, Field(ge=1, le=65_536)] | Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
+    gpus_per_node: Annotated[int, Field(ge=1, le=65_536)] = 8
+    bandwidth: _Links = _Links()
+    memory_gib: _Positive | None = None
+    peak_teraflops: _Positive | None = None
+    memory_bandwidth: _Positive | None = None
+
+    def model_post_init(self, _context: object) -> None:
+        if self.gpu != "cpu" and self.gpu not in DEVICES:
+            raise ValueError(f"'{self.gpu}' is no GPU that is known; choose from {', '.join(DEVICES)}, cpu")
+        if len(self.topology.nodes) > 1 and self.bandwidth.between_nodes is None:
+            raise ValueError("there are several nodes; give bandwidth.between_nodes, GB/s of one node to the network")
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu == "cpu"
+
+    @cached_property
+    def device(self) -> Device:
+        """The processor, with what the file says otherwise than its data sheet."""
+        known = _CPU if self.is_cpu else DEVICES[self.gpu]
+        return Device(
+            memory_gib=self.memory_gib or known.memory_gib,
+            peak_teraflops=self.peak_teraflops or known.peak_teraflops,
+            memory_bandwidth=self.memory_bandwidth or known.memory_bandwidth,
+            link_bandwidth=self.bandwidth.within_node or known.link_bandwidth,
+        )
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Its nodes and links, as the placement reads them."""
+        nodes = self.nodes
+        if isinstance(nodes, int):
+            nodes = tuple(Node(name=f"node{index}", gpus=self.gpus_per_node) for index in range(nodes))
+        within = self.bandwidth.within_node or self.device.link_bandwidth
+        return Topology(
+            nodes=nodes,
+            bandwidth=Bandwidth(within_node=within, between_nodes=self.bandwidth.between_nodes or within),
+        )
+
+    @property
+    def num_gpus(self) -> int:
+        return self.topology.num_slots
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """A cluster from its file. Raises ValueError, naming the file and the field."""
+    try:
+        return Cluster.model_validate(read_document(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{path}: {f'{where}: ' if where else ''}{first['msg']}") from error

@@ -1,0 +1,81 @@
+"""One way to train a model on a number of GPUs: what a search chooses, and what an estimate is for."""
+
+from dataclasses import dataclass
+
+from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Degrees, microbatch, schedule and what is kept.
+
+    Attributes:
+        tensor, pipeline, data: t, p, d. Their product is the number of GPUs.
+        virtual: v, stages on each rank (interleaved only).
+        micro_batch_size: sequences in a microbatch of one pipeline.
+        global_batch_size: sequences in a batch of all pipelines.
+        recompute: none, attention (the core of attention) or layer (whole layers), in BPipe's words.
+        schedule: a name in `PRESETS`.
+        balance: saved activations move between the stages of a pair; `bpipe` does without being told.
+        sequence_parallel: what is not split by heads or columns is split along the sequence.
+        distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
+        rank_mapping: a name in `placement.mapping.NAMES`.
+
+    Raises:
+        ValueError: a number below 1, an unknown name, or a batch that does not divide into microbatches.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    virtual: int = 1
+    micro_batch_size: int
+    global_batch_size: int
+    recompute: RecomputeScope = RecomputeScope.NONE
+    schedule: str = "flush"
+    balance: bool = False
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    rank_mapping: str = "standard"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
+        for name in ("tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give 1 or more")
+        if self.schedule not in PRESETS:
+            raise ValueError(f"there is no schedule {self.schedule!r}; choose from {', '.join(PRESETS)}")
+        if self.rank_mapping not in NAMES:
+            raise ValueError(f"there is no rank mapping {self.rank_mapping!r}; choose from {', '.join(NAMES)}")
+        if self.global_batch_size % (self.micro_batch_size * self.data):
+            raise ValueError(
+                f"a global batch of {self.global_batch_size} sequences does not divide into microbatches of "
+                f"{self.micro_batch_size} on {self.data} replicas; change one of them"
+            )
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one pipeline in a batch, m."""
+        return self.global_batch_size // (self.micro_batch_size * self.data)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.virtual
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+
+    def pipeline_schedule(self, *, tied_embeddings: bool) -> Schedule:
+        """The schedule whose programs would run. Raises ValueError where the choices do not go together."""
+        return Schedule.preset(
+            self.schedule, num_stages=self.num_stages, num_virtual_stages=self.virtual, balance=self.balance,
+            tied_embeddings=tied_embeddings and self.num_stages > 1, data_parallel=self.data > 1,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The commands of tools/grid_search.py, a file each."""
