@@ -2,7 +2,7 @@
 
     python tools/grid_search.py COMMAND --help
 
-COMMAND is one of those below; each is a file in grid_search_commands/. Nothing here needs torch or a GPU, but `measure`.
+COMMAND is one of those below; each is a file in grid_search_commands/. Only `measure` needs torch.
 
 Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command line is.
 """
