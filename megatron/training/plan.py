@@ -1,12 +1,15 @@
-"""From checked flags to the planner's records."""
+"""From checked flags to the planner's records. Without torch, so that a search starts at once."""
+
+from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner import ActivationSetting, Architecture, Recompute, TrainingState
-from megatron.training.bert_model import NUM_TOKEN_TYPES
+from megatron.training.arguments.bert import NUM_TOKEN_TYPES
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FP32, _HALF = 4, 2
 
@@ -70,6 +73,9 @@ def training_state(args: argparse.Namespace) -> TrainingState:
 
 def layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
     """How many layers each stage has, as megatron.core splits them."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
     num_ranks, num_virtual = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layout = config.pipeline_model_parallel_layout
 
