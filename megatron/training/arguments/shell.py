@@ -271,7 +271,7 @@ def _replacement(match: re.Match, state: _State) -> str:
     if match["sum"] is not None:
         return _arithmetic(match["sum"], state) or match.group()
     values = state.value(match["braced"] or match["name"])
-    empty = values is None or (match["how"] or "").startswith(":") and not "".join(values)
+    empty = values is None or ((match["how"] or "").startswith(":") and not "".join(values))
     if empty and match["how"]:
         return _text((match["default"], False, True), state)
     return match.group() if values is None else " ".join(values)
