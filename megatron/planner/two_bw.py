@@ -7,8 +7,8 @@ Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", sectio
     N    workers                                    g    microbatches are accumulated d * g at a time
     M    memory of a worker, bytes                  B    maximum safe batch size, sequences
 
-What it leaves out, `megatron.planner.search` counts: gradients and optimizer state, logits and embeddings, the bubble of
-schedules that flush, tensor parallelism. Where the text leaves a choice, the docstring says which one is made here.
+What it leaves out, `megatron.planner.search` counts: gradients and optimizer state, logits and embeddings, the bubble
+of schedules that flush, tensor parallelism. Where the text leaves a choice, a docstring says which one is made here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +112,7 @@ class PaperPlanner:
         return max(compute, self.transfer_seconds(b, d), self.reduction_seconds(w, d))
 
     def microbatch_seconds_without_pipelining(self, w: int, d: int, b: int) -> float:
-        """t where the stages of a microbatch run one after another and nothing overlaps between them (first expression):
+        """t where the stages of a microbatch run one after another, and do not overlap (first expression):
 
             t = sum_i max(T_i^comp + sum_j T_{j->i}^comm, T_i^comm)
 
@@ -164,7 +164,9 @@ class PaperPlanner:
                     yield choice
 
     def partition(self, *, safe_batch: int, microbatches: Sequence[int]) -> Plan | None:
-        """Algorithm 1: the choice with the highest throughput, the first of equals, and g = B / (N b). None: nothing fits.
+        """Algorithm 1: the choice with the highest throughput, the first of equals, and g = B / (N b).
+
+        None: nothing fits.
 
         Args:
             safe_batch: B, sequences.

@@ -79,7 +79,7 @@ def test_recomputation_is_chosen_where_it_makes_room_for_larger_microbatches():
 
 
 def test_batches_stay_below_the_safe_one():
-    """A round of the pipeline, b w d sequences, does not exceed B; where none does, the width and depth are left out."""
+    """A round of the pipeline, b w d sequences, stays within B; widths and depths where none does are left out."""
     paper = planner()
     assert paper.search(4, 4, safe_batch=40, microbatches=(1, 2, 4)).microbatch == 2
     assert all(each.width * each.depth <= 8 for each in paper.sweep(safe_batch=8, microbatches=(1, 2)))
