@@ -68,7 +68,7 @@ class FirstPrinciples:
         products += work.calls * constants.product_overhead
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link
-        device_seconds = max(products, hidden) + traffic + work.exchanged / tensor_link
+        device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
         return max(device_seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
 
     # --- between ranks
