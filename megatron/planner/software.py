@@ -64,3 +64,26 @@ class Software:
 
 
 MEGATRON_CORE = Software()
+
+MEGATRON_V3 = Software(gradient_bytes=2, overlaps_transfers=False, splits_transfers=True)
+"""Megatron-LM v3 (2022), which BPipe and Korthikanti et al. measured, in FP16 with 20 bytes a parameter."""
+
+MEGATRON_2021 = Software(
+    gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False,
+    splits_transfers=True,
+)  # fmt: skip
+"""Megatron-LM of Narayanan et al. 2021: tensor ranks wait for every sum; a pass of its own adds weight gradients."""
+
+MEGATRON_2020 = Software(
+    gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False
+)
+"""Megatron-LM of 2020, without pipelines."""
+
+MEGATRON_DEEPSPEED = MEGATRON_2021
+"""Microsoft's Megatron-DeepSpeed of 2021, which vTrain measured, is Megatron-LM of that time in these respects."""
+
+PIPEDREAM_2BW = Software(
+    gradient_bytes=2, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
+    overlaps_gradients=False,
+)  # fmt: skip
+"""PipeDream-2BW's, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""

@@ -22,6 +22,7 @@ class Constants:
     tensor_efficiency: float = 0.75
     network_efficiency: float = 0.8
     launch: float = 10e-6
+    contention: float = 0.2
 
 
 DEFAULT = Constants()

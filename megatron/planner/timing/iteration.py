@@ -48,7 +48,11 @@ class _Stages:
         forward, backward, latency = costs.edges(num_stages)
         self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
         self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
-        self.moves = [evict + load for evict, load in zip(seconds[Kind.EVICT], seconds[Kind.LOAD], strict=True)]
+        moved = _moving_part(configuration.pipeline) if max(seconds[Kind.EVICT]) else ()
+        self.moves = [
+            part * (evict + load)
+            for part, evict, load in zip(moved, seconds[Kind.EVICT], seconds[Kind.LOAD], strict=False)
+        ]
 
 
 def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
@@ -83,7 +87,14 @@ def _rate(stages: _Stages, num_microbatches: int) -> float:
         trip += stages.work[stage] + (stages.round_trip[stage] if stage < p - 1 else 0.0)
         if p - stage < num_microbatches:
             rate = max(rate, trip / (p - stage))
-    return max(rate, *stages.moves, *stages.occupation)
+    return max([rate, *stages.moves, *stages.occupation])
+
+
+def _moving_part(p: int) -> list[float]:
+    """About which part of the microbatches the stages of 1F1B move to their pairs, under BPipe's bound: of n in flight as
+    many as exceed the bound, and one more to make room for those that come back."""
+    bound = (p + 3) // 2
+    return [max(0, p - stage - bound + 1) / (p - stage) if p - stage > bound else 0.0 for stage in range(p)]
 
 
 def _end(stages: _Stages, p: int) -> float:

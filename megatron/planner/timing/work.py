@@ -19,8 +19,8 @@ pass over a tensor counts what it reads and what it writes.
     softmax, fused with scale and mask    2 e N            the same                              3 e N
     dropout                               (2 e + 1) N      the same                              (2 e + 1) N
 
-Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each:
-37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at the speed of
+Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each
+(37 N bytes of 16-bit scores, and 41 N in the backward). Flash attention leaves no scores; its products run at the speed of
 others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward adds the
 weights' gradients to an FP32 buffer.
 """
@@ -92,7 +92,7 @@ class LayerWork:
         along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
         split = self.tokens / t * (self._activation_bytes(4) + 2 * e * q + 2 * e * (q + 2 * k))
         fused = self.software.fuses_gradient_accumulation
-        weights = self._linear_weights / t * (2 * _FP32 if fused else 2 * _FP32 + 2 * e)
+        weights = self._linear_weights / t * 2 * (self.software.gradient_bytes if fused else self.software.gradient_bytes + e)
         exposed, hidden = self._backward_exchange()
         return (
             self._linear(2)
@@ -135,7 +135,7 @@ class LayerWork:
             kernels=14, exchanged=half * self.sequence_parallel, collectives=3.0 * (t > 1),
         )  # fmt: skip
         backward = Work(
-            operations=2 * operations, calls=2, traffic=(3 * _FP32 + 2 * e) * logits + 2 * _FP32 * (width + dense),
+            operations=2 * operations, calls=2, traffic=(3 * _FP32 + 2 * e) * logits + 2 * self.software.gradient_bytes * (width + dense),
             kernels=8, overlapped=self._all_reduce, collectives=float(t > 1),
         )  # fmt: skip
         return forward, backward
