@@ -56,4 +56,5 @@ def _receives(schedule: Schedule, rank: int) -> int:
     """The last rank of 1F1B runs each backward right after its forward, and only waits for activations."""
     if schedule.num_ranks == 1:
         return 0
-    return 1 if schedule.order == "1f1b" and rank == schedule.num_ranks - 1 else _RECEIVES
+    is_1f1b = schedule.order == "1f1b" or (schedule.order == "interleaved" and schedule.num_virtual_stages == 1)
+    return 1 if is_1f1b and rank == schedule.num_ranks - 1 else _RECEIVES
