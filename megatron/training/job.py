@@ -26,16 +26,15 @@ PROGRAMS = {
 """By architecture: the program and its defaults."""
 
 _CHOSEN_GROUPS = frozenset({"recompute", "dry run"})
-_CHOSEN = frozenset(
-    """
-    micro_batch_size global_batch_size tensor_model_parallel_size pipeline_model_parallel_size
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-    microbatch_group_size_per_virtual_pipeline_stage pipeline_model_parallel_layout decoder_first_pipeline_num_layers
-    decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    sequence_parallel rank_mapping rank_topology use_distributed_optimizer overlap_param_gather pipeline_schedule
-    pipeline_extra_warmup pipeline_recompute balance_activations pipeline_2bw_single_gradient_buffer
-    """.split()
-)
+_CHOSEN = frozenset({
+    "micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "sequence_parallel",
+    "rank_mapping", "rank_topology", "use_distributed_optimizer", "overlap_param_gather", "pipeline_schedule",
+    "pipeline_extra_warmup", "pipeline_recompute", "balance_activations", "pipeline_2bw_single_gradient_buffer",
+})  # fmt: skip
 """Destinations of flags that a configuration decides, or that only fit one."""
 
 _PLACES = frozenset({"data", "tokenizer", "checkpoint", "logging"})  # groups that say where things are

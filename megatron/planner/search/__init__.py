@@ -1,10 +1,10 @@
 """Search: which degrees, microbatch, schedule and recompute scope train a model fastest on a cluster.
 
-    space      what is considered
-    rules      what cannot run, and why
-    explore    enumeration, memory first, early stopping
-    search     ranking, and simulation of the best
-    outcome    what was kept and what was rejected
+space      what is considered
+rules      what cannot run, and why
+explore    enumeration, memory first, early stopping
+search     ranking, and simulation of the best
+outcome    what was kept and what was rejected
 """
 
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected

@@ -89,10 +89,10 @@ class _Degrees:
             scopes = []
             for scope in self._scopes():
                 trial = replace(choice, recompute=scope)
-                reason = too_large.get(scope) or self._floor(trial)
-                if reason:
-                    too_large.setdefault(scope, f"with microbatches of {size} {reason}")
-                    yield Rejected(choice=trial, reason=reason)
+                rejected = _again(trial, too_large.get(scope)) or self._floor(trial)
+                if rejected:
+                    too_large.setdefault(scope, f"with microbatches of {size} {rejected.reason}")
+                    yield rejected
                 else:
                     scopes.append(scope)
             for schedule in schedules if scopes else ():
@@ -103,13 +103,12 @@ class _Degrees:
         saves = self.training.saves_scores
         return [each for each in self.space.scopes if saves or each is not SCOPES[1]]
 
-    def _floor(self, choice: Choice) -> str | None:
+    def _floor(self, choice: Choice) -> Rejected | None:
         """What every schedule misses: memory of a single microbatch on one weight version."""
         single = replace(
             choice, schedule="flush", virtual=1, global_batch_size=choice.micro_batch_size * self.choice.data
         )
-        verdict = self._verdict(single)
-        return None if verdict.fits else f"{_place(verdict, single)} misses at least {_gib(verdict)}"
+        return self._miss(single, shown=choice, what="misses at least")
 
     def _schedule(
         self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
@@ -160,19 +159,22 @@ class _Degrees:
                     yield Rejected(choice=trial, reason=f"{plain} fits, and balance does not make it faster")
                     continue
             key = (choice.schedule, choice.virtual, scope)
-            reason = missed.get(key) or self._miss(trial)
-            if reason:
+            rejected = _again(trial, missed.get(key)) or self._miss(trial)
+            if rejected:
                 if not moves:  # memory grows with the microbatch
-                    missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {reason}")
-                yield Rejected(choice=trial, reason=reason)
+                    missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
+                yield rejected
                 continue
             yield from self._keep(trial, slow)
             if self.space.early_stopping and not self._verdict(trial).is_borderline:
                 stops = f"recompute {scope.value} fits"
 
-    def _miss(self, choice: Choice) -> str | None:
+    def _miss(self, choice: Choice, *, shown: Choice | None = None, what: str = "misses") -> Rejected | None:
         verdict = self._verdict(choice)
-        return None if verdict.fits else f"{_place(verdict, choice)} misses {_gib(verdict)}"
+        if verdict.fits:
+            return None
+        reason = f"{_place(verdict, choice)} {what} {_gib(verdict)}"
+        return Rejected(choice=shown or choice, reason=reason, missing_gib=-verdict.spare_gib)
 
     def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
         reason = self.explorer.refuse(self._configuration(choice))
@@ -207,6 +209,11 @@ class _Degrees:
             memory = self.planner.memory(self._configuration(choice), proved=False)
             found = self._verdicts[choice] = judge(memory, self.memory_gib)
         return found
+
+
+def _again(choice: Choice, reason: str | None) -> Rejected | None:
+    """What a smaller microbatch did not have room for."""
+    return None if reason is None else Rejected(choice=choice, reason=reason)
 
 
 def _place(verdict: Verdict, choice: Choice) -> str:

@@ -46,10 +46,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """`reason`: one clause."""
+    """`reason`: one clause. `missing_gib`: where it is memory, of the fullest GPU."""
 
     choice: Choice
     reason: str
+    missing_gib: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,9 @@ class LayerWork:
         along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
         split = self.tokens / t * (self._activation_bytes(4) + 2 * e * q + 2 * e * (q + 2 * k))
         fused = self.software.fuses_gradient_accumulation
-        weights = self._linear_weights / t * 2 * (self.software.gradient_bytes if fused else self.software.gradient_bytes + e)
+        weights = (
+            self._linear_weights / t * 2 * (self.software.gradient_bytes if fused else self.software.gradient_bytes + e)
+        )
         exposed, hidden = self._backward_exchange()
         return (
             self._linear(2)
