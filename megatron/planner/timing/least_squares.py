@@ -61,9 +61,7 @@ def _loss(residuals: np.ndarray, scale: float) -> float:
     return float(np.sum(np.sqrt(1 + (residuals / scale) ** 2) - 1))
 
 
-def _jacobian(
-    residuals: Callable[[np.ndarray], np.ndarray], parameters: np.ndarray, found: np.ndarray
-) -> np.ndarray:
+def _jacobian(residuals: Callable[[np.ndarray], np.ndarray], parameters: np.ndarray, found: np.ndarray) -> np.ndarray:
     columns = []
     for index in range(len(parameters)):
         moved = parameters.copy()
