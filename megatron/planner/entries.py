@@ -38,8 +38,10 @@ class Entry:
     Attributes:
         seconds: of an iteration, where it was measured; from the MFU where that is what was published.
         forward, backward: seconds of one microbatch at a stage between the first and the last, where measured.
-        memory_gib: the most that a GPU held, where measured.
         sequences_per_second: where that was published.
+        source: where it was published.
+        model_name: as published.
+        note: what the file says about it.
         assumed: what was filled in, in words.
     """
 
@@ -52,6 +54,9 @@ class Entry:
     forward: float | None = None
     backward: float | None = None
     sequences_per_second: float | None = None
+    source: str = ""
+    model_name: str = ""
+    note: str = ""
     assumed: tuple[str, ...] = ()
 
 
@@ -113,6 +118,7 @@ class _Raw(_Record):
     hardware: _Hardware = _Hardware()
     config: _Settings = _Settings()
     measured: Mapping[str, object] = Field(default_factory=dict)
+    note: str | None = None
 
 
 _KNOWN_MODELS = {  # shapes that papers name only: BERT-large (Devlin et al. 2018), its vocabulary padded to 128
@@ -182,6 +188,9 @@ class _Reader:
             forward=_milliseconds(measured, "forward_ms"),
             backward=_milliseconds(measured, "backward_ms"),
             sequences_per_second=measured.get("throughput"),
+            source=self.raw.source,
+            model_name=self.raw.model.name or "",
+            note=self.raw.note or "",
             assumed=tuple(self.assumed),
         )
 

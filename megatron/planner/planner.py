@@ -7,7 +7,7 @@ from megatron.planner.closed_form_demand import closed_form_demand
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
 from megatron.planner.demands import schedule_demand
-from megatron.planner.devices import judge
+from megatron.planner.devices import judge, reserve_gib
 from megatron.planner.estimate import Estimate
 from megatron.planner.memory import RankMemory, estimate_memory
 from megatron.planner.software import MEGATRON_CORE, Software
@@ -103,4 +103,5 @@ class Planner:
             bubble=time.bubble,
             memory=memory,
             verdict=judge(memory, self.cluster.device.memory_gib),
+            reserve_gib=reserve_gib(self.model, self.software.activation_setting(configuration)),
         )

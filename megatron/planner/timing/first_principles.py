@@ -1,6 +1,7 @@
 """Costs from the shapes of tensors and a data sheet, with few calibrated constants."""
 
 from collections.abc import Sequence
+from copy import copy
 
 from megatron.pipeline.costs import Costs
 from megatron.placement.degrees import Degrees
@@ -11,7 +12,8 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.software import MEGATRON_CORE, Software
-from megatron.planner.timing.constants import DEFAULT, Constants
+from megatron.planner.timing.calibration import default_constants
+from megatron.planner.timing.constants import Constants
 from megatron.planner.timing.links import Links
 from megatron.planner.timing.work import LayerWork, Work
 
@@ -26,22 +28,27 @@ class FirstPrinciples:
         model: Architecture,
         cluster: Cluster,
         software: Software = MEGATRON_CORE,
-        constants: Constants = DEFAULT,
+        constants: Constants | None = None,
     ) -> None:
-        self.model, self.cluster, self.software, self.constants = model, cluster, software, constants
+        self.model, self.cluster, self.software = model, cluster, software
+        self.constants = constants or default_constants()
         self._links: dict[tuple[Degrees, str], Links] = {}
+        self._works: dict[tuple[int, int, bool], LayerWork] = {}
+
+    def calibrated(self, constants: Constants) -> "FirstPrinciples":
+        """The same with other constants."""
+        other = copy(self)
+        other.constants = constants
+        return other
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
-        work = LayerWork(
-            self.model, self.software, tensor=configuration.tensor, micro_batch_size=configuration.micro_batch_size,
-            sequence_parallel=configuration.sequence_parallel,
-        )  # fmt: skip
+        work = self._work_of(configuration)
         links = self._links_of(configuration)
-        layer_forward = self._seconds(work.forward(), links)
-        layer_backward = self._seconds(work.backward() + work.recomputed(configuration.recompute), links)
+        layer_forward = self._seconds(work.forward, links)
+        layer_backward = self._seconds(work.backward + work.recomputed(configuration.recompute), links)
         forward = [count * layer_forward for count in layers]
         backward = [count * layer_backward for count in layers]
-        for stage, ends in ((0, work.embedding()), (len(layers) - 1, work.head())):
+        for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
             forward[stage] += self._seconds(ends[0], links)
             backward[stage] += self._seconds(ends[1], links)
         boundary = self._boundary(configuration)
@@ -63,13 +70,21 @@ class FirstPrinciples:
 
     def _seconds(self, work: Work, links: Links) -> float:
         constants, device = self.constants, self.cluster.device
-        tensor_link = self._scaled(links.tensor, links)
+        tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
         products = work.operations / (device.peak_teraflops * _TERA * constants.product_efficiency)
         products += work.calls * constants.product_overhead
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link
         device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
         return max(device_seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
+
+    def _work_of(self, configuration: Configuration) -> LayerWork:
+        key = (configuration.tensor, configuration.micro_batch_size, configuration.sequence_parallel)
+        if key not in self._works:
+            self._works[key] = LayerWork(
+                self.model, self.software, tensor=key[0], micro_batch_size=key[1], sequence_parallel=key[2]
+            )
+        return self._works[key]
 
     # --- between ranks
 
@@ -80,9 +95,11 @@ class FirstPrinciples:
             self._links[key] = Links(key[0], mapping, self.cluster.topology)
         return self._links[key]
 
-    def _scaled(self, rate: float, links: Links) -> float:
-        within = rate == links.within
-        return rate * (self.constants.tensor_efficiency if within else self.constants.network_efficiency)
+    def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
+        """What is reached of a link's rate; `within` a node by default what bulk transfers reach."""
+        if rate < links.within:
+            return rate * self.constants.network_efficiency
+        return rate * (within or self.constants.link_efficiency)
 
     def _boundary(self, configuration: Configuration) -> float:
         setting = self.software.activation_setting(configuration)

@@ -12,7 +12,7 @@ ends every (sum of w + 2 c from s on) / (p - s). All w equal and c = 0 gives the
 time, and (p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2).
 
 After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. 2bw hides
-reductions behind the next batch (docs/design.md, "2BW, exactly"): only what exceeds (m - p + 1) w + s f shows.
+reductions behind the next batch: only what exceeds the (m - p + 1) w + s f of a stage shows, and there only.
 """
 
 from collections.abc import Sequence
@@ -62,13 +62,7 @@ def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
     step = max(sum(stages.step[rank::p]) for rank in range(p))
     busiest = max(range(p), key=by_rank.__getitem__)
     if configuration.schedule == "2bw":
-        chains = [
-            reduce + stages.reduce_rest - (m - p + 1) * work - stage * forward
-            for stage, (reduce, work, forward) in enumerate(
-                zip(stages.reduce, stages.work, stages.forward, strict=True)
-            )
-        ]
-        seconds = m * _rate(stages, m) + step + max(0.0, *chains)
+        seconds = max(m * _rate(stages, m + p) + step, *(_with_chain(stages, stage, m) for stage in range(p)))
     elif configuration.schedule == "pipedream":
         seconds = max(_rate(stages, p + 1) + step, max(stages.reduce))
     elif configuration.virtual > 1:
@@ -77,7 +71,7 @@ def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
     else:
         rate = max(stages.work) if configuration.schedule == "gpipe" else _rate(stages, m)
         seconds = sum(stages.work) + sum(stages.round_trip) + (m - 1) * rate + _end(stages, p) + step
-    return IterationTime(seconds=seconds, bubble=1 - m * by_rank[busiest] / seconds)
+    return IterationTime(seconds=seconds, bubble=max(0.0, 1 - (m * by_rank[busiest] + step) / seconds))
 
 
 def _rate(stages: _Stages, num_microbatches: int) -> float:
@@ -90,9 +84,17 @@ def _rate(stages: _Stages, num_microbatches: int) -> float:
     return max([rate, *stages.moves, *stages.occupation])
 
 
+def _with_chain(stages: _Stages, stage: int, m: int) -> float:
+    """Seconds of a 2bw batch at a stage whose STEP may have to wait for the reductions of the batch before."""
+    p, work = len(stages.work), stages.work[stage]
+    window = (m - p + 1) * work + stage * stages.forward[stage]
+    chain = stages.reduce[stage] + stages.reduce_rest
+    return m * work + stages.step[stage] + max(0.0, chain - window)
+
+
 def _moving_part(p: int) -> list[float]:
-    """About which part of the microbatches the stages of 1F1B move to their pairs, under BPipe's bound: of n in flight as
-    many as exceed the bound, and one more to make room for those that come back."""
+    """About which part of the microbatches the stages of 1F1B move to their pairs, under BPipe's bound: of n in flight
+    as many as exceed the bound, and one more to make room for those that come back."""
     bound = (p + 3) // 2
     return [max(0, p - stage - bound + 1) / (p - stage) if p - stage > bound else 0.0 for stage in range(p)]
 

@@ -19,15 +19,16 @@ pass over a tensor counts what it reads and what it writes.
     softmax, fused with scale and mask    2 e N            the same                              3 e N
     dropout                               (2 e + 1) N      the same                              (2 e + 1) N
 
-Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each
-(37 N bytes of 16-bit scores, and 41 N in the backward). Flash attention leaves no scores; its products run at the speed of
+Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each: 37 N
+bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at the speed of
 others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward adds the
-weights' gradients to an FP32 buffer.
+weights' gradients to their buffer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.architecture import Architecture
@@ -76,6 +77,7 @@ class LayerWork:
 
     # --- a layer
 
+    @cached_property
     def forward(self) -> Work:
         h, q, e, t = self.shape.hidden_size, self.shape.query_width, self.e, self.t
         along_tokens = self.tokens / self.shared * (2 * 2 * e * h + 2 * (3 * e + self._mask) * h)
@@ -86,15 +88,13 @@ class LayerWork:
             + Work(traffic=along_tokens + split, kernels=18, exchanged=2 * self._all_reduce, collectives=2 * (t > 1))
         )
 
+    @cached_property
     def backward(self) -> Work:
         """Without what is recomputed."""
         h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
         along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
         split = self.tokens / t * (self._activation_bytes(4) + 2 * e * q + 2 * e * (q + 2 * k))
-        fused = self.software.fuses_gradient_accumulation
-        weights = (
-            self._linear_weights / t * 2 * (self.software.gradient_bytes if fused else self.software.gradient_bytes + e)
-        )
+        weights = self._accumulated(self._linear_weights / t)
         exposed, hidden = self._backward_exchange()
         return (
             self._linear(2)
@@ -110,13 +110,14 @@ class LayerWork:
 
     def recomputed(self, scope: RecomputeScope) -> Work:
         if scope is RecomputeScope.LAYER:
-            return self.forward()
+            return self.forward
         if scope is RecomputeScope.ATTENTION:
             return self._core_forward()
         return Work()
 
     # --- before and after the layers
 
+    @cached_property
     def embedding(self) -> tuple[Work, Work]:
         """Forward and backward of the first stage's embedding: a lookup, positions and dropout."""
         h, e = self.shape.hidden_size, self.e
@@ -124,6 +125,7 @@ class LayerWork:
         forward = Work(traffic=passes, kernels=6, exchanged=self._all_reduce, collectives=float(self.t > 1))
         return forward, Work(traffic=passes + self.tokens * h * _FP32, kernels=6)
 
+    @cached_property
     def head(self) -> tuple[Work, Work]:
         """Forward and backward of the last stage's norm, output layer and loss, whose softmax is in FP32."""
         h, e, t, vocabulary = self.shape.hidden_size, self.e, self.t, self.shape.vocabulary_size
@@ -137,7 +139,7 @@ class LayerWork:
             kernels=14, exchanged=half * self.sequence_parallel, collectives=3.0 * (t > 1),
         )  # fmt: skip
         backward = Work(
-            operations=2 * operations, calls=2, traffic=(3 * _FP32 + 2 * e) * logits + 2 * self.software.gradient_bytes * (width + dense),
+            operations=2 * operations, calls=2, traffic=(3 * _FP32 + 2 * e) * logits + self._accumulated(width + dense),
             kernels=8, overlapped=self._all_reduce, collectives=float(t > 1),
         )  # fmt: skip
         return forward, backward
@@ -157,6 +159,11 @@ class LayerWork:
         shape = self.shape
         h, q, k = shape.hidden_size, shape.query_width, shape.key_width
         return h * (q + 2 * k) + q * h + h * shape.ffn_hidden_size * (3 if shape.gated else 2)
+
+    def _accumulated(self, num_weights: float) -> float:
+        """Bytes to add gradients of weights to their buffer: read and written, and without fusion made before."""
+        passes = self.software.gradient_bytes + (0 if self.software.fuses_gradient_accumulation else self.e)
+        return 2 * num_weights * passes
 
     def _linear(self, times: int) -> Work:
         return Work(operations=2.0 * times * self.tokens * self._linear_weights / self.t, calls=4 * times)
@@ -187,6 +194,11 @@ class LayerWork:
         heads = self.b * self.shape.num_attention_heads // self.t
         return self.software.fuses_softmax and self.e < _FP32 and heads % 4 == 0
 
+    @property
+    def _widening(self) -> int:
+        """Bytes to turn a score to FP32 and back."""
+        return 2 * (self.e + _FP32) if self.e < _FP32 else 0
+
     def _core_products(self, times: float) -> Work:
         operations = 2.0 * self._scores * self.shape.kv_channels
         return Work(operations=2 * times * operations, calls=2 * times)
@@ -195,7 +207,7 @@ class LayerWork:
         if self.software.flash_attention:
             return self._core_products(1) + Work(kernels=1)
         e = self.e
-        softmax = 2 * e if self.softmax_is_fused else 5 * _FP32 + 2 * _FP32 + 2 * e + 5
+        softmax = 2 * e if self.softmax_is_fused else 6 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
         return self._core_products(1) + Work(traffic=(2 * e + softmax + dropout) * self._scores, kernels=5)
 
@@ -203,6 +215,6 @@ class LayerWork:
         if self.software.flash_attention:
             return self._core_products(2.5) + Work(kernels=3)
         e = self.e
-        softmax = 3 * e if self.softmax_is_fused else 8 * _FP32 + 2 * e + 5
+        softmax = 3 * e if self.softmax_is_fused else 7 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
         return self._core_products(2) + Work(traffic=(5 * e + softmax + dropout) * self._scores, kernels=8)
