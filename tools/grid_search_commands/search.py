@@ -26,6 +26,7 @@ from megatron.planner import Cluster
 from megatron.planner.planner import Planner
 from megatron.planner.search import RANK_MAPPINGS, SCHEDULES, SCOPES, Outcome, Space, Training, search
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl, write_whole
+from megatron.planner.timing.calibration import DEFAULT_NAME, NAMES, load_calibration
 from megatron.planner.timing.first_principles import FirstPrinciples
 
 TAKES_FLAGS = True  # those of the training programs
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                          help=f"{', '.join(cluster_names())}, or a YAML file as in examples/clusters")  # fmt: skip
     cluster.add_argument("--nodes", type=command_line.count, metavar="N", help="in place of the file's")
     cluster.add_argument("--gpus-per-node", type=command_line.count, metavar="N", help="likewise")
+    cluster.add_argument("--calibrated-on", default=DEFAULT_NAME, metavar="NAME|FILE",
+                         help=f"constants of the time model: {', '.join(NAMES)}, or a file of `calibrate`")  # fmt: skip
     cluster.add_argument("--network", type=command_line.positive, metavar="GB/s",
                          help="of one node, in one direction; likewise")  # fmt: skip
     space = parser.add_argument_group("space", "What is considered; lists are separated by commas.")
@@ -69,9 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="also configurations that recompute or balance more than they need")  # fmt: skip
     space.add_argument("--require-fused-softmax", action="store_true",
                        help="leave out what cannot use Megatron's fused softmax")  # fmt: skip
+    space.add_argument("--avoid-pressure", action="store_true",
+                       help="leave out what is so near the limit of memory that it may be slower")  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--simulate", type=command_line.count, metavar="K",
-                        help="simulate the programs of the K best (default: 5, or fewer where they are large)")  # fmt: skip
+                        help="simulate the programs of the K best (default: 5, fewer of large ones)")  # fmt: skip
     output.add_argument("--top", type=command_line.count, default=10, metavar="N",
                         help="rows of the table (default: %(default)s)")  # fmt: skip
     output.add_argument("--json", action="store_true", help="print one JSON object")
@@ -87,12 +92,14 @@ def run(options: argparse.Namespace) -> int:
     model = read_model(options, cluster)
     job = model.job
     space = _space(options, model, cluster)
+    constants = load_calibration(options.calibrated_on).fitted
     planners: dict[int, Planner] = {}
 
     def planner_of(tensor: int) -> Planner:
         if tensor not in planners:
             shape = job.shape(tensor)
-            planners[tensor] = Planner(shape, cluster, FirstPrinciples(shape, cluster, job.software), job.software)
+            cost_model = FirstPrinciples(shape, cluster, job.software, constants)
+            planners[tensor] = Planner(shape, cluster, cost_model, job.software)
         return planners[tensor]
 
     training = Training(
@@ -138,6 +145,7 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         rank_mappings=options.rank_mappings,
         early_stopping=not options.no_early_stopping,
         needs_fused_softmax=options.require_fused_softmax,
+        avoids_pressure=options.avoid_pressure,
     )
 
 
@@ -196,6 +204,10 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
         console.print(best_table(ranked[:top], plain=plain))
         say("\nthe fastest of each schedule", "bold")
         console.print(best_table([row for row in ranked if id(row[1]) in of_schedules], plain=plain))
+        easy = outcome.best_without_pressure
+        if outcome.best.estimate.under_pressure and easy is not None:
+            say("\nthe fastest that is not near the limit of memory (--avoid-pressure keeps only such)", "bold")
+            console.print(best_table([easy], plain=plain))
     say("\nwhy choices were rejected", "bold")
     for reason, count in reasons(outcome.rejected, 12):
         say(f"{count:6}  {reason}")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
-from megatron.planner.devices import Verdict, judge
+from megatron.planner.devices import Verdict, judge, reserve_gib
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules
 from megatron.planner.search.outcome import Choice, Kept, Rejected
@@ -75,7 +75,7 @@ class _Degrees:
         self.planner = explorer.planner_of(choice.tensor)
         self.memory_gib = self.planner.cluster.device.memory_gib
         self.sequence_parallel = choice.tensor > 1 and model.sequence_length % choice.tensor == 0
-        self._verdicts: dict[Choice, Verdict] = {}
+        self._verdicts: dict[Choice, tuple[Verdict, bool]] = {}
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         too_large: dict[RecomputeScope, str] = {}  # what a smaller microbatch missed
@@ -152,12 +152,10 @@ class _Degrees:
             if stops:
                 yield Rejected(choice=trial, reason=f"{stops}, and recomputing more is slower")
                 continue
-            if moves and self.space.early_stopping:
-                without = self._verdict(replace(trial, schedule=plain))
-                if without.fits and not without.is_borderline:
-                    stops = f"{plain} with recompute {scope.value} fits"
-                    yield Rejected(choice=trial, reason=f"{plain} fits, and balance does not make it faster")
-                    continue
+            if moves and self.space.early_stopping and self._fits_easily(replace(trial, schedule=plain)):
+                stops = f"{plain} with recompute {scope.value} fits"
+                yield Rejected(choice=trial, reason=f"{plain} fits, and balance does not make it faster")
+                continue
             key = (choice.schedule, choice.virtual, scope)
             rejected = _again(trial, missed.get(key)) or self._miss(trial)
             if rejected:
@@ -166,11 +164,11 @@ class _Degrees:
                 yield rejected
                 continue
             yield from self._keep(trial, slow)
-            if self.space.early_stopping and not self._verdict(trial).is_borderline:
+            if self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
 
     def _miss(self, choice: Choice, *, shown: Choice | None = None, what: str = "misses") -> Rejected | None:
-        verdict = self._verdict(choice)
+        verdict, _ = self._judge(choice)
         if verdict.fits:
             return None
         reason = f"{_place(verdict, choice)} {what} {_gib(verdict)}"
@@ -178,6 +176,10 @@ class _Degrees:
 
     def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
         reason = self.explorer.refuse(self._configuration(choice))
+        verdict, presses = self._judge(choice)
+        near = f"{_place(verdict, choice)} leaves {_gib(verdict)}, and may be slower"
+        if presses and self.space.avoids_pressure:
+            reason = near
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
@@ -188,10 +190,8 @@ class _Degrees:
             except ValueError as error:
                 yield Rejected(choice=mapped, reason=rules.clause(error))
                 continue
-            notes = [slow] if slow else []
-            if estimate.under_pressure:
-                notes.append(f"{_place(estimate.verdict, mapped)} leaves {_gib(estimate.verdict)}, throughput falls")
-            yield Kept(choice=mapped, estimate=estimate, notes=tuple(notes))
+            notes = (*([slow] if slow else []), *([near] if presses else []))
+            yield Kept(choice=mapped, estimate=estimate, notes=notes)
 
     def _mappings(self, choice: Choice) -> list[str]:
         """Another order than the standard one brings pairs that move activations into one node, where it can."""
@@ -202,12 +202,20 @@ class _Degrees:
     def _configuration(self, choice: Choice) -> Configuration:
         return choice.configuration(sequence_parallel=self.sequence_parallel)
 
-    def _verdict(self, choice: Choice) -> Verdict:
-        """By memory alone, whatever the mapping."""
+    def _fits_easily(self, choice: Choice) -> bool:
+        """Without pressure."""
+        verdict, presses = self._judge(choice)
+        return verdict.fits and not presses
+
+    def _judge(self, choice: Choice) -> tuple[Verdict, bool]:
+        """By memory alone, whatever the mapping: whether it fits, and whether the allocator is under pressure."""
         found = self._verdicts.get(choice)
         if found is None:
-            memory = self.planner.memory(self._configuration(choice), proved=False)
-            found = self._verdicts[choice] = judge(memory, self.memory_gib)
+            configuration = self._configuration(choice)
+            verdict = judge(self.planner.memory(configuration, proved=False), self.memory_gib)
+            reserve = reserve_gib(self.model, self.planner.software.activation_setting(configuration))
+            presses = verdict.is_borderline or verdict.spare_gib < reserve
+            found = self._verdicts[choice] = verdict, presses
         return found
 
 

@@ -7,10 +7,6 @@ from megatron.planner.configuration import Configuration
 from megatron.planner.estimate import Estimate
 from megatron.planner.search.space import preset_of
 
-PRESSURE_LOSS = 0.235
-"""Throughput that is lost near the limit of memory, for the ranking: the middle of the 16 to 31% that are lost in
-BPipe's table 7."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -73,12 +69,6 @@ class Kept:
         return self.choice.global_batch_size / self.estimate.seconds
 
     @property
-    def ranking_seconds(self) -> float:
-        """Per sequence, with what near the limit of memory is lost."""
-        loss = PRESSURE_LOSS if self.estimate.under_pressure else 0.0
-        return 1 / self.sequences_per_second / (1 - loss)
-
-    @property
     def memory_gib(self) -> float:
         """Of the fullest GPU."""
         return max(rank.total for rank in self.estimate.memory) / 2**30
@@ -90,6 +80,12 @@ class Outcome:
 
     kept: tuple[Kept, ...]
     rejected: tuple[Rejected, ...]
+
+    @property
+    def best_without_pressure(self) -> tuple[int, Kept] | None:
+        """The fastest that is not so near the limit of memory that it may be slower, with its rank from 1."""
+        ranked = enumerate(self.kept, start=1)
+        return next(((rank, each) for rank, each in ranked if not each.estimate.under_pressure), None)
 
     @property
     def best(self) -> Kept | None:

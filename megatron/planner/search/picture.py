@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING
 
 from megatron.planner.devices import BORDERLINE
-from megatron.planner.search.outcome import Outcome
+from megatron.planner.search.outcome import Choice, Outcome
 from megatron.planner.search.space import SCHEDULES
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
                 if each.choice.schedule == schedule and each.estimate.under_pressure is pressed
             ]
             if points:
-                label = f"{schedule}, under pressure" if pressed else schedule
+                label = f"{schedule}, may be slower" if pressed else schedule
                 drawn = axes.scatter(
                     *zip(*points, strict=True), s=22, marker=marker, color=f"C{index}", label=label, alpha=0.75
                 )
@@ -62,7 +62,7 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
     return figure
 
 
-def describe(choice: object) -> str:
+def describe(choice: Choice) -> str:
     """A configuration in few words."""
     parts = [choice.schedule, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
     if choice.virtual > 1:
@@ -85,6 +85,6 @@ def as_svg(figure: Figure, *, salt: str) -> str:
 
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = stream.getvalue()
     return text[text.index("<svg") :]

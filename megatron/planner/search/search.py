@@ -55,7 +55,7 @@ def search(
 
 
 def _rank(each: Kept) -> tuple:
-    return each.ranking_seconds, each.choice.key
+    return -each.sequences_per_second, each.choice.key
 
 
 def _simulate_best(

@@ -33,6 +33,7 @@ class Space:
         rank_mappings: names in `RANK_MAPPINGS`.
         early_stopping: where a scope fits, those that recompute more are left out, and so is balance.
         needs_fused_softmax: configurations without Megatron's fused softmax are left out.
+        avoids_pressure: configurations so near the limit of memory that they may be slower are left out.
     """
 
     num_gpus: int
@@ -49,6 +50,7 @@ class Space:
     rank_mappings: tuple[str, ...] = RANK_MAPPINGS
     early_stopping: bool = True
     needs_fused_softmax: bool = False
+    avoids_pressure: bool = False
 
     def __post_init__(self) -> None:
         for known, names, what in (
