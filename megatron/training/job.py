@@ -64,13 +64,14 @@ class Job:
         """A job from flags. Raises ValueError as the parser, and where the shape is incomplete."""
         program, defaults = PROGRAMS[architecture]
         given = parse_args(list(words), prog=program, defaults=defaults)
+        if given.max_position_embeddings is None and given.seq_length is not None:
+            words = [*words, "--max-position-embeddings", str(given.seq_length)]
+            given = parse_args(words, prog=program, defaults=defaults)
         kept, dropped = [], []
         for group, flag in _flags():
             if flag.dest in given.given:
                 chosen = flag.dest in _CHOSEN or group in _CHOSEN_GROUPS
                 (dropped if chosen else kept).append(_written(flag, given))
-        if given.max_position_embeddings is None and given.seq_length is not None:
-            kept.append(("--max-position-embeddings", str(given.seq_length)))
         job = cls(
             architecture=architecture,
             words=tuple(word for each in kept for word in each),

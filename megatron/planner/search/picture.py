@@ -56,7 +56,8 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
     axes.set_ylim(bottom=0)
     axes.margins(y=0.12)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7.5, loc="lower left", ncols=2)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7.5, loc="lower left", ncols=2)
     if title:
         axes.set_title(title, loc="left", fontsize=10)
     return figure

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -54,16 +55,27 @@ def _says(index: int, text: str) -> bool:
 
 
 def reasons(rejected: Sequence[Rejected], most: int) -> list[tuple[str, int]]:
-    """The commonest kinds of reasons, numbers left out, and how many choices they excluded."""
-    kinds = Counter(_kind(each.reason) for each in rejected)
-    return sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:most]
+    """The commonest kinds of reasons, an example each, and how many choices they excluded."""
+    kinds: dict[str, list[Rejected]] = {}
+    for each in rejected:
+        kinds.setdefault(_kind(each.reason), []).append(each)
+    ordered = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [(_example(kind, of_kind), len(of_kind)) for kind, of_kind in ordered[:most]]
+
+
+_MEMORY = "out of memory"
 
 
 def _kind(reason: str) -> str:
-    if " misses " in reason:
-        return "out of memory"
-    words = ["N" if any(letter.isdigit() for letter in word) and word != "2bw" else word for word in reason.split()]
-    return " ".join(words)
+    """A reason without its numbers."""
+    return _MEMORY if " misses " in reason else re.sub(r"\b\d+\b", "N", reason)
+
+
+def _example(kind: str, of_kind: Sequence[Rejected]) -> str:
+    if kind != _MEMORY:
+        return of_kind[0].reason
+    near = min(of_kind, key=lambda each: math.inf if each.missing_gib is None else each.missing_gib)
+    return f"{_MEMORY}; the nearest: {near.reason}"
 
 
 def _number(value: float) -> str:
