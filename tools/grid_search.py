@@ -17,6 +17,9 @@ import command_line
 
 COMMANDS = {
     "search": "find the fastest configuration of a model on a cluster",
+    "estimate": "predict given configurations",
+    "validate": "hold the planner against published results",
+    "calibrate": "fit the time model to measured runs",
 }
 """Name and summary; `grid_search_commands/NAME.py` has add_arguments(parser) and run(options).
 

@@ -39,6 +39,7 @@ class Entry:
         seconds: of an iteration, where it was measured; from the MFU where that is what was published.
         forward, backward: seconds of one microbatch at a stage between the first and the last, where measured.
         sequences_per_second: where that was published.
+        chosen: whether the paper's own planner chose it, where the paper says so.
         source: where it was published.
         model_name: as published.
         note: what the file says about it.
@@ -54,6 +55,7 @@ class Entry:
     forward: float | None = None
     backward: float | None = None
     sequences_per_second: float | None = None
+    chosen: bool | None = None
     source: str = ""
     model_name: str = ""
     note: str = ""
@@ -188,6 +190,7 @@ class _Reader:
             forward=_milliseconds(measured, "forward_ms"),
             backward=_milliseconds(measured, "backward_ms"),
             sequences_per_second=measured.get("throughput"),
+            chosen=self.raw.measured.get("chosen_by_planner"),
             source=self.raw.source,
             model_name=self.raw.model.name or "",
             note=self.raw.note or "",

@@ -133,7 +133,7 @@ def test_the_script_of_the_best_passes_a_dry_run(run, tmp_path, name, capsys, mo
 
 
 def test_the_script_starts_the_job(run, tmp_path):
-    """By itself and through the launchers of examples/cluster it starts the same command, with the environment's data."""
+    """By itself and through a launcher of examples/cluster it starts the same command, with the environment's data."""
     run(*CLUSTER, *GPT, *QUICK, "--output", tmp_path / "plan")
     script, data = (
         tmp_path / "plan" / "best.sh",
@@ -152,7 +152,8 @@ def test_it_starts_without_torch(tmp_path):
     """Neither the search nor its files import torch or megatron.core."""
     program = (
         "import runpy, sys\nsys.argv = sys.argv[1:]\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n    assert not end.code\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
         "assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules"
     )
     words = ["search", *CLUSTER, *GPT, *QUICK, "--output", tmp_path]

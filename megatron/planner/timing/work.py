@@ -19,10 +19,10 @@ pass over a tensor counts what it reads and what it writes.
     softmax, fused with scale and mask    2 e N            the same                              3 e N
     dropout                               (2 e + 1) N      the same                              (2 e + 1) N
 
-Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each: 37 N
-bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at the speed of
-others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward adds the
-weights' gradients to their buffer.
+Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each.
+These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at
+the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
+adds the weights' gradients to their buffer.
 """
 
 from __future__ import annotations
