@@ -23,7 +23,7 @@ class Fit(NamedTuple):
 
 
 def robust_least_squares(
-    residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray, *, scale: float, tolerance: float = 1e-9
+    residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray, *, scale: float, tolerance: float = 1e-6
 ) -> Fit:
     """The parameters, from `start` on, that make the loss of `residuals(parameters)` least.
 
