@@ -261,6 +261,9 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     if outcome.best:
         script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
         write_whole(folder / "best.sh", script)
+        if outcome.best.choice.rank_mapping == "optimized":
+            topology = cluster.topology.model_dump(mode="json", exclude_none=True)
+            write_whole(folder / "topology.yaml", json.dumps(topology, indent=1) + "\n")
     figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)
     write_whole(folder / "throughput_memory.png", as_png(figure))
     write_whole(folder / "report.html", html_report(outcome, planner_of, title=title, summary=summary, script=script))

@@ -185,6 +185,28 @@ def test_pressure_can_be_avoided():
     assert any("leaves" in each.reason for each in avoided.rejected)
 
 
+def test_mappings():
+    """Pairs are put side by side where they move activations between nodes; the optimized mapping is tried for the
+    best, and kept where it gains; on one node, or where tensor ranks fill it, there is nothing to choose."""
+    model, slow = gpt3(16, 4096, 32), Cluster(gpu="A100-80", nodes=4, bandwidth={"between_nodes": 5.0})
+    space = {"global_batch_size": 32, "schedules": ("bpipe", "flush"), "early_stopping": False, "num_simulated": 3}
+    outcome = run(model, slow, **space)
+    by_schedule: dict = {}
+    for each in outcome.kept:
+        by_schedule.setdefault(each.choice.schedule, set()).add(each.choice.rank_mapping)
+        assert each.choice.tensor < 8 or each.choice.rank_mapping == "standard"
+        assert each.choice.rank_mapping != "optimized" or each.is_simulated
+    assert {"standard", "pair-adjacent"} <= by_schedule["bpipe"]
+    assert "pair-adjacent" not in by_schedule["flush"]
+    found = {each.choice: each.estimate.seconds for each in outcome.kept}
+    optimized = [choice for choice in found if choice.rank_mapping == "optimized"]
+    assert optimized
+    alone = run(model, slow, **space | {"rank_mappings": ("optimized",), "tensor": (2,), "pipeline": (4,)})
+    assert {each.choice.rank_mapping for each in alone.kept} == {"optimized"}
+    one = run(model, a100(1), **space)
+    assert {each.choice.rank_mapping for each in one.kept} == {"standard"}
+
+
 def test_the_program_has_the_last_word():
     """What the training program refuses is rejected in its words."""
     space = Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, schedules=("flush",))
@@ -215,7 +237,7 @@ def test_a_search_says_how_far_it_is():
     ("changes", "reason"),
     [
         ({"schedules": ("zigzag",)}, "there is no schedule 'zigzag'; choose from gpipe, "),
-        ({"rank_mappings": ("optimized",)}, "rank mapping that a search can weigh"),
+        ({"rank_mappings": ("random",)}, "there is no rank mapping 'random'; choose from standard, "),
         ({"safe_batch_size": 4}, "below the batch of 8"),
     ],
 )
