@@ -229,4 +229,5 @@ def _place(verdict: Verdict, choice: Choice) -> str:
 
 
 def _gib(verdict: Verdict) -> str:
-    return f"{abs(verdict.spare_gib):.1f} GiB"
+    size = abs(verdict.spare_gib)
+    return f"{size:.1f} GiB" if size >= 0.1 else f"{size:.2g} GiB"

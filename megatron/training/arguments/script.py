@@ -4,9 +4,9 @@ Problem: Megatron's users keep their models in shell scripts, as arrays and stri
 Running such a script to see the flags would start a job.
 
 Solution: of the shell, what those scripts are made of is understood: assignments of words, strings and arrays (also
-with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[0]}`, `${NAME:-default}` and `$((arithmetic))`. Names that the script does not set
-are taken from the environment, and otherwise left as they stand. What stands in `if`, `case`, loops and functions is
-not read, nor what is sourced or made by a command; the notes say so.
+with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[0]}`, `${NAME:-default}` and `$((arithmetic))`. Names that the
+script does not set are taken from the environment, and otherwise left as they stand. What stands in `if`, `case`, loops
+and functions is not read, nor what is sourced or made by a command; the notes say so.
 """
 
 import ast

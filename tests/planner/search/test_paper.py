@@ -33,14 +33,15 @@ def test_both_beside_each_other():
     choice = result.plan.choice
     assert choice.memory_bytes < 16 * 2**30 and choice.width * choice.depth <= 8
     assert result.plan.accumulation == 512 / (8 * choice.microbatch)
-    assert result.estimate is not None and not result.estimate.verdict.fits
-    first, second = describe_paper(result)
-    assert "THROUGHPUT" in first and "MEMORY" in first and "out of memory" in second
+    assert result.whole.width * result.whole.depth == 8 and result.whole.throughput <= choice.throughput
+    assert result.estimate.configuration.data == result.whole.width and not result.estimate.verdict.fits
+    lines = describe_paper(result)
+    assert "THROUGHPUT" in lines[0] and "MEMORY" in lines[0] and "out of memory" in lines[-1]
 
 
 def test_what_cannot_be_said():
-    """Nothing fits: it says so. A depth that our 2bw cannot run at that batch: the reason. Too few layers: refused."""
+    """Nothing fits: it says so. A depth that our 2bw cannot run at that batch: the reason. One layer: refused."""
     huge = run_paper_algorithm(planner(gpt3(96, 12288, 96), SERVER, PAPER), safe_batch=64)
     assert huge.plan is None and describe_paper(huge) == ["by its memory function nothing fits"]
-    with pytest.raises(ValueError, match="too few"):
-        paper_planner(planner(replace(GPT, num_layers=2), SERVER, PAPER))
+    with pytest.raises(ValueError, match="one layer"):
+        paper_planner(planner(replace(GPT, num_layers=1), SERVER, PAPER))
