@@ -3,6 +3,7 @@
 Bars are data. A group of runs that no bar names is reported without one. The error of a run is predicted over
 published, less 1, of what was published: a time or an MFU. `mean_time_error` takes times of all. Where a run was slower
 than predicted, the error of its time is smaller than that of its MFU: of 1.5 times as slow 33% and 50%.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
