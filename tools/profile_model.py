@@ -157,12 +157,13 @@ def _show(profile: Profile) -> None:
         )  # fmt: skip
     console.print(table)
     table = Table(title="a batch's update, milliseconds")
-    for column in ("stage", "layers", "parameters", "t", "weights", "at work", "zeroing", "norm", "step"):
+    for column in ("stage", "layers", "parameters", "t", "weights", "at work", "zeroing", "norm", "step", "ns a parameter"):
         table.add_column(column, justify="left" if column in ("stage", "weights") else "right")
     for each in profile.updates:
         table.add_row(
             each.place.value, str(each.num_layers), f"{each.num_parameters:,}", str(each.tensor), each.weights,
             str(each.working), _milliseconds(each.zero), _milliseconds(each.norm), _milliseconds(each.step),
+            f"{1e9 * each.seconds() / each.num_parameters:.2f}",
         )  # fmt: skip
     console.print(table)
     table = Table(title="between processes, milliseconds")
