@@ -43,7 +43,7 @@ class _Record(BaseModel):
 
 
 class Spread(_Record):
-    """Seconds of one thing that was timed `count` times. `low` and `high`: between them lie eight of ten."""
+    """Seconds of one thing in `count` batches, calls or iterations. `low` and `high`: between them lie eight of ten."""
 
     median: _Seconds
     low: _Seconds
@@ -60,7 +60,8 @@ class Spread(_Record):
 
 
 class StageTime(_Record):
-    """Of one microbatch through a stage of `num_layers` layers; `backward` holds what is recomputed in it."""
+    """Of one microbatch through a stage of `num_layers` layers, on average over those of a batch; `backward` holds what
+    is recomputed in it."""
 
     place: Place
     num_layers: _Count

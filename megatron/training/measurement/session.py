@@ -26,7 +26,7 @@ from megatron.training.measurement.pool import Pool, Task, working_counts
 from megatron.training.measurement.tasks import StagePlan, TransferPlan
 
 TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
-_MICROBATCHES = 4  # in a batch that is timed; each has one update
+_MICROBATCHES = 8  # in a batch that is timed, and counts once
 _WARMUP = 10  # iterations, at least
 
 

@@ -1,12 +1,15 @@
 """Times a stage at its place: forward and backward of microbatches, and what a batch's update takes.
 
 The calls are those of the executor, in the order of its instructions (`runtime.stage`), batch by batch, so a forward
-meets caches that a backward and an optimizer step have left. On CUDA marks are events on the compute stream: what is
+meets caches that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an
+iteration takes their sum, and where some are interrupted now and then, the median of single ones would fall short of it.
+On CUDA marks are events on the compute stream: what is
 timed is the device's work in the order in which training gives it, without a wait between.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
+from statistics import fmean
 
 from megatron import backend
 from megatron.pipeline.runtime.stage import BatchInfo, Microbatch
@@ -14,7 +17,7 @@ from megatron.pipeline.runtime.trace import CudaClock, HostClock
 from megatron.training.measurement.places import PlacedStage
 
 Samples = dict[str, list[float]]
-"""What was timed -> seconds of each time: forward, backward, zero, norm, step."""
+"""What was timed -> seconds in each batch: forward, backward (of a microbatch, the mean), zero, norm, step."""
 
 
 def time_stage(
@@ -27,19 +30,21 @@ def time_stage(
         start: called before the first; where others are to work at the same time, it waits for them.
     """
     clock = CudaClock() if backend.is_cuda() else HostClock()
-    marks: list[tuple[str, object, object]] = []
     start()
-    for batch in range(num_warmup + num_batches):
-        if batch == num_warmup:
-            marks.clear()
-        _run_batch(placed, batch, num_microbatches, clock.now, marks)
+    batches = [_run_batch(placed, batch, num_microbatches, clock.now) for batch in range(num_warmup + num_batches)]
     samples: Samples = defaultdict(list)
-    for name, first, last in marks:
-        samples[name].append(clock.seconds(last) - clock.seconds(first))
+    for marks in batches[num_warmup:]:
+        times = defaultdict(list)
+        for name, first, last in marks:
+            times[name].append(clock.seconds(last) - clock.seconds(first))
+        for name, seconds in times.items():
+            samples[name].append(fmean(seconds))
     return dict(samples)
 
 
-def _run_batch(placed: PlacedStage, batch: int, num_microbatches: int, now: Callable, marks: list) -> None:
+def _run_batch(placed: PlacedStage, batch: int, num_microbatches: int, now: Callable) -> list[tuple]:
+    """What was done, and the clock's marks before and after."""
+    marks = []
     stage, update = placed.stage, placed.update
     info = BatchInfo(batch, num_microbatches, num_microbatches)
     version = max(batch - (update.weights.rule.delay or 0), 0)
@@ -63,4 +68,4 @@ def _run_batch(placed: PlacedStage, batch: int, num_microbatches: int, now: Call
     update.reduce_norm(batch + 1, 0, stage.take_losses(batch))
     middle = now()
     update.step(batch + 1)
-    marks += [("norm", begin, middle), ("step", middle, now())]
+    return [*marks, ("norm", begin, middle), ("step", middle, now())]
