@@ -1,0 +1,177 @@
+"""Costs from the shapes of tensors and a data sheet, with few calibrated constants."""
+
+from collections.abc import Sequence
+from copy import copy
+
+from megatron.pipeline.costs import Costs
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import pair_adjacent, standard
+from megatron.placement.optimize import optimized
+from megatron.placement.traffic import Traffic
+from megatron.planner.activations import Activations
+from megatron.planner.architecture import Architecture
+from megatron.planner.cluster import Cluster
+from megatron.planner.configuration import Configuration
+from megatron.planner.parameters import stage_parameters
+from megatron.planner.software import MEGATRON_CORE, Software
+from megatron.planner.timing.calibration import default_constants
+from megatron.planner.timing.constants import Constants
+from megatron.planner.timing.iteration import moving_part
+from megatron.planner.timing.links import Links
+from megatron.planner.timing.work import LayerWork, Work
+
+_GIGA, _TERA = 1e9, 1e12
+_NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
+
+
+class FirstPrinciples:
+    """A `CostModel`. See `work` for what is counted and `Constants` for what is fitted."""
+
+    def __init__(
+        self,
+        model: Architecture,
+        cluster: Cluster,
+        software: Software = MEGATRON_CORE,
+        constants: Constants | None = None,
+    ) -> None:
+        self.model, self.cluster, self.software = model, cluster, software
+        self.constants = constants or default_constants()
+        self._links: dict[tuple[Degrees, str, Traffic | None], Links] = {}
+        self._works: dict[tuple[int, int, bool], LayerWork] = {}
+
+    def calibrated(self, constants: Constants) -> "FirstPrinciples":
+        """The same with other constants."""
+        other = copy(self)
+        other.constants = constants
+        return other
+
+    def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        work = self._work_of(configuration)
+        links = self._links_of(configuration, layers)
+        layer_forward = self._seconds(work.forward, links)
+        layer_backward = self._seconds(work.backward + work.recomputed(configuration.recompute), links)
+        forward = [count * layer_forward for count in layers]
+        backward = [count * layer_backward for count in layers]
+        for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
+            forward[stage] += self._seconds(ends[0], links)
+            backward[stage] += self._seconds(ends[1], links)
+        boundary = self._boundary(configuration)
+        p = configuration.pipeline
+        rates = [self._scaled(links.edges[edge % p], links) for edge in range(len(layers) - 1)]
+        if not self.software.overlaps_transfers:
+            for edge, rate in enumerate(rates):
+                for stage in (edge, edge + 1):
+                    forward[stage] += boundary / rate / 2
+                    backward[stage] += boundary / rate / 2
+        step, reduce = self._updates(configuration, layers, links)
+        return Costs(
+            forward=forward, backward=backward, step=step, reduce_grad=reduce, bandwidth=rates,
+            forward_bytes=boundary if self.software.overlaps_transfers else 0.0,
+            evict=self._moves(configuration, layers, links), reduce_embed=self._embedding(configuration, links),
+        )  # fmt: skip
+
+    # --- seconds
+
+    def _seconds(self, work: Work, links: Links) -> float:
+        constants, device = self.constants, self.cluster.device
+        tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
+        products = work.operations / (device.peak_teraflops * _TERA * constants.product_efficiency)
+        products += work.calls * constants.product_overhead
+        traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
+        hidden = work.overlapped / tensor_link
+        device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
+        return max(device_seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
+
+    def _work_of(self, configuration: Configuration) -> LayerWork:
+        key = (configuration.tensor, configuration.micro_batch_size, configuration.sequence_parallel)
+        if key not in self._works:
+            self._works[key] = LayerWork(
+                self.model, self.software, tensor=key[0], micro_batch_size=key[1], sequence_parallel=key[2]
+            )
+        return self._works[key]
+
+    # --- between ranks
+
+    def _links_of(self, configuration: Configuration, layers: Sequence[int]) -> Links:
+        degrees, name = configuration.degrees, configuration.rank_mapping
+        traffic = self._traffic(configuration, layers) if name == "optimized" else None
+        key = (degrees, name, traffic)
+        if key not in self._links:
+            topology = self.cluster.topology
+            if topology.num_slots != degrees.world_size:
+                raise ValueError(
+                    f"the configuration takes {degrees.world_size} GPUs, the cluster has {topology.num_slots}; make "
+                    "them equal"
+                )
+            mapping = optimized(degrees, traffic, topology) if traffic else _NAMED[name](degrees)
+            self._links[key] = Links(degrees, mapping, topology)
+        return self._links[key]
+
+    def _traffic(self, configuration: Configuration, layers: Sequence[int]) -> Traffic:
+        """What ranks of a pipeline send in an iteration, for the mapping that makes the best of it."""
+        p, m = configuration.pipeline, configuration.num_microbatches
+        boundary, moved = self._boundary(configuration), self._moved_bytes(configuration, layers)
+        sent = [m * configuration.virtual * boundary] * (p - 1) + [m * (configuration.virtual - 1) * boundary]
+        counts, size = stage_parameters(self.model, configuration.tensor, layers), self.software.gradient_bytes
+        tied = self.model.tied_embeddings and p > 1
+        return Traffic(
+            pipeline=tuple(sent) if p > 1 else (0.0,),
+            pair=tuple(m * part * sum(moved[rank::p]) for rank, part in enumerate(moving_part(p))),
+            data=tuple(float(sum(counts[rank::p]) * size) for rank in range(p)),
+            tensor=(0.0,) * p,
+            embedding=float(self._embedding_bytes(configuration)) if tied else 0.0,
+        )
+
+    def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
+        """What is reached of a link's rate; `within` a node by default what bulk transfers reach."""
+        if rate < links.within:
+            return rate * self.constants.network_efficiency
+        return rate * (within or self.constants.link_efficiency)
+
+    def _boundary(self, configuration: Configuration) -> float:
+        setting = self.software.activation_setting(configuration)
+        num_bytes = Activations(self.model, setting).boundary
+        if self.software.splits_transfers and not setting.sequence_parallel:
+            num_bytes /= configuration.tensor
+        return num_bytes
+
+    def _moves(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float]:
+        moved, p = self._moved_bytes(configuration, layers), configuration.pipeline
+        return [num / self._scaled(links.pairs[stage % p], links) for stage, num in enumerate(moved)]
+
+    def _moved_bytes(self, configuration: Configuration, layers: Sequence[int]) -> list[float]:
+        """Saved activations of a microbatch at each stage, where they are balanced."""
+        if not (configuration.balance or configuration.schedule == "bpipe"):
+            return [0.0] * len(layers)
+        activations, last = Activations(self.model, self.software.activation_setting(configuration)), len(layers) - 1
+        return [
+            activations.saved(count, is_first=stage == 0, is_last=stage == last) for stage, count in enumerate(layers)
+        ]
+
+    def _embedding(self, configuration: Configuration, links: Links) -> float:
+        if not self.model.tied_embeddings or configuration.pipeline == 1:
+            return 0.0
+        return self._embedding_bytes(configuration) / self._scaled(links.edges[-1], links)
+
+    def _embedding_bytes(self, configuration: Configuration) -> int:
+        rows = self.model.vocabulary_size // configuration.tensor
+        return rows * self.model.hidden_size * self.software.gradient_bytes
+
+    # --- once an iteration
+
+    def _updates(
+        self, configuration: Configuration, layers: Sequence[int], links: Links
+    ) -> tuple[list[float], list[float]]:
+        """The optimizer's step and the reduction over replicas, by stage."""
+        d, state = configuration.data, self.software.training_state(configuration)
+        link = self._scaled(links.data, links)
+        bandwidth = self.cluster.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency
+        step, reduce = [], []
+        for count in stage_parameters(self.model, configuration.tensor, layers):
+            own = count / d if state.distributed_optimizer else count
+            # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights.
+            step.append((own * (6 * 4 + 2 * state.gradient_bytes + state.weight_bytes)) / bandwidth)
+            gathered = state.weight_bytes if state.distributed_optimizer else state.gradient_bytes
+            sent = (d - 1) / d * count * (state.gradient_bytes + gathered)
+            reduce.append(0.0 if self.software.overlaps_gradients else sent / link)
+        return step, reduce
