@@ -1,0 +1,110 @@
+"""Search a space, rank what fits in closed form, and simulate the very programs of the best."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron.pipeline.schedules import PRESETS
+from megatron.planner.configuration import Configuration
+from megatron.planner.planner import Planner
+from megatron.planner.search import rules
+from megatron.planner.search.explore import Explorer, Refusal
+from megatron.planner.search.outcome import Kept, Outcome, Rejected
+from megatron.planner.search.rules import Training
+from megatron.planner.search.space import Space
+
+NUM_SIMULATED = 5
+_MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
+
+_WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it has to gain something
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, and of how much."""
+
+
+def search(
+    space: Space,
+    planner_of: Callable[[int], Planner],
+    training: Training,
+    *,
+    num_simulated: int | None = None,
+    refuse: Refusal | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """All configurations of a space, the fastest first.
+
+    Args:
+        space: what is considered.
+        planner_of: the planner for a tensor parallel size.
+        training: what the flags exclude.
+        num_simulated: how many of the best are proved and simulated; None: 5, or fewer where programs are large.
+        refuse: why the training program would refuse a configuration.
+        progress: is told how far the search is.
+    """
+    report = progress or (lambda *_: None)
+    explorer, degrees = Explorer(space, planner_of, training, refuse), list(space.degrees())
+    kept: list[Kept] = []
+    rejected: dict[Rejected, None] = {}  # t alone may exclude several pairs of degrees
+    for index, (t, p) in enumerate(degrees):
+        report("configurations", index, len(degrees))
+        for each in explorer.explore(t, p):
+            if isinstance(each, Kept):
+                kept.append(each)
+            else:
+                rejected[each] = None
+    report("configurations", len(degrees), len(degrees))
+    simulation = _Simulation(space, planner_of, report)
+    ranked, dropped = simulation.best(sorted(kept, key=_rank), num_simulated)
+    return Outcome(kept=tuple(ranked), rejected=(*rejected, *dropped))
+
+
+def _rank(each: Kept) -> tuple:
+    return -each.sequences_per_second, each.choice.key
+
+
+class _Simulation:
+    """Proves and simulates the best, and the best mapping of each of them."""
+
+    def __init__(self, space: Space, planner_of: Callable[[int], Planner], report: Progress) -> None:
+        self.space, self.planner_of, self.report = space, planner_of, report
+        self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
+
+    def best(self, kept: list[Kept], count: int | None) -> tuple[list[Kept], list[Rejected]]:
+        """Those that were simulated in their order, then the rest in theirs; and what cannot be simulated."""
+        simulated: list[Kept] = []
+        dropped: list[Rejected] = []
+        rest, total, computations = iter(kept), NUM_SIMULATED if count is None else count, 0
+        num_done = 0
+        for each in rest:
+            computations += _computations(each.estimate.configuration)
+            if num_done == total or (count is None and num_done and computations > _MOST_COMPUTATIONS):
+                return [*sorted(simulated, key=_rank), each, *rest], dropped
+            self.report("simulations", num_done, total)
+            try:
+                simulated.append(self._simulated(each))
+                simulated += map(self._simulated, self._optimized(each))
+                num_done += 1
+            except ValueError as error:
+                dropped.append(Rejected(choice=each.choice, reason=rules.clause(error)))
+        return sorted(simulated, key=_rank), dropped
+
+    def _simulated(self, each: Kept) -> Kept:
+        planner = self.planner_of(each.choice.tensor)
+        estimate = planner.estimate(each.estimate.configuration, simulate=True)
+        return replace(each, estimate=estimate, is_simulated=True)
+
+    def _optimized(self, each: Kept) -> list[Kept]:
+        """The same with the mapping that takes least transfer time, where the closed form expects a gain."""
+        choice = each.choice
+        if not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
+            return []
+        configuration = replace(each.estimate.configuration, rank_mapping="optimized")
+        estimate = self.planner_of(choice.tensor).estimate(configuration)
+        if estimate.seconds > each.estimate.seconds * (1 - _WORTH_A_FILE):
+            return []
+        return [replace(each, choice=replace(choice, rank_mapping="optimized"), estimate=estimate)]
+
+
+def _computations(configuration: Configuration) -> int:
+    """How many forwards and backwards a simulation goes through: of one batch, or of several that do not drain."""
+    drains = PRESETS[configuration.schedule][1].rule.drains
+    return configuration.num_microbatches * configuration.num_stages * (2 if drains else 10)
