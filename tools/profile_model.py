@@ -157,7 +157,18 @@ def _show(profile: Profile) -> None:
         )  # fmt: skip
     console.print(table)
     table = Table(title="a batch's update, milliseconds")
-    for column in ("stage", "layers", "parameters", "t", "weights", "at work", "zeroing", "norm", "step", "ns a parameter"):
+    for column in (
+        "stage",
+        "layers",
+        "parameters",
+        "t",
+        "weights",
+        "at work",
+        "zeroing",
+        "norm",
+        "step",
+        "ns a parameter",
+    ):
         table.add_column(column, justify="left" if column in ("stage", "weights") else "right")
     for each in profile.updates:
         table.add_row(
