@@ -9,7 +9,6 @@ from megatron.planner.entries import read_entry
 from megatron.planner.fit import fit_entries
 from megatron.planner.prediction import predict
 from megatron.planner.timing.constants import FITTED, START
-from megatron.planner.timing.least_squares import robust_least_squares
 from tests.planner.measured import BPIPE_TABLE_7, KORTHIKANTI
 
 TRUE = replace(
@@ -47,21 +46,3 @@ def test_names_runs_that_were_held_up():
 def test_refuses_fewer_runs_than_constants():
     with pytest.raises(ValueError, match="3 measured runs cannot fix 4 constants"):
         fit_entries(made_up()[:3])
-
-
-def test_least_squares_is_robust():
-    """A line through 20 points, of which 3 lie far away: plain least squares is off by far more."""
-    x = np.linspace(0, 1, 20)
-    y = 2 + 3 * x
-    y[[3, 9, 15]] += 4
-    fit = robust_least_squares(lambda line: line[0] + line[1] * x - y, np.zeros(2), scale=0.05)
-    assert fit.converged and fit.parameters == pytest.approx([2, 3], abs=0.05)
-    assert abs(np.polyfit(x, y, 1)[1] - 2) > 0.3
-
-
-def test_least_squares_finds_nonlinear_parameters():
-    """Rosenbrock's valley, whose minimum is (1, 1)."""
-    fit = robust_least_squares(
-        lambda p: np.array([10 * (p[1] - p[0] ** 2), 1 - p[0]]), np.array([-1.2, 1.0]), scale=10.0
-    )
-    assert fit.parameters == pytest.approx([1, 1], abs=1e-3)
