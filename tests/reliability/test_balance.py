@@ -13,9 +13,10 @@ SAVED, LAST = 4, 8
 MOVES = 3  # that arrive at either end of the only pair, in each batch of 8 over 4 stages
 
 
+@pytest.mark.full  # that a rank killed in a move is named: tests/pipeline/runtime/test_failure.py
 @pytest.mark.parametrize(
     ("rank", "schedule"),
-    [(3, "bpipe"), pytest.param(0, "flush", marks=pytest.mark.full)],
+    [(3, "bpipe"), (0, "flush")],
     ids=["its acceptor", "its evictor"],
 )
 def test_killed_in_a_move_and_resumed(tmp_path, rank, schedule):

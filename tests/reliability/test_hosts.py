@@ -67,8 +67,9 @@ def endings(outcome: launch.Outcome) -> list[str]:
     return re.findall(r"^rank \d .*stops: (.*)$", outcome.output, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.full)])
-@pytest.mark.parametrize("saves", [False, pytest.param(True, marks=pytest.mark.full)], ids=["trains", "saves"])
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("saves", [False, True], ids=["trains", "saves"])
 def test_a_host_disappears_and_comes_back(uninterrupted, tmp_path, lost, saves):
     """Logical rank 0 is on the second host, away from the store. The link goes down while the job trains, or still
     finishes a checkpoint: both ends stop within the timeout, name the host of which nothing is heard, and leave

@@ -153,6 +153,7 @@ def test_signal_to_one_rank_saves_once_and_ends_all(tmp_path, rank):
     assert saved < 100_000
 
 
+@pytest.mark.full
 def test_signal_to_process_groups_with_loading_processes(tmp_path):
     """torchrun and Slurm signal whole process groups: the processes that load samples go on until the checkpoint of the
     last iteration is saved."""

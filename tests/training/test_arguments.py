@@ -252,7 +252,9 @@ def test_every_flag_is_read():
     """A flag that is neither refused nor said to be accepted without effect is read where the run is built."""
     folder = ROOT / "megatron"
     arguments_folder = folder / "training" / "arguments"
+    hands_on = {"job.py", "model_words.py"}  # they write or read the flags of other runs
     sources = [path for path in folder.rglob("*.py") if arguments_folder not in path.parents]
+    sources = [path for path in sources if path.name not in hands_on]
     text = "\n".join(path.read_text() for path in sources)
     flags = [flag for group in GROUPS for flag in group.flags if not flag.refused and "Accepted" not in flag.help]
     unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}

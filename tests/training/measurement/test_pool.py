@@ -26,6 +26,7 @@ def dying(*, store, start):
     os._exit(7)
 
 
+@pytest.mark.full
 def test_jobs_and_failures():
     """Two jobs of one rank and one of two start together in the same processes; an error ends all at once and is told
     in its own words; so is a death."""
