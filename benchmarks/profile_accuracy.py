@@ -107,7 +107,8 @@ def run_round(cases: list[Case], args: argparse.Namespace, output: Path) -> None
     session = Session(
         architecture="gpt", words=words, sequence_parallel=False, processes=2, threads=1, tensors=(1, 2),
         micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,),
-        weights=(WeightPolicy.FLUSH, WeightPolicy.TWO_BW), layers=tuple(args.layers), iterations=args.profile_iterations, rounds=1,
+        weights=(WeightPolicy.FLUSH, WeightPolicy.TWO_BW), layers=tuple(args.layers),
+        iterations=args.profile_iterations, rounds=1,
     )  # fmt: skip
     others = Others()
     profile = session.run()
