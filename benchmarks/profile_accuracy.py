@@ -107,7 +107,8 @@ def run_round(cases: list[Case], args: argparse.Namespace, output: Path) -> None
     session = Session(
         architecture="gpt", words=words, sequence_parallel=False, processes=2, threads=1, tensors=(1, 2),
         micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,),
-        weights=(WeightPolicy.FLUSH, WeightPolicy.TWO_BW), layers=(1, 3), iterations=args.profile_iterations, rounds=1,
+        weights=(WeightPolicy.FLUSH, WeightPolicy.TWO_BW), layers=tuple(args.layers),
+        iterations=args.profile_iterations, rounds=1,
     )  # fmt: skip
     others = Others()
     profile = session.run()
@@ -157,10 +158,11 @@ def report(cases: list[Case]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--profile-iterations", type=int, default=100, help="of each block in each round")
+    parser.add_argument("--profile-iterations", type=int, default=96, help="of each block in each round")
     parser.add_argument("--iterations", type=int, default=20, help="of each run in each round")
     parser.add_argument("--warmup", type=int, default=4, help="of them, not measured")
     parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, nargs=2, default=(2, 4), help="of the stages that are profiled")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--vocab-size", type=int, default=1000)
