@@ -29,6 +29,8 @@ class Costs:
         bandwidth: per edge and direction.
         forward_bytes: of an activation, per edge.
         backward_bytes: of its gradient, per edge; default as many.
+        overlap: transfers run beside computations. Otherwise a SEND also holds its rank for as long as the transfer
+            occupies its edge: the rank sends instead of computing.
         evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
             occupies its pair; `load` by default as long as `evict`.
         reduce_grad: of the reduction of a stage's gradients; a rank with several stages reduces their sum.
@@ -44,6 +46,7 @@ class Costs:
     bandwidth: PerStage = math.inf
     forward_bytes: PerStage = 0.0
     backward_bytes: PerStage | None = None
+    overlap: bool = True
     evict: PerStage = 0.0
     load: PerStage | None = None
     reduce_grad: PerStage = 0.0
