@@ -8,8 +8,9 @@ ranks no more often than it has to.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import MOVES, Instruction, Kind
@@ -41,6 +42,22 @@ def critical_path(timeline: Timeline, costs: Costs, *, synchronous_moves: bool =
     """
     chain = list(_Waits(timeline, costs, synchronous_moves=synchronous_moves).follow())
     return tuple(span for span in reversed(chain) if span.end > span.start)
+
+
+def critical_path_text(path: Sequence[Span]) -> str:
+    """A path in words: a line for each stretch on one rank or between two, then what each kind of work takes of it."""
+    lines, totals = [], defaultdict(float)
+    length = path[-1].end - path[0].start if path else 0.0
+    for (rank, _), spans in groupby(path, key=lambda span: (span.rank, span.instruction.kind in BUSY)):
+        stretch = list(spans)
+        words = [str(span.instruction) for span in stretch]
+        if len(words) > 6:
+            words = [*words[:3], f"... {len(words) - 6} more ...", *words[-3:]]
+        lines.append(f"{stretch[0].start:>10g} {stretch[-1].end:>10g}  rank {rank}  {'  '.join(words)}")
+        for span in stretch:
+            totals[span.instruction.kind.value] += span.end - span.start
+    parts = [f"{name} {seconds:g} ({seconds / length:.1%})" for name, seconds in totals.items()]
+    return "\n".join([f"critical path, {length:g}: {', '.join(parts)}", *lines])
 
 
 @dataclass(frozen=True, slots=True)
