@@ -15,7 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
 import command_line
 
-COMMANDS = {}
+COMMANDS = {
+    "estimate": "predict given configurations",
+    "validate": "hold the planner against published results",
+    "calibrate": "fit the time model to measured runs",
+}
 """Name and summary; `grid_search_commands/NAME.py` has add_arguments(parser) and run(options)."""
 
 

@@ -64,3 +64,17 @@ class Architecture:
     def key_width(self) -> int:
         """Width of all keys, and of all values."""
         return self.num_query_groups * self.kv_channels
+
+    def operations(self, num_sequences: int) -> float:
+        """Floating-point operations that a forward and a backward of so many sequences need, whatever is run again.
+
+        Korthikanti et al. 2022, appendix A, for a GPT-3: 72 B L s h^2 (1 + s / 6h + V / 12 h L), here matrix by matrix,
+        so that it also holds for other widths. All of the scores count, as in the papers, not the half that a causal
+        mask leaves.
+        """
+        h = self.hidden_size
+        linear = h * (self.query_width + 2 * self.key_width) + self.query_width * h
+        linear += h * self.ffn_hidden_size * (3 if self.gated else 2)
+        scores = 2 * self.query_width * self.sequence_length
+        head = h * self.vocabulary_size + (h * h if self.masked_head else 0)
+        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * (linear + scores) + head)

@@ -3,14 +3,23 @@
 An estimate counts tensors. Beside them stand the CUDA context, the communication libraries and what the allocator
 loses between blocks; near the limit throughput falls, as PyTorch gives cached blocks back (BPipe, appendix B). So the
 last 6% are called borderline.
+
+Collectives run on a stream of their own, and their operands cannot be given to others before they are done, while the
+host is several layers ahead. With tensor parallelism these operands are as large as the residual stream of all tensor
+ranks together, whatever is split; some `COLLECTIVE_OPERANDS` of them lie idle. An estimate that leaves less than this
+reserve is under pressure.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.planner.activations import ActivationSetting
+from megatron.planner.architecture import Architecture
 from megatron.planner.memory import GIB, RankMemory
 
 BORDERLINE = 0.06
+COLLECTIVE_OPERANDS = 60
+"""Operands of tensor-parallel collectives that are not free yet: those of about 7 layers, which have 8 each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,14 @@ def device_gib(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"'{text}' is no GPU; give {', '.join(DEVICES)}, or its memory in GiB")
     return value
+
+
+def reserve_gib(shape: Architecture, setting: ActivationSetting) -> float:
+    """GiB that wait for collectives to end; see the module."""
+    if setting.tensor == 1:
+        return 0.0
+    tokens = setting.micro_batch_size * shape.sequence_length
+    return COLLECTIVE_OPERANDS * setting.residual_bytes * tokens * shape.hidden_size / GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ class Estimate:
         bubble: part of an iteration in which the busiest rank of the pipeline computes nothing, 0 to 1.
         memory: by rank of the pipeline.
         verdict: whether the fullest rank fits.
+        reserve_gib: what the allocator cannot give away at once, beside what `memory` counts (devices.py).
     """
 
     configuration: Configuration
@@ -25,8 +26,10 @@ class Estimate:
     bubble: float
     memory: tuple[RankMemory, ...]
     verdict: Verdict
+    reserve_gib: float = 0.0
 
     @property
     def under_pressure(self) -> bool:
-        """So near the limit of memory that throughput falls (BPipe, appendix B): the time is that without it."""
-        return self.verdict.is_borderline
+        """So near the limit of memory that throughput may fall by 16 to 31% (BPipe, appendix B, where the allocator
+        gives its blocks back again and again). `seconds` is the time without that."""
+        return self.verdict.is_borderline or self.verdict.spare_gib < self.reserve_gib

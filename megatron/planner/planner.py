@@ -1,0 +1,100 @@
+"""What a configuration of a model on a cluster needs: memory by rank, and the time of an iteration."""
+
+from collections.abc import Sequence
+
+from megatron.planner.architecture import Architecture
+from megatron.planner.cluster import Cluster
+from megatron.planner.configuration import Configuration
+from megatron.planner.demands import schedule_demand
+from megatron.planner.devices import judge, reserve_gib
+from megatron.planner.estimate import Estimate
+from megatron.planner.memory import RankMemory, estimate_memory
+from megatron.planner.software import MEGATRON_CORE, Software
+from megatron.planner.timing.iteration import closed_form, simulated
+from megatron.planner.timing.model import CostModel
+
+
+class Planner:
+    """Estimates configurations of one model on one cluster.
+
+    Args:
+        model: its shape.
+        cluster: its processors and links.
+        cost_model: predicts times; None: only memory is asked for.
+        software: what trains.
+    """
+
+    def __init__(
+        self,
+        model: Architecture,
+        cluster: Cluster,
+        cost_model: CostModel | None = None,
+        software: Software = MEGATRON_CORE,
+    ) -> None:
+        self.model, self.cluster, self.cost_model, self.software = model, cluster, cost_model, software
+
+    def layers(self, configuration: Configuration) -> tuple[int, ...]:
+        """How many layers each stage has: evenly, as Megatron deals them out.
+
+        Raises:
+            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided.
+        """
+        model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
+        if model.num_layers % num_stages:
+            raise ValueError(
+                f"{model.num_layers} layers do not divide into {num_stages} stages; change pipeline or virtual"
+            )
+        for count, what in (
+            (model.num_attention_heads, "attention heads"),
+            (model.num_query_groups, "query groups"),
+            (model.ffn_hidden_size, "columns of the feed-forward layer"),
+        ):
+            if count % t:
+                raise ValueError(f"{count} {what} do not divide by tensor {t}; change tensor")
+        if configuration.sequence_parallel and model.sequence_length % t:
+            raise ValueError(
+                f"sequences of {model.sequence_length} do not divide by tensor {t}; change it, or do without sequence "
+                "parallelism"
+            )
+        return (model.num_layers // num_stages,) * num_stages
+
+    def memory(self, configuration: Configuration, layers: Sequence[int] | None = None) -> tuple[RankMemory, ...]:
+        """By rank of the pipeline. Raises ValueError as `layers`, or where the schedule cannot run."""
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        return estimate_memory(
+            self.model,
+            self.software.activation_setting(configuration),
+            self.software.training_state(configuration),
+            schedule_demand(schedule, configuration.num_microbatches),
+            layers=self.layers(configuration) if layers is None else layers,
+        )
+
+    def estimate(self, configuration: Configuration, simulate: bool = False) -> Estimate:
+        """Time and memory of a configuration.
+
+        Args:
+            simulate: execute the very program that would run, on the table of costs; else the closed form.
+
+        Raises:
+            ValueError: what cannot run, with the reason; see `layers`.
+        """
+        assert self.cost_model is not None
+        layers = self.layers(configuration)
+        memory = self.memory(configuration, layers)
+        costs = self.cost_model.costs(configuration, layers)
+        if simulate:
+            schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+            time = simulated(costs, configuration, schedule)
+        else:
+            time = closed_form(costs, configuration)
+        operations = self.model.operations(configuration.global_batch_size)
+        peak = configuration.num_gpus * self.cluster.device.peak_teraflops * 1e12
+        return Estimate(
+            configuration=configuration,
+            seconds=time.seconds,
+            mfu=operations / (time.seconds * peak),
+            bubble=time.bubble,
+            memory=memory,
+            verdict=judge(memory, self.cluster.device.memory_gib),
+            reserve_gib=reserve_gib(self.model, self.software.activation_setting(configuration)),
+        )

@@ -1,0 +1,90 @@
+"""What the planner says about a measured run, and how far off it is."""
+
+from dataclasses import dataclass
+
+from megatron.pipeline.costs import Costs
+from megatron.planner.entries import Entry
+from megatron.planner.estimate import Estimate
+from megatron.planner.planner import Planner
+from megatron.planner.timing.constants import START, Constants
+from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.timing.iteration import closed_form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one entry.
+
+    Attributes:
+        forward, backward: seconds of one microbatch at a stage between the first and the last.
+    """
+
+    entry: Entry
+    estimate: Estimate
+    forward: float
+    backward: float
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured time less 1, of each time that was measured."""
+        return _errors(self.entry, self.estimate.seconds, self.forward, self.backward)
+
+    @property
+    def mfu_error(self) -> float | None:
+        """Predicted over measured MFU less 1: the same error, taken the other way round."""
+        seconds = self.entry.seconds
+        return None if seconds is None else seconds / self.estimate.seconds - 1
+
+
+class Question:
+    """An entry with what does not depend on constants, so that it can be asked again and again.
+
+    Raises ValueError where the configuration cannot run.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._first_principles = FirstPrinciples(entry.model, entry.cluster, entry.software, START)
+        self._planner = Planner(entry.model, entry.cluster, self._first_principles, entry.software)
+        self._layers = self._planner.layers(entry.configuration)
+
+    def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
+        costs = self._costs(constants)
+        planner = Planner(
+            self.entry.model, self.entry.cluster, self._first_principles.calibrated(constants), self.entry.software
+        )
+        forward, backward = _middle(costs)
+        return Prediction(
+            entry=self.entry,
+            estimate=planner.estimate(self.entry.configuration, simulate=simulate),
+            forward=forward,
+            backward=backward,
+        )
+
+    def time_errors(self, constants: Constants) -> dict[str, float]:
+        """The errors of `predict` alone."""
+        costs = self._costs(constants)
+        return _errors(self.entry, closed_form(costs, self.entry.configuration).seconds, *_middle(costs))
+
+    def _costs(self, constants: Constants) -> Costs:
+        return self._first_principles.calibrated(constants).costs(self.entry.configuration, self._layers)
+
+
+def predict(entry: Entry, constants: Constants, *, simulate: bool = False) -> Prediction:
+    """Raises ValueError where the configuration cannot run."""
+    return Question(entry).predict(constants, simulate=simulate)
+
+
+def _middle(costs: Costs) -> tuple[float, float]:
+    """Forward and backward of a stage between first and last, if there is one."""
+    stage = min(1, len(costs.forward) - 1)
+    return costs.forward[stage], costs.backward[stage]
+
+
+def _errors(entry: Entry, seconds: float, forward: float, backward: float) -> dict[str, float]:
+    pairs = {
+        "iteration": (seconds, entry.seconds),
+        "forward": (forward, entry.forward),
+        "backward": (backward, entry.backward),
+    }
+    return {name: predicted / measured - 1 for name, (predicted, measured) in pairs.items() if measured is not None}

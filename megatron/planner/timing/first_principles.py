@@ -1,0 +1,145 @@
+"""Costs from the shapes of tensors and a data sheet, with few calibrated constants."""
+
+from collections.abc import Sequence
+from copy import copy
+
+from megatron.pipeline.costs import Costs
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import pair_adjacent, standard
+from megatron.planner.activations import Activations
+from megatron.planner.architecture import Architecture
+from megatron.planner.cluster import Cluster
+from megatron.planner.configuration import Configuration
+from megatron.planner.parameters import stage_parameters
+from megatron.planner.software import MEGATRON_CORE, Software
+from megatron.planner.timing.calibration import default_constants
+from megatron.planner.timing.constants import Constants
+from megatron.planner.timing.links import Links
+from megatron.planner.timing.work import LayerWork, Work
+
+_GIGA, _TERA = 1e9, 1e12
+
+
+class FirstPrinciples:
+    """A `CostModel`. See `work` for what is counted and `Constants` for what is fitted."""
+
+    def __init__(
+        self,
+        model: Architecture,
+        cluster: Cluster,
+        software: Software = MEGATRON_CORE,
+        constants: Constants | None = None,
+    ) -> None:
+        self.model, self.cluster, self.software = model, cluster, software
+        self.constants = constants or default_constants()
+        self._links: dict[tuple[Degrees, str], Links] = {}
+        self._works: dict[tuple[int, int, bool], LayerWork] = {}
+
+    def calibrated(self, constants: Constants) -> "FirstPrinciples":
+        """The same with other constants."""
+        other = copy(self)
+        other.constants = constants
+        return other
+
+    def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        work = self._work_of(configuration)
+        links = self._links_of(configuration)
+        layer_forward = self._seconds(work.forward, links)
+        layer_backward = self._seconds(work.backward + work.recomputed(configuration.recompute), links)
+        forward = [count * layer_forward for count in layers]
+        backward = [count * layer_backward for count in layers]
+        for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
+            forward[stage] += self._seconds(ends[0], links)
+            backward[stage] += self._seconds(ends[1], links)
+        boundary = self._boundary(configuration)
+        p = configuration.pipeline
+        rates = [self._scaled(links.edges[edge % p], links) for edge in range(len(layers) - 1)]
+        if not self.software.overlaps_transfers:
+            for edge, rate in enumerate(rates):
+                for stage in (edge, edge + 1):
+                    forward[stage] += boundary / rate / 2
+                    backward[stage] += boundary / rate / 2
+        step, reduce = self._updates(configuration, layers, links)
+        return Costs(
+            forward=forward, backward=backward, step=step, reduce_grad=reduce, bandwidth=rates,
+            forward_bytes=boundary if self.software.overlaps_transfers else 0.0,
+            evict=self._moves(configuration, layers, links), reduce_embed=self._embedding(configuration, links),
+        )  # fmt: skip
+
+    # --- seconds
+
+    def _seconds(self, work: Work, links: Links) -> float:
+        constants, device = self.constants, self.cluster.device
+        tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
+        products = work.operations / (device.peak_teraflops * _TERA * constants.product_efficiency)
+        products += work.calls * constants.product_overhead
+        traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
+        hidden = work.overlapped / tensor_link
+        device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
+        return max(device_seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
+
+    def _work_of(self, configuration: Configuration) -> LayerWork:
+        key = (configuration.tensor, configuration.micro_batch_size, configuration.sequence_parallel)
+        if key not in self._works:
+            self._works[key] = LayerWork(
+                self.model, self.software, tensor=key[0], micro_batch_size=key[1], sequence_parallel=key[2]
+            )
+        return self._works[key]
+
+    # --- between ranks
+
+    def _links_of(self, configuration: Configuration) -> Links:
+        key = (configuration.degrees, configuration.rank_mapping)
+        if key not in self._links:
+            mapping = (pair_adjacent if key[1] == "pair-adjacent" else standard)(key[0])
+            self._links[key] = Links(key[0], mapping, self.cluster.topology)
+        return self._links[key]
+
+    def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
+        """What is reached of a link's rate; `within` a node by default what bulk transfers reach."""
+        if rate < links.within:
+            return rate * self.constants.network_efficiency
+        return rate * (within or self.constants.link_efficiency)
+
+    def _boundary(self, configuration: Configuration) -> float:
+        setting = self.software.activation_setting(configuration)
+        num_bytes = Activations(self.model, setting).boundary
+        if self.software.splits_transfers and not setting.sequence_parallel:
+            num_bytes /= configuration.tensor
+        return num_bytes
+
+    def _moves(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float] | float:
+        if not (configuration.balance or configuration.schedule == "bpipe"):
+            return 0.0
+        activations = Activations(self.model, self.software.activation_setting(configuration))
+        p, last = configuration.pipeline, len(layers) - 1
+        return [
+            activations.saved(count, is_first=stage == 0, is_last=stage == last)
+            / self._scaled(links.pairs[stage % p], links)
+            for stage, count in enumerate(layers)
+        ]
+
+    def _embedding(self, configuration: Configuration, links: Links) -> float:
+        if not self.model.tied_embeddings or configuration.pipeline == 1:
+            return 0.0
+        count = self.model.vocabulary_size // configuration.tensor * self.model.hidden_size
+        return count * self.software.gradient_bytes / self._scaled(links.edges[-1], links)
+
+    # --- once an iteration
+
+    def _updates(
+        self, configuration: Configuration, layers: Sequence[int], links: Links
+    ) -> tuple[list[float], list[float]]:
+        """The optimizer's step and the reduction over replicas, by stage."""
+        d, state = configuration.data, self.software.training_state(configuration)
+        link = self._scaled(links.data, links)
+        bandwidth = self.cluster.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency
+        step, reduce = [], []
+        for count in stage_parameters(self.model, configuration.tensor, layers):
+            own = count / d if state.distributed_optimizer else count
+            # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights.
+            step.append((own * (6 * 4 + 2 * state.gradient_bytes + state.weight_bytes)) / bandwidth)
+            gathered = state.weight_bytes if state.distributed_optimizer else state.gradient_bytes
+            sent = (d - 1) / d * count * (state.gradient_bytes + gathered)
+            reduce.append(0.0 if self.software.overlaps_gradients else sent / link)
+        return step, reduce

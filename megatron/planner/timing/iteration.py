@@ -1,0 +1,151 @@
+"""How long an iteration takes: in closed form to rank thousands of configurations, or by simulating the very program.
+
+Notation: w is a microbatch's forward and backward at a stage, c a transfer (bytes / bandwidth + latency) over an edge.
+
+    flush, bpipe, gpipe   sum of w and 2 c over all stages and edges, for the first microbatch, and (m - 1) rates
+    interleaved           m times a rank's w over all its stages, and the first stage's w of each other rank, and 2 c
+    2bw                   m rates: nothing fills or drains
+    pipedream             1 rate: every microbatch is a batch
+
+The rate of 1F1B is the largest w, or the largest round trip: stage s has p - s microbatches in flight, so one of them
+ends every (sum of w + 2 c from s on) / (p - s). All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal
+time, and (p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2).
+
+After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. 2bw hides
+reductions behind the next batch: only what exceeds the (m - p + 1) w + s f of a stage shows, and there only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.planner.configuration import Configuration
+
+_MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from two that have fewer microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationTime:
+    """Of one batch. `bubble`: the part in which the rank that computes most does not compute, 0 to 1."""
+
+    seconds: float
+    bubble: float
+
+
+class _Stages:
+    """A cost table by stage and edge."""
+
+    def __init__(self, costs: Costs, configuration: Configuration) -> None:
+        num_stages = configuration.num_stages
+        seconds = costs.seconds(num_stages)
+        self.forward, self.backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
+        self.work = [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
+        self.step, self.reduce = seconds[Kind.STEP], seconds[Kind.REDUCE_GRAD]
+        self.reduce_rest = costs.reduce_embed * (num_stages > 1) + max(seconds[Kind.REDUCE_NORM])
+        forward, backward, latency = costs.edges(num_stages)
+        self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
+        self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
+        moved = _moving_part(configuration.pipeline) if max(seconds[Kind.EVICT]) else ()
+        self.moves = [
+            part * (evict + load)
+            for part, evict, load in zip(moved, seconds[Kind.EVICT], seconds[Kind.LOAD], strict=False)
+        ]
+
+
+def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
+    """See the module."""
+    stages, p, m = _Stages(costs, configuration), configuration.pipeline, configuration.num_microbatches
+    by_rank = [sum(stages.work[rank::p]) for rank in range(p)]
+    step = max(sum(stages.step[rank::p]) for rank in range(p))
+    busiest = max(range(p), key=by_rank.__getitem__)
+    if configuration.schedule == "2bw":
+        seconds = max(m * _rate(stages, m + p) + step, *(_with_chain(stages, stage, m) for stage in range(p)))
+    elif configuration.schedule == "pipedream":
+        seconds = max(_rate(stages, p + 1) + step, max(stages.reduce))
+    elif configuration.virtual > 1:
+        fill = sum(stages.work[:p]) - stages.work[busiest] + sum(stages.round_trip[: p - 1])
+        seconds = m * by_rank[busiest] + fill + _end(stages, p) + step
+    else:
+        rate = max(stages.work) if configuration.schedule == "gpipe" else _rate(stages, m)
+        seconds = sum(stages.work) + sum(stages.round_trip) + (m - 1) * rate + _end(stages, p) + step
+    return IterationTime(seconds=seconds, bubble=max(0.0, 1 - (m * by_rank[busiest] + step) / seconds))
+
+
+def _rate(stages: _Stages, num_microbatches: int) -> float:
+    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full."""
+    rate, trip, p = max(stages.work), 0.0, len(stages.work)
+    for stage in range(p - 1, -1, -1):
+        trip += stages.work[stage] + (stages.round_trip[stage] if stage < p - 1 else 0.0)
+        if p - stage < num_microbatches:
+            rate = max(rate, trip / (p - stage))
+    return max([rate, *stages.moves, *stages.occupation])
+
+
+def _with_chain(stages: _Stages, stage: int, m: int) -> float:
+    """Seconds of a 2bw batch at a stage whose STEP may have to wait for the reductions of the batch before."""
+    p, work = len(stages.work), stages.work[stage]
+    window = (m - p + 1) * work + stage * stages.forward[stage]
+    chain = stages.reduce[stage] + stages.reduce_rest
+    return m * work + stages.step[stage] + max(0.0, chain - window)
+
+
+def _moving_part(p: int) -> list[float]:
+    """About which part of the microbatches the stages of 1F1B move to their pairs, under BPipe's bound: of n in flight
+    as many as exceed the bound, and one more to make room for those that come back."""
+    bound = (p + 3) // 2
+    return [max(0, p - stage - bound + 1) / (p - stage) if p - stage > bound else 0.0 for stage in range(p)]
+
+
+def _end(stages: _Stages, p: int) -> float:
+    """Seconds from the last backward, which is the first stage's, to the STEP. Later stages have ended before."""
+    ends, earlier = [], 0.0
+    for rank in range(p):
+        ends.append(sum(stages.reduce[rank::p]) - earlier)
+        earlier += stages.backward[rank]
+    return max(0.0, *ends) + stages.reduce_rest
+
+
+def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
+    """Execute the program of a batch, or of a steady period where batches do not drain.
+
+    Where the batch is large, its time is extrapolated from two batches with fewer microbatches: what a further group
+    of p microbatches adds, once the pipeline is full, does not change.
+    """
+    m, p = configuration.num_microbatches, configuration.pipeline
+    if m * configuration.num_stages <= _MOST_SIMULATED:
+        return _simulate(costs, schedule, m)
+    step = p
+    more = 6 * p + m % p
+    fewer = more - step
+    if m <= more:
+        return _simulate(costs, schedule, m)
+    first, second = _simulate(costs, schedule, fewer), _simulate(costs, schedule, more)
+    busy = (1 - second.bubble) * second.seconds / more
+    seconds = second.seconds + (m - more) / step * (second.seconds - first.seconds)
+    return IterationTime(seconds=seconds, bubble=1 - busy * m / seconds)
+
+
+def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> IterationTime:
+    if schedule.weights.rule.drains:
+        timeline = simulate(schedule.build((num_microbatches,)), costs)
+        seconds, busy = timeline.end, max(timeline.busy(rank) for rank in range(timeline.num_ranks))
+        return IterationTime(seconds=seconds, bubble=1 - busy / seconds)
+    periodic = schedule.build_periodic(num_microbatches)
+    # One period more, of batches that follow each other; pipedream's batches are single microbatches.
+    counts = (2, 3) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
+    ends, busy = [], []
+    for count in counts:
+        timeline = simulate(periodic.unroll(count), costs)
+        ends.append(timeline.end)
+        busy.append([timeline.busy(rank) for rank in range(timeline.num_ranks)])
+    periods = counts[1] - counts[0]
+    seconds = (ends[1] - ends[0]) / periods
+    work = max(_differences(*busy)) / periods
+    return IterationTime(seconds=seconds, bubble=1 - work / seconds)
+
+
+def _differences(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    return [second - first for first, second in zip(before, after, strict=True)]

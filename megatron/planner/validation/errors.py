@@ -1,0 +1,64 @@
+"""The error of each measured run, predicted by constants that were not fitted to it.
+
+A run that the calibration was fitted to is predicted by a fit to the others: without it, and without those of the same
+degrees and microbatch, which would give it away.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.planner.entries import Entry
+from megatron.planner.fit import fit_runs, is_timed
+from megatron.planner.prediction import Prediction, Question
+from megatron.planner.timing.calibration import Calibration
+from megatron.planner.timing.constants import Constants
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowError:
+    """One run. `left_out`: its constants were fitted without it; else they were never fitted to it."""
+
+    prediction: Prediction
+    left_out: bool
+
+    @property
+    def entry(self) -> Entry:
+        return self.prediction.entry
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured time less 1."""
+        return self.prediction.errors
+
+    @property
+    def worst(self) -> float:
+        """The largest of them, with its sign."""
+        return max(self.errors.values(), key=abs)
+
+
+def row_errors(entries: Sequence[Entry], calibration: Calibration) -> list[RowError]:
+    """Of every entry of which a time was measured and whose configuration can run."""
+    questions = {}
+    for entry in entries:
+        if is_timed(entry):
+            try:
+                questions[entry.id] = Question(entry)
+            except ValueError:
+                continue  # `estimate` says why
+    fitted = {name: questions[name] for name in calibration.entries if name in questions}
+    rows = []
+    for name, question in questions.items():
+        constants = _without(name, fitted, calibration.fitted) if name in fitted else calibration.fitted
+        rows.append(RowError(prediction=question.predict(constants), left_out=name in fitted))
+    return rows
+
+
+def _without(name: str, fitted: dict[str, Question], start: Constants) -> Constants:
+    alike = _shape(fitted[name].entry)
+    others = {key: each.time_errors for key, each in fitted.items() if _shape(each.entry) != alike}
+    return fit_runs(others, start).constants
+
+
+def _shape(entry: Entry) -> tuple:
+    each = entry.configuration
+    return entry.model, each.degrees, each.virtual, each.micro_batch_size

@@ -1,0 +1,69 @@
+"""Fit the constants of the time model to measured runs, and write a calibration that the other commands take.
+
+    python tools/grid_search.py calibrate --entries measurements.json --source BPipe --output mine.json
+    python tools/grid_search.py estimate --entries others.json --calibrated-on mine.json
+
+Robust least squares on the logarithms of the times. Runs that no constants explain together with the others are left
+aside and named.
+"""
+
+import argparse
+import json
+from datetime import date
+from pathlib import Path
+
+from grid_search_commands.tables import print_table
+from megatron.planner.entries import Entry, load_entries
+from megatron.planner.fit import ConstantsFit, fit_entries, is_timed
+from megatron.planner.timing.calibration import Calibration, constants_as_dict
+from megatron.planner.timing.constants import FITTED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--entries", required=True, metavar="FILE", help="measured runs")
+    parser.add_argument("--source", default="", metavar="TEXT", help="only runs whose source contains this")
+    parser.add_argument("--model", default="", metavar="TEXT", help="only runs whose model's name contains this")
+    parser.add_argument("--iterations", action="store_true", help="only whole iterations, not single stages")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the calibration; its name is that")
+    parser.add_argument("--about", default="", metavar="TEXT", help="what was measured where")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    entries = [
+        entry
+        for entry in load_entries(options.entries)
+        if isinstance(entry, Entry) and is_timed(entry)
+        and options.source in entry.source and options.model in entry.model_name
+        and (entry.seconds is not None or not options.iterations)
+    ]  # fmt: skip
+    fit = fit_entries(entries)
+    calibration = _calibration(fit, options)
+    calibration.save(options.output)
+    if options.json:
+        print(json.dumps(calibration.model_dump() | {"errors": fit.errors}))
+        return 0
+    values = constants_as_dict(fit.constants)
+    print_table(
+        ("constant", "value", ""),
+        [(name, f"{value:.4g}", "fitted" if name in FITTED else "") for name, value in values.items()],
+        right=(1,),
+    )
+    explained = len(fit.errors) - len(fit.unexplained)
+    print(f"\n{explained} of {len(fit.errors)} runs are explained, with a mean error of {100 * fit.mean_error:.2f}%")
+    for name in fit.unexplained:
+        print(f"not explained: {name}, predicted {100 * fit.errors[name]:+.1f}%")
+    print(f"Calibration: {options.output}")
+    return 0
+
+
+def _calibration(fit: ConstantsFit, options: argparse.Namespace) -> Calibration:
+    return Calibration(
+        name=options.output.stem,
+        about=options.about or f"{options.entries}, {options.source or 'all sources'}",
+        date=date.today().isoformat(),
+        entries=tuple(fit.errors),
+        unexplained={name: round(fit.errors[name], 4) for name in fit.unexplained},
+        mean_error=round(fit.mean_error, 5),
+        constants={name: float(f"{value:.5g}") for name, value in constants_as_dict(fit.constants).items()},
+    )

@@ -1,0 +1,76 @@
+"""Hold the planner against published results: an error table with the bars that it should reach.
+
+    python tools/grid_search.py validate --entries measurements.json --feasibility facts.json
+
+Constants that were fitted to a run do not predict it: it is left out with those of the same degrees and microbatch, and
+the others are fitted again. All other runs are predicted as they are. The error of a run is predicted over measured
+time, less 1.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from grid_search_commands.tables import print_table
+from megatron.planner.entries import Entry, load_entries
+from megatron.planner.prediction import predict
+from megatron.planner.timing.calibration import DEFAULT_NAME, load_calibration
+from megatron.planner.validation import RowError, choices, judge_facts, load_facts, row_errors, validate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--entries", required=True, metavar="FILE", help="measured runs")
+    parser.add_argument("--feasibility", metavar="FILE", help="facts about what fits")
+    parser.add_argument(
+        "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
+    )
+    parser.add_argument("--rows", action="store_true", help="also print the error of every run")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    calibration = load_calibration(options.calibrated_on)
+    read = load_entries(options.entries)
+    entries = [entry for entry in read if isinstance(entry, Entry)]
+    facts = load_facts(options.feasibility) if options.feasibility else []
+    rows = row_errors(entries, calibration)
+    outcomes = validate(
+        rows, judge_facts(facts, entries), choices(rows), [entry for entry in entries if entry.chosen is not None],
+        lambda entry: entry.configuration.global_batch_size
+        / predict(entry, calibration.fitted).estimate.seconds,
+    )  # fmt: skip
+    if options.json:
+        document = {"calibration": calibration.name, "tests": [asdict(each) for each in outcomes]}
+        print(json.dumps(document | {"runs": [_run(row) for row in rows]}))
+        return 0
+    marks = {None: "", True: "yes", False: "NO"}
+    cells = [(each.test, each.bar, each.found, marks[each.reached]) for each in outcomes]
+    print_table(("test", "bar", "found", "reached"), cells)
+    if options.rows:
+        print()
+        print_table(
+            ("run", "error of time", "left out", "pressure"),
+            [_cells(row) for row in rows],
+            right=(1,),
+        )
+    print(f"\n{len(read) - len(entries)} of {len(read)} entries cannot be predicted; `estimate` says why")
+    return 0
+
+
+def _run(row: RowError) -> dict:
+    return {
+        "id": row.entry.id, "errors": row.errors, "mfu_error": row.prediction.mfu_error, "left_out": row.left_out,
+        "under_pressure": row.prediction.estimate.under_pressure,
+    }  # fmt: skip
+
+
+def _cells(row: RowError) -> tuple[str, ...]:
+    errors = ", ".join(
+        f"{100 * error:+.1f}%" + ("" if name == "iteration" else f" {name}") for name, error in row.errors.items()
+    )
+    return (
+        row.entry.id,
+        errors,
+        "yes" if row.left_out else "",
+        "flagged" if row.prediction.estimate.under_pressure else "",
+    )
