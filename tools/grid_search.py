@@ -16,11 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one i
 import command_line
 
 COMMANDS = {
+    "search": "find the fastest configuration of a model on a cluster",
     "estimate": "predict given configurations",
     "validate": "hold the planner against published results",
     "calibrate": "fit the time model to measured runs",
 }
-"""Name and summary; `grid_search_commands/NAME.py` has add_arguments(parser) and run(options)."""
+"""Name and summary; `grid_search_commands/NAME.py` has add_arguments(parser) and run(options).
+
+Where the file says TAKES_FLAGS, words that are none of its own are flags of the training programs: `options.flags`.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,9 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=command_line.argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+        subparser.set_defaults(run=command.run, takes_flags=getattr(command, "TAKES_FLAGS", False))
+    options, options.flags = _parsed(parser, arguments)
     return command_line.run(options.run, options)
+
+
+def _parsed(parser, arguments: Sequence[str] | None) -> tuple:
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not options.takes_flags:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options, [word for word in rest if word != "--"]
 
 
 if __name__ == "__main__":

@@ -6,11 +6,19 @@
 #   VOCAB_FILE, MERGE_FILE    GPT-2's tokenizer, or TOKENIZER_MODEL (and TOKENIZER_TYPE) for another; BERT's is VOCAB_FILE
 #   CHECKPOINTS      directory to save to and to resume from, which all nodes see
 #   TOPOLOGY         optional: the cluster's nodes and bandwidths (docs/placement.md)
-#   NNODES, GPUS_PER_NODE, TP, PP, MICRO_BATCH, GLOBAL_BATCH, RECOMPUTE (none, attention, layer, stage), SCHEDULE,
-#   RANK_MAPPING     optional: they change what the model's file says
+#   NNODES, GPUS_PER_NODE, TP, PP, VP (stages on each rank), MICRO_BATCH, GLOBAL_BATCH, RECOMPUTE (none, attention,
+#   layer, stage), SCHEDULE, BALANCE (1: --balance-activations), DISTRIBUTED_OPTIMIZER (0 or 1), RANK_MAPPING
+#                    optional: they change what the model's file says
+#
+# MODEL is one of models/, or a file in their form, as tools/grid_search.py writes it (docs/grid_search.md).
 here="$PWD/examples/cluster"
 model="${1:-}"
-if [[ "$model" != *_* ]] || [ ! -f "$here/models/$model.sh" ]; then
+model_file="$here/models/$model.sh"
+if [[ "$model" == *.sh ]]; then
+    model_file="$model"
+    [[ "$model" == /* ]] || model_file="${OLDPWD:-$PWD}/$model"
+fi
+if [[ "$model" != *_* && "$model" != *.sh ]] || [ ! -f "$model_file" ]; then
     echo "usage: bash $0 MODEL [--dry-run] [FLAGS of the program]" >&2
     for file in "$here"/models/*_*.sh; do
         echo "    MODEL: $(basename "$file" .sh)" >&2
@@ -23,7 +31,8 @@ if [ "${1:-}" = --dry-run ]; then
     dry_run=1
     shift
 fi
-. "$here/models/$model.sh"
+. "$model_file"
+model="$(basename "$model" .sh)"
 
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 NNODES="${NNODES:-$(((num_gpus + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}"
@@ -61,17 +70,26 @@ else
 fi
 
 arguments=(
-    "${model_args[@]}" "${training_args[@]}" "${recompute_args[@]}" "${tokenizer_args[@]}"
-    --micro-batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH"
-    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --pipeline-schedule "$SCHEDULE"
-    --rank-mapping "$RANK_MAPPING" --use-distributed-optimizer
     --data-path "$data_path" --split 969,30,1
     --save "$checkpoints" --load "$checkpoints" --save-interval 500
     --log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10
     --metrics-file "$checkpoints/metrics.jsonl"
+    "${model_args[@]}" "${training_args[@]}" "${recompute_args[@]}" "${tokenizer_args[@]}"
+    --micro-batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH"
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --pipeline-schedule "$SCHEDULE"
+    --rank-mapping "$RANK_MAPPING"
 )
-if [ "$TP" -gt 1 ]; then
+if [ "$TP" -gt 1 ] && [ "${SEQUENCE_PARALLEL:-1}" = 1 ]; then
     arguments+=(--sequence-parallel)
+fi
+if [ "${VP:-1}" -gt 1 ]; then
+    arguments+=(--num-virtual-stages-per-pipeline-rank "$VP")
+fi
+if [ "${BALANCE:-0}" = 1 ]; then
+    arguments+=(--balance-activations)
+fi
+if [ "${DISTRIBUTED_OPTIMIZER:-1}" = 1 ]; then
+    arguments+=(--use-distributed-optimizer)
 fi
 if [ -n "${TOPOLOGY:-}" ]; then
     arguments+=(--rank-topology "$TOPOLOGY")

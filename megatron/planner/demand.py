@@ -6,6 +6,7 @@ numbers are those of the very programs that run.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.instruction import Kind
@@ -45,7 +46,15 @@ class Demand:
         return len(self.saved_on_rank)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+        return _stages_by_rank(self.rank_of_stage)[rank]
+
+
+@cache
+def _stages_by_rank(rank_of_stage: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    stages: list[list[int]] = [[] for _ in range(max(rank_of_stage) + 1)]
+    for stage, rank in enumerate(rank_of_stage):
+        stages[rank].append(stage)
+    return tuple(map(tuple, stages))
 
 
 def demand_of(program: Program, report: CheckReport) -> Demand:

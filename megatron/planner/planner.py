@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.planner.architecture import Architecture
+from megatron.planner.closed_form_demand import closed_form_demand
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
 from megatron.planner.demands import schedule_demand
@@ -58,14 +59,20 @@ class Planner:
             )
         return (model.num_layers // num_stages,) * num_stages
 
-    def memory(self, configuration: Configuration, layers: Sequence[int] | None = None) -> tuple[RankMemory, ...]:
-        """By rank of the pipeline. Raises ValueError as `layers`, or where the schedule cannot run."""
+    def memory(
+        self, configuration: Configuration, layers: Sequence[int] | None = None, *, proved: bool = True
+    ) -> tuple[RankMemory, ...]:
+        """By rank of the pipeline. Raises ValueError as `layers`, or where the schedule cannot run.
+
+        `proved`: what the checker finds in programs; else the closed form, which takes no time.
+        """
+        demand = schedule_demand if proved else closed_form_demand
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         return estimate_memory(
             self.model,
             self.software.activation_setting(configuration),
             self.software.training_state(configuration),
-            schedule_demand(schedule, configuration.num_microbatches),
+            demand(schedule, configuration.num_microbatches),
             layers=self.layers(configuration) if layers is None else layers,
         )
 
@@ -73,14 +80,14 @@ class Planner:
         """Time and memory of a configuration.
 
         Args:
-            simulate: execute the very program that would run, on the table of costs; else the closed form.
+            simulate: prove and execute the very program that would run, on the table of costs; else closed forms.
 
         Raises:
             ValueError: what cannot run, with the reason; see `layers`.
         """
         assert self.cost_model is not None
         layers = self.layers(configuration)
-        memory = self.memory(configuration, layers)
+        memory = self.memory(configuration, layers, proved=simulate)
         costs = self.cost_model.costs(configuration, layers)
         if simulate:
             schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments.bert import NUM_TOKEN_TYPES
 from megatron.training.initialize import set_seeds
 from megatron.training.models import draw_output_weight, layer_stream, seeded_spec
 
@@ -16,9 +17,6 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Apex is not installed")  # torch's own norm serves as well
     from megatron.core.models.bert import bert_layer_specs
     from megatron.core.models.bert.bert_model import BertModel
-
-NUM_TOKEN_TYPES = 2
-"""First and second segment of a sample."""
 
 
 def bert_model(

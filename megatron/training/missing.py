@@ -10,8 +10,7 @@ import os
 from megatron.training.data_files import check_indexed_dataset
 from megatron.training.datasets import blends
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
-
-_VOCABULARY = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522)}
+from megatron.training.vocabulary import USUAL, assumed_size, padded
 
 
 def missing_data(args: argparse.Namespace) -> list[str]:
@@ -50,9 +49,7 @@ def choose_vocabulary(args: argparse.Namespace) -> list[str]:
     if problem is None:
         args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
         return []
-    name, usual = _VOCABULARY[args.architecture]
-    size = (args.vocab_size or usual) + args.vocab_extra_ids
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    args.padded_vocab_size = -(-size // multiple) * multiple
+    name, _ = USUAL[args.architecture]
+    args.padded_vocab_size = padded(args, assumed_size(args))
     source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
     return [f"{problem}; the embedding is taken to have {args.padded_vocab_size} rows, {source}"]

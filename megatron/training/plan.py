@@ -1,12 +1,17 @@
-"""From checked flags to the planner's records."""
+"""From checked flags to the planner's records. Without torch, so that a search starts at once."""
+
+from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planner import ActivationSetting, Architecture, Recompute, TrainingState
-from megatron.training.bert_model import NUM_TOKEN_TYPES
+from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
+from megatron.planner.software import Software
+from megatron.training.arguments.bert import NUM_TOKEN_TYPES
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FP32, _HALF = 4, 2
 
@@ -70,6 +75,9 @@ def training_state(args: argparse.Namespace) -> TrainingState:
 
 def layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
     """How many layers each stage has, as megatron.core splits them."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
     num_ranks, num_virtual = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layout = config.pipeline_model_parallel_layout
 
@@ -86,3 +94,37 @@ def _recompute(args: argparse.Namespace) -> Recompute:
         return Recompute(method=args.recompute_method, num_layers=args.recompute_num_layers)
     modules = frozenset(args.recompute_modules or ()) if args.recompute_granularity == "selective" else frozenset()
     return Recompute(modules=modules, whole_stage=args.pipeline_recompute)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSoftware(Software):
+    """What a run's flags say of its software, whatever the degrees. `setting`, `state`: of any configuration of it."""
+
+    setting: ActivationSetting
+    state: TrainingState
+
+    def activation_setting(self, configuration: Configuration) -> ActivationSetting:
+        return replace(
+            self.setting,
+            tensor=configuration.tensor,
+            micro_batch_size=configuration.micro_batch_size,
+            sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
+            recompute=super().activation_setting(configuration).recompute,
+        )
+
+    def training_state(self, configuration: Configuration) -> TrainingState:
+        return replace(self.state, distributed_optimizer=configuration.distributed_optimizer, data=configuration.data)
+
+
+def software(args: argparse.Namespace) -> RunSoftware:
+    """What trains; `args` are resolved for their platform."""
+    setting, state = activation_setting(args), training_state(args)
+    return RunSoftware(
+        setting=setting,
+        state=state,
+        element_bytes=setting.element_bytes,
+        gradient_bytes=state.gradient_bytes,
+        flash_attention=not setting.saves_scores,
+        fuses_softmax=args.masked_softmax_fusion,
+        fuses_gradient_accumulation=args.gradient_accumulation_fusion,
+    )

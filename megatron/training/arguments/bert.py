@@ -2,6 +2,9 @@
 
 from megatron.training.arguments.specification import Group, negation, number, option
 
+NUM_TOKEN_TYPES = 2
+"""First and second segment of a sample."""
+
 GROUP = Group(
     "bert",
     "What `pretrain_bert.py` learns to predict. The other programs refuse these flags.",

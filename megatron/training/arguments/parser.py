@@ -4,6 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 from megatron.training.arguments import bert, data, dry_run, model, output, parallel, refusals, training
 from megatron.training.arguments.specification import Flag, Group
@@ -76,6 +77,12 @@ def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS
     return parser
 
 
+@cache
+def _shared_parser(prog: str) -> argparse.ArgumentParser:
+    """A search parses thousands of command lines."""
+    return build_parser(prog)
+
+
 def fill_defaults(
     namespace: argparse.Namespace, groups: Sequence[Group], preferred: dict | None = None
 ) -> argparse.Namespace:
@@ -137,7 +144,7 @@ def parse_args(
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
     other: see `rules.validate_args`. Raises ValueError with one sentence.
     """
-    parser = build_parser(prog)
+    parser = _shared_parser(prog)
     namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
     fill_defaults(namespace, GROUPS, {"architecture": "gpt", **(defaults or {})})
     refuse(namespace, GROUPS)

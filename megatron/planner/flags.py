@@ -1,0 +1,35 @@
+"""The flags of pretrain_gpt.py and pretrain_bert.py that say what a configuration says."""
+
+from megatron.pipeline.schedules.orders import BALANCED_PRESETS
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.configuration import Configuration
+
+_RECOMPUTE = {
+    RecomputeScope.NONE: (),
+    RecomputeScope.ATTENTION: ("--recompute-granularity", "selective"),
+    RecomputeScope.LAYER: (
+        "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
+    ),
+}  # fmt: skip
+
+
+def configuration_words(configuration: Configuration) -> tuple[str, ...]:
+    """Degrees, batches, recompute scope, schedule and mapping as words of a command line."""
+    sizes = {
+        "--tensor-model-parallel-size": configuration.tensor,
+        "--pipeline-model-parallel-size": configuration.pipeline,
+        "--micro-batch-size": configuration.micro_batch_size,
+        "--global-batch-size": configuration.global_batch_size,
+        "--pipeline-schedule": configuration.schedule,
+        "--rank-mapping": configuration.rank_mapping,
+    }
+    words = [str(part) for pair in sizes.items() for part in pair]
+    if configuration.virtual > 1:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(configuration.virtual)]
+    if configuration.balance and configuration.schedule not in BALANCED_PRESETS:
+        words.append("--balance-activations")
+    if configuration.sequence_parallel:
+        words.append("--sequence-parallel")
+    if configuration.distributed_optimizer:
+        words.append("--use-distributed-optimizer")
+    return (*words, *_RECOMPUTE[configuration.recompute])

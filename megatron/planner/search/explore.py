@@ -1,0 +1,232 @@
+"""The search: enumerate, reject with a reason, stop early, estimate the rest.
+
+Problem: degrees, microbatches, scopes and schedules combine to hundreds of thousands of configurations, and proving or
+simulating one takes up to seconds.
+
+Solution: choices are made one after another, and what excludes a configuration excludes all that share the choices so
+far. Memory comes before time, in closed form: first what every schedule needs at least, one saved microbatch on one
+weight version, which only grows with the microbatch; then the schedule's own. For each of the rest scopes are tried in
+the order of BPipe, section 4.2, until one fits, and balance only where its schedule does not fit without. A scope that
+fits near the limit of memory, where throughput falls, does not end the trial. Only what fits is timed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.architecture import Architecture
+from megatron.planner.configuration import Configuration
+from megatron.planner.devices import Verdict, judge, reserve_gib
+from megatron.planner.planner import Planner
+from megatron.planner.search import rules
+from megatron.planner.search.outcome import Choice, Kept, Rejected
+from megatron.planner.search.rules import Training
+from megatron.planner.search.space import SCOPES, Space, interleaves, moves_activations, preset_of, without_moves
+
+Refusal = Callable[[Configuration], str | None]
+"""Why the training program would refuse a configuration, in a clause."""
+
+
+class Explorer:
+    """Goes through a space.
+
+    Args:
+        planner_of: the planner for a tensor parallel size, on which the padding of the vocabulary depends.
+        training: what the flags exclude.
+        refuse: asked last, about what fits.
+    """
+
+    def __init__(
+        self, space: Space, planner_of: Callable[[int], Planner], training: Training, refuse: Refusal | None = None
+    ) -> None:
+        self.space, self.planner_of, self.training = space, planner_of, training
+        self.refuse = refuse or (lambda _: None)
+
+    def explore(self, t: int, p: int) -> Iterator[Kept | Rejected]:
+        """All choices with these degrees."""
+        space, d = self.space, self.space.num_gpus // (t * p)
+        reason = rules.refuse_tensor(self.planner_of(1).model, space, t)
+        if reason:
+            yield Rejected(choice=Choice(tensor=t), reason=reason)
+            return
+        model = self.planner_of(t).model
+        choice = Choice(tensor=t, pipeline=p, data=d)
+        reason = rules.refuse_pipeline(model, space, p, d)
+        if reason:
+            yield Rejected(choice=choice, reason=reason)
+            return
+        schedules = []
+        for schedule in space.schedules:
+            reason = rules.refuse_schedule(model, self.training, schedule, p)
+            if reason:
+                yield Rejected(choice=replace(choice, schedule=schedule), reason=reason)
+            else:
+                schedules.append(schedule)
+        for split in space.distributed_optimizer if d > 1 else (False,):
+            yield from _Degrees(self, model, replace(choice, distributed_optimizer=split)).explore(schedules)
+
+
+class _Degrees:
+    """Configurations with the same t, p, d and optimizer."""
+
+    def __init__(self, explorer: Explorer, model: Architecture, choice: Choice) -> None:
+        self.explorer, self.model, self.choice = explorer, model, choice
+        self.space, self.training = explorer.space, explorer.training
+        self.planner = explorer.planner_of(choice.tensor)
+        self.memory_gib = self.planner.cluster.device.memory_gib
+        self.sequence_parallel = choice.tensor > 1 and model.sequence_length % choice.tensor == 0
+        self._verdicts: dict[Choice, tuple[Verdict, bool]] = {}
+
+    def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
+        too_large: dict[RecomputeScope, str] = {}  # what a smaller microbatch missed
+        missed: dict[tuple, str] = {}  # the same by schedule, v and scope
+        for size in self.space.microbatches(self.choice.data):
+            choice = replace(self.choice, micro_batch_size=size)
+            slow = rules.slow_softmax(self.model, self.training, choice)
+            if slow and self.space.needs_fused_softmax:
+                yield Rejected(choice=choice, reason=slow)
+                continue
+            scopes = []
+            for scope in self._scopes():
+                trial = replace(choice, recompute=scope)
+                rejected = _again(trial, too_large.get(scope)) or self._floor(trial)
+                if rejected:
+                    too_large.setdefault(scope, f"with microbatches of {size} {rejected.reason}")
+                    yield rejected
+                else:
+                    scopes.append(scope)
+            for schedule in schedules if scopes else ():
+                yield from self._schedule(replace(choice, schedule=schedule), scopes, missed, slow)
+
+    def _scopes(self) -> list[RecomputeScope]:
+        """Without scores to recompute, the scope attention is none."""
+        saves = self.training.saves_scores
+        return [each for each in self.space.scopes if saves or each is not SCOPES[1]]
+
+    def _floor(self, choice: Choice) -> Rejected | None:
+        """What every schedule misses: memory of a single microbatch on one weight version."""
+        single = replace(
+            choice, schedule="flush", virtual=1, global_batch_size=choice.micro_batch_size * self.choice.data
+        )
+        return self._miss(single, shown=choice, what="misses at least")
+
+    def _schedule(
+        self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
+    ) -> Iterator[Kept | Rejected]:
+        layers = self.model.num_layers // choice.pipeline
+        virtual = self.space.stages_of_ranks(choice.schedule, layers)
+        if not virtual:
+            yield Rejected(choice=choice, reason=f"{layers} layers of a rank do not divide into so many stages")
+        for v in virtual:
+            stages = replace(choice, virtual=v)
+            batch = self._batch_size(stages)
+            if isinstance(batch, str):
+                yield Rejected(choice=stages, reason=batch)
+            else:
+                yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes, missed, slow)
+
+    def _batch_size(self, choice: Choice) -> int | str:
+        """Sequences in a batch, the most that are safe; or why no batch will do."""
+        space, per_round = self.space, choice.micro_batch_size * choice.data
+        least, most = space.global_batch_size, space.largest_batch_size
+        if preset_of(choice.schedule)[0] == "pipedream":
+            most = per_round if least <= per_round <= most else most
+        count = most // per_round
+        if interleaves(choice.schedule) and space.safe_batch_size is not None:
+            count -= count % choice.pipeline
+        if not least <= count * per_round <= most or not count:
+            wanted = f"a batch of {least}" if least == most else f"no batch from {least} to {most}"
+            does = "does not divide" if least == most else "divides"
+            return f"{wanted} {does} into microbatches of {choice.micro_batch_size} on {choice.data} replicas"
+        whole = replace(choice, global_batch_size=count * per_round, recompute=SCOPES[0])
+        schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        return rules.refuse_batch(schedule, count) or count * per_round
+
+    def _try_scopes(
+        self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
+    ) -> Iterator[Kept | Rejected]:
+        stops, plain = None, without_moves(choice.schedule)
+        moves = moves_activations(choice.schedule)
+        for scope in scopes:
+            trial = replace(choice, recompute=scope)
+            if stops:
+                yield Rejected(choice=trial, reason=f"{stops}, and recomputing more is slower")
+                continue
+            if moves and self.space.early_stopping and self._fits_easily(replace(trial, schedule=plain)):
+                stops = f"{plain} with recompute {scope.value} fits"
+                yield Rejected(choice=trial, reason=f"{plain} fits, and balance does not make it faster")
+                continue
+            key = (choice.schedule, choice.virtual, scope)
+            rejected = _again(trial, missed.get(key)) or self._miss(trial)
+            if rejected:
+                if not moves:  # memory grows with the microbatch
+                    missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
+                yield rejected
+                continue
+            yield from self._keep(trial, slow)
+            if self.space.early_stopping and self._fits_easily(trial):
+                stops = f"recompute {scope.value} fits"
+
+    def _miss(self, choice: Choice, *, shown: Choice | None = None, what: str = "misses") -> Rejected | None:
+        verdict, _ = self._judge(choice)
+        if verdict.fits:
+            return None
+        reason = f"{_place(verdict, choice)} {what} {_gib(verdict)}"
+        return Rejected(choice=shown or choice, reason=reason, missing_gib=-verdict.spare_gib)
+
+    def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
+        reason = self.explorer.refuse(self._configuration(choice))
+        verdict, presses = self._judge(choice)
+        near = f"{_place(verdict, choice)} leaves {_gib(verdict)}, and may be slower"
+        if presses and self.space.avoids_pressure:
+            reason = near
+        if reason:
+            yield Rejected(choice=choice, reason=reason)
+            return
+        for mapping in self._mappings(choice):
+            mapped = replace(choice, rank_mapping=mapping)
+            try:
+                estimate = self.planner.estimate(self._configuration(mapped))
+            except ValueError as error:
+                yield Rejected(choice=mapped, reason=rules.clause(error))
+                continue
+            notes = (*([slow] if slow else []), *([near] if presses else []))
+            yield Kept(choice=mapped, estimate=estimate, notes=notes)
+
+    def _mappings(self, choice: Choice) -> list[str]:
+        """Another order than the standard one brings pairs that move activations into one node, where it can."""
+        names, node = list(self.space.rank_mappings), self.space.gpus_per_node
+        alike = self.space.num_gpus <= node or choice.tensor >= node or not moves_activations(choice.schedule)
+        return (["standard"] if "standard" in names else names[:1]) if alike else names
+
+    def _configuration(self, choice: Choice) -> Configuration:
+        return choice.configuration(sequence_parallel=self.sequence_parallel)
+
+    def _fits_easily(self, choice: Choice) -> bool:
+        """Without pressure."""
+        verdict, presses = self._judge(choice)
+        return verdict.fits and not presses
+
+    def _judge(self, choice: Choice) -> tuple[Verdict, bool]:
+        """By memory alone, whatever the mapping: whether it fits, and whether the allocator is under pressure."""
+        found = self._verdicts.get(choice)
+        if found is None:
+            configuration = self._configuration(choice)
+            verdict = judge(self.planner.memory(configuration, proved=False), self.memory_gib)
+            reserve = reserve_gib(self.model, self.planner.software.activation_setting(configuration))
+            presses = verdict.is_borderline or verdict.spare_gib < reserve
+            found = self._verdicts[choice] = verdict, presses
+        return found
+
+
+def _again(choice: Choice, reason: str | None) -> Rejected | None:
+    """What a smaller microbatch did not have room for."""
+    return None if reason is None else Rejected(choice=choice, reason=reason)
+
+
+def _place(verdict: Verdict, choice: Choice) -> str:
+    return f"stage {verdict.rank}" if choice.virtual == 1 else f"pipeline rank {verdict.rank}"
+
+
+def _gib(verdict: Verdict) -> str:
+    return f"{abs(verdict.spare_gib):.1f} GiB"

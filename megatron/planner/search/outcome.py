@@ -1,0 +1,107 @@
+"""What a search finds: every choice that it considered, kept with an estimate or rejected with a reason."""
+
+from dataclasses import dataclass, fields
+
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.configuration import Configuration
+from megatron.planner.estimate import Estimate
+from megatron.planner.search.space import preset_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A configuration, or several that were rejected together: None stands for any value."""
+
+    tensor: int
+    pipeline: int | None = None
+    data: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    schedule: str | None = None
+    virtual: int | None = None
+    recompute: RecomputeScope | None = None
+    distributed_optimizer: bool | None = None
+    rank_mapping: str | None = None
+
+    def configuration(self, *, sequence_parallel: bool) -> Configuration:
+        """The configuration; nothing is None but the mapping, which is then the standard one."""
+        preset, balance = preset_of(self.schedule)
+        return Configuration(
+            tensor=self.tensor, pipeline=self.pipeline, data=self.data, virtual=self.virtual,
+            micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size,
+            recompute=self.recompute, schedule=preset, balance=balance, sequence_parallel=sequence_parallel,
+            distributed_optimizer=self.distributed_optimizer, rank_mapping=self.rank_mapping or "standard",
+        )  # fmt: skip
+
+    @property
+    def key(self) -> tuple:
+        """Orders choices where nothing else does."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple((value is not None, value if value is not None else 0) for value in values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """`reason`: one clause. `missing_gib`: where it is memory, of the fullest GPU."""
+
+    choice: Choice
+    reason: str
+    missing_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A configuration that can run.
+
+    Attributes:
+        estimate: its time and memory.
+        is_simulated: the time is that of its very program; else of the closed form.
+        notes: what slows it down, a clause each.
+    """
+
+    choice: Choice
+    estimate: Estimate
+    is_simulated: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sequences_per_second(self) -> float:
+        return self.choice.global_batch_size / self.estimate.seconds
+
+    @property
+    def memory_gib(self) -> float:
+        """Of the fullest GPU."""
+        return max(rank.total for rank in self.estimate.memory) / 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`kept` from the fastest on; `rejected` in the order of the search."""
+
+    kept: tuple[Kept, ...]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def best_without_pressure(self) -> tuple[int, Kept] | None:
+        """The fastest that is not so near the limit of memory that it may be slower, with its rank from 1."""
+        ranked = enumerate(self.kept, start=1)
+        return next(((rank, each) for rank, each in ranked if not each.estimate.under_pressure), None)
+
+    @property
+    def best(self) -> Kept | None:
+        return self.kept[0] if self.kept else None
+
+    def best_of_schedules(self) -> tuple[Kept, ...]:
+        """The fastest of each schedule, from the fastest on."""
+        found: dict[str, Kept] = {}
+        for each in self.kept:
+            found.setdefault(each.choice.schedule, each)
+        return tuple(found.values())
+
+    def pareto_front(self) -> tuple[Kept, ...]:
+        """Those of which none is both faster and smaller, from the fastest on; for equals, the first stays."""
+        front: list[Kept] = []
+        for each in sorted(self.kept, key=lambda kept: (-kept.sequences_per_second, kept.memory_gib)):
+            if not front or each.memory_gib < front[-1].memory_gib:
+                front.append(each)
+        return tuple(front)

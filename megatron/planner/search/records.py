@@ -1,0 +1,89 @@
+"""Every choice of a search as a flat record, and files of them: JSON lines and CSV, kept and rejected."""
+
+import csv
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from megatron.planner.memory import GIB
+from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
+
+CHOICES = tuple(field.name for field in fields(Choice))
+FIELDS = (
+    "rank", "status", *CHOICES, "num_microbatches", "iteration_seconds", "sequences_per_second", "mfu", "bubble",
+    "memory_gib", "spare_gib", "verdict", "is_simulated", "reason", "notes",
+)  # fmt: skip
+
+
+def kept_record(each: Kept, rank: int) -> dict:
+    """`rank` 1 is the fastest; times in seconds, memory of the fullest GPU."""
+    estimate = each.estimate
+    return {
+        "rank": rank,
+        "status": "kept",
+        **_choice(each.choice),
+        "num_microbatches": estimate.configuration.num_microbatches,
+        "iteration_seconds": estimate.seconds,
+        "sequences_per_second": each.sequences_per_second,
+        "mfu": estimate.mfu,
+        "bubble": estimate.bubble,
+        "memory_gib": each.memory_gib,
+        "spare_gib": estimate.verdict.spare_gib,
+        "verdict": estimate.verdict.word,
+        "is_simulated": each.is_simulated,
+        "notes": list(each.notes),
+    }
+
+
+def rejected_record(each: Rejected) -> dict:
+    """A choice that is null stands for every value."""
+    return {"status": "rejected", **_choice(each.choice), "reason": each.reason}
+
+
+def records(outcome: Outcome) -> Iterator[dict]:
+    """All of them, the fastest first; kept ones with the memory of each rank of the pipeline."""
+    for rank, each in enumerate(outcome.kept, start=1):
+        memory = [memory.total / GIB for memory in each.estimate.memory]
+        yield {**kept_record(each, rank), "memory_gib_by_rank": memory}
+    for each in outcome.rejected:
+        yield rejected_record(each)
+
+
+def write_jsonl(outcome: Outcome, path: Path) -> None:
+    """A JSON object a line; the file appears when it is whole."""
+    write_whole(path, "".join(json.dumps(each) + "\n" for each in records(outcome)))
+
+
+def write_csv(outcome: Outcome, path: Path) -> None:
+    """A table with the columns `FIELDS`; the file appears when it is whole."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FIELDS, extrasaction="ignore", restval="")
+    writer.writeheader()
+    for each in records(outcome):
+        writer.writerow({**each, "notes": "; ".join(each.get("notes", ()))})
+    write_whole(path, text.getvalue())
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that nobody sees a part of it: beside its place, then renamed."""
+    data = content.encode() if isinstance(content, str) else content
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _choice(choice: Choice) -> dict:
+    values = {name: getattr(choice, name) for name in CHOICES}
+    return {**values, "recompute": None if choice.recompute is None else choice.recompute.value}

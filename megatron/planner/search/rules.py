@@ -1,0 +1,115 @@
+"""What cannot run, or is not worth trying: each rule says so in one clause, or None.
+
+The constraints are BPipe's (section 4.2), PipeDream-2BW's (section 4.3) and those of the training programs, which
+refuse in their own words (`megatron/training/arguments`, `Schedule`); a test compares with them.
+"""
+
+from dataclasses import dataclass
+
+from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.planner.architecture import Architecture
+from megatron.planner.search.outcome import Choice
+from megatron.planner.search.space import Space, interleaves, moves_activations, preset_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the flags say of the training, as far as it excludes schedules or scopes.
+
+    Attributes:
+        clips_gradients: to a global norm.
+        scales_loss: FP16.
+        saves_scores: unfused attention; flash attention has no scores that could be recomputed.
+        fuses_softmax: unfused attention has Megatron's fused softmax, where a number is divisible by 4.
+    """
+
+    clips_gradients: bool = True
+    scales_loss: bool = False
+    saves_scores: bool = True
+    fuses_softmax: bool = True
+
+
+def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
+    """t alone: H mod t = 0 and 8 mod t = 0 (BPipe, 4.2), and what else is split."""
+    if t > space.gpus_per_node:
+        return f"tensor parallelism over {t} GPUs leaves a node of {space.gpus_per_node}"
+    if space.gpus_per_node % t:
+        return f"tensor parallelism over {t} GPUs does not divide a node of {space.gpus_per_node}"
+    for count, what in (
+        (model.num_attention_heads, "attention heads"),
+        (model.num_query_groups, "query groups"),
+        (model.ffn_hidden_size, "columns of the feed-forward layer"),
+    ):
+        if count % t:
+            return f"{count} {what} do not divide by tensor parallel size {t}"
+    return None
+
+
+def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | None:
+    """L mod p = 0, and a batch that d divides (BPipe, 4.2)."""
+    if model.num_layers % p:
+        return f"{model.num_layers} layers do not divide into {p} stages"
+    if not space.microbatches(d):
+        return f"a batch of {space.global_batch_size} does not divide over {d} replicas"
+    return None
+
+
+def refuse_schedule(model: Architecture, training: Training, schedule: str, p: int) -> str | None:
+    """A schedule on p ranks, whatever the batch."""
+    preset, _ = preset_of(schedule)
+    _, weights = PRESETS[preset]
+    if p == 1 and weights.rule.drains and preset != "flush":
+        return f"on one stage {schedule} is flush"
+    if weights.rule.updates_alone:
+        if p == 1:
+            return f"on one stage {schedule} is flush with batches of one microbatch"
+        if model.tied_embeddings:
+            return f"{schedule} updates stages apart, and the embeddings are tied"
+        if training.clips_gradients:
+            return f"{schedule} updates stages apart, and gradients are clipped to a global norm"
+        if training.scales_loss:
+            return f"{schedule} updates stages apart, and FP16 skips steps of all stages"
+    if moves_activations(schedule) and not _pairs_move(schedule, p):
+        return f"p < {_fewest_ranks(schedule)} has nothing to balance"
+    return None
+
+
+def _pairs_move(schedule: str, p: int) -> bool:
+    return p >= _fewest_ranks(schedule)
+
+
+def _fewest_ranks(schedule: str) -> int:
+    """From which on a pair's ranks save too differently: BPipe, 3.3 and appendix A."""
+    return 3 if interleaves(schedule) else 4
+
+
+def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
+    """A batch of so many microbatches, in the schedule's own words."""
+    try:
+        schedule.validate(num_microbatches)
+    except ValueError as error:
+        return clause(error)
+    if schedule.balance:
+        batches = (num_microbatches,) * (1 if schedule.weights.rule.drains else 2 * schedule.num_ranks)
+        if not schedule.evicting_ranks(batches):
+            return f"{num_microbatches} microbatches leave nothing to balance"
+    return None
+
+
+def slow_softmax(model: Architecture, training: Training, choice: Choice) -> str | None:
+    """Megatron's fused softmax takes only numbers of sequences times heads of a rank that 4 divides."""
+    if not (training.saves_scores and training.fuses_softmax):
+        return None
+    heads = model.num_attention_heads // choice.tensor
+    if choice.micro_batch_size * heads % 4 == 0:
+        return None
+    times = f"{choice.micro_batch_size} x " if choice.micro_batch_size > 1 else ""
+    return f"fused softmax unavailable: {times}{heads} heads a rank"
+
+
+def clause(error: ValueError) -> str:
+    """The first clause of a refusal: what is wrong, without why and the remedy."""
+    text = str(error)
+    for mark in ("; ", ": "):
+        text = text.split(mark)[0]
+    return text

@@ -1,0 +1,86 @@
+"""Search a space, rank what fits in closed form, and simulate the very programs of the best."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron.pipeline.schedules import PRESETS
+from megatron.planner.configuration import Configuration
+from megatron.planner.planner import Planner
+from megatron.planner.search import rules
+from megatron.planner.search.explore import Explorer, Refusal
+from megatron.planner.search.outcome import Kept, Outcome, Rejected
+from megatron.planner.search.rules import Training
+from megatron.planner.search.space import Space
+
+NUM_SIMULATED = 5
+_MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, and of how much."""
+
+
+def search(
+    space: Space,
+    planner_of: Callable[[int], Planner],
+    training: Training,
+    *,
+    num_simulated: int | None = None,
+    refuse: Refusal | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """All configurations of a space, the fastest first.
+
+    Args:
+        space: what is considered.
+        planner_of: the planner for a tensor parallel size.
+        training: what the flags exclude.
+        num_simulated: how many of the best are proved and simulated; None: 5, or fewer where programs are large.
+        refuse: why the training program would refuse a configuration.
+        progress: is told how far the search is.
+    """
+    report = progress or (lambda *_: None)
+    explorer, degrees = Explorer(space, planner_of, training, refuse), list(space.degrees())
+    kept: list[Kept] = []
+    rejected: dict[Rejected, None] = {}  # t alone may exclude several pairs of degrees
+    for index, (t, p) in enumerate(degrees):
+        report("configurations", index, len(degrees))
+        for each in explorer.explore(t, p):
+            if isinstance(each, Kept):
+                kept.append(each)
+            else:
+                rejected[each] = None
+    report("configurations", len(degrees), len(degrees))
+    ranked, dropped = _simulate_best(sorted(kept, key=_rank), planner_of, num_simulated, report)
+    return Outcome(kept=tuple(ranked), rejected=(*rejected, *dropped))
+
+
+def _rank(each: Kept) -> tuple:
+    return -each.sequences_per_second, each.choice.key
+
+
+def _simulate_best(
+    kept: list[Kept], planner_of: Callable[[int], Planner], count: int | None, report: Progress
+) -> tuple[list[Kept], list[Rejected]]:
+    """Those that were simulated in their order, then the rest in theirs; and what cannot be simulated."""
+    simulated: list[Kept] = []
+    dropped: list[Rejected] = []
+    rest, total, done = iter(kept), NUM_SIMULATED if count is None else count, 0
+    for each in rest:
+        configuration = each.estimate.configuration
+        done += _computations(configuration)
+        if len(simulated) == total or (count is None and simulated and done > _MOST_COMPUTATIONS):
+            return [*sorted(simulated, key=_rank), each, *rest], dropped
+        report("simulations", len(simulated), total)
+        try:
+            estimate = planner_of(configuration.tensor).estimate(configuration, simulate=True)
+        except ValueError as error:
+            dropped.append(Rejected(choice=each.choice, reason=rules.clause(error)))
+            continue
+        simulated.append(replace(each, estimate=estimate, is_simulated=True))
+    return sorted(simulated, key=_rank), dropped
+
+
+def _computations(configuration: Configuration) -> int:
+    """How many forwards and backwards a simulation goes through: of one batch, or of several that do not drain."""
+    drains = PRESETS[configuration.schedule][1].rule.drains
+    return configuration.num_microbatches * configuration.num_stages * (2 if drains else 10)

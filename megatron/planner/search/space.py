@@ -1,0 +1,124 @@
+"""What is searched: the choices that are considered, and what they have to respect."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.pipeline.schedules import ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import BALANCED_PRESETS
+from megatron.placement.bandwidth import RecomputeScope
+
+_BALANCED = "+balance"
+SCHEDULES = (*PRESETS, f"2bw{_BALANCED}", f"interleaved{_BALANCED}")
+"""What `--schedules` may name: the presets, and those that can move saved activations besides."""
+
+SCOPES = tuple(RecomputeScope)
+"""In the order of BPipe, section 4.2: each recomputes more than the one before."""
+
+RANK_MAPPINGS = ("standard", "pair-adjacent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Choices. None: all that there are.
+
+    Attributes:
+        num_gpus, gpus_per_node: of the cluster; all are used.
+        global_batch_size: sequences in a batch.
+        safe_batch_size: PipeDream-2BW's B, section 4.3: a schedule may accumulate more microbatches, up to a batch of
+            so many sequences. None: the batch is `global_batch_size` exactly.
+        schedules: names in `SCHEDULES`.
+        tensor, pipeline, virtual, micro_batch_sizes: restrict t, p, v and microbatches to these.
+        scopes: recompute scopes, from the one that recomputes least.
+        distributed_optimizer: whether its state is split over replicas; without replicas it is not.
+        rank_mappings: names in `RANK_MAPPINGS`.
+        early_stopping: where a scope fits, those that recompute more are left out, and so is balance.
+        needs_fused_softmax: configurations without Megatron's fused softmax are left out.
+        avoids_pressure: configurations so near the limit of memory that they may be slower are left out.
+    """
+
+    num_gpus: int
+    gpus_per_node: int
+    global_batch_size: int
+    safe_batch_size: int | None = None
+    schedules: tuple[str, ...] = SCHEDULES
+    tensor: tuple[int, ...] | None = None
+    pipeline: tuple[int, ...] | None = None
+    virtual: tuple[int, ...] | None = None
+    micro_batch_sizes: tuple[int, ...] | None = None
+    scopes: tuple[RecomputeScope, ...] = SCOPES
+    distributed_optimizer: tuple[bool, ...] = (True, False)
+    rank_mappings: tuple[str, ...] = RANK_MAPPINGS
+    early_stopping: bool = True
+    needs_fused_softmax: bool = False
+    avoids_pressure: bool = False
+
+    def __post_init__(self) -> None:
+        for known, names, what in (
+            (SCHEDULES, self.schedules, "schedule"),
+            (RANK_MAPPINGS, self.rank_mappings, "rank mapping that a search can weigh"),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"there is no {what} {name!r}; choose from {', '.join(known)}")
+        if self.safe_batch_size is not None and self.safe_batch_size < self.global_batch_size:
+            raise ValueError(
+                f"the maximum safe batch of {self.safe_batch_size} sequences is below the batch of "
+                f"{self.global_batch_size}; raise one or lower the other"
+            )
+
+    @property
+    def largest_batch_size(self) -> int:
+        return self.safe_batch_size or self.global_batch_size
+
+    def degrees(self) -> Iterator[tuple[int, int]]:
+        """t and p whose product divides the GPUs, ascending."""
+        for t in divisors(self.num_gpus):
+            if self.tensor is None or t in self.tensor:
+                for p in divisors(self.num_gpus // t):
+                    if self.pipeline is None or p in self.pipeline:
+                        yield t, p
+
+    def microbatches(self, data: int) -> list[int]:
+        """Sizes of microbatches that make up a batch on so many replicas, ascending.
+
+        Where the batch is given, those that divide it; where it may grow, powers of two besides.
+        """
+        found = set()
+        if self.global_batch_size % data == 0:
+            found |= set(divisors(self.global_batch_size // data))
+        if self.safe_batch_size is not None:
+            found |= {2**power for power in range((self.largest_batch_size // data).bit_length())}
+        return sorted(found if self.micro_batch_sizes is None else found & set(self.micro_batch_sizes))
+
+    def stages_of_ranks(self, schedule: str, layers_of_rank: int) -> list[int]:
+        """Values of v."""
+        if not interleaves(schedule):
+            return [1]
+        virtual = [v for v in divisors(layers_of_rank) if v > 1]
+        return virtual if self.virtual is None else [v for v in virtual if v in self.virtual]
+
+
+def preset_of(schedule: str) -> tuple[str, bool]:
+    """The preset of a name in `SCHEDULES`, and whether it is balanced besides what the preset says."""
+    return schedule.removesuffix(_BALANCED), schedule.endswith(_BALANCED)
+
+
+def moves_activations(schedule: str) -> bool:
+    preset, balanced = preset_of(schedule)
+    return balanced or preset in BALANCED_PRESETS
+
+
+def without_moves(schedule: str) -> str:
+    """The schedule that computes in the same order and balances nothing."""
+    preset, _ = preset_of(schedule)
+    return {"bpipe": "flush"}.get(preset, preset)
+
+
+def interleaves(schedule: str) -> bool:
+    return ORDERS[PRESETS[preset_of(schedule)[0]][0]].interleaves
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})

@@ -1,0 +1,82 @@
+"""A search's result as tables for a terminal or a pipe."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.planner.search.outcome import Kept, Rejected
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADINGS = (
+    "rank", "schedule", "t", "p", "d", "v", "microbatch", "microbatches", "recompute", "split optimizer",
+    "rank mapping", "s/iteration", "sequences/s", "MFU, %", "bubble, %", "GiB", "memory", "notes",
+)  # fmt: skip
+_TEXTS = frozenset({"schedule", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
+
+
+def cells(each: Kept, rank: int) -> tuple[str, ...]:
+    """The texts under `HEADINGS`. A time with ~ is of the closed form."""
+    choice, estimate = each.choice, each.estimate
+    return (
+        str(rank), choice.schedule, str(choice.tensor), str(choice.pipeline), str(choice.data), str(choice.virtual),
+        str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,
+        "yes" if choice.distributed_optimizer else "no", choice.rank_mapping,
+        f"{'' if each.is_simulated else '~'}{_number(estimate.seconds)}", _number(each.sequences_per_second),
+        f"{100 * estimate.mfu:.1f}", f"{100 * estimate.bubble:.1f}", f"{each.memory_gib:.1f}", estimate.verdict.word,
+        "; ".join(each.notes),
+    )  # fmt: skip
+
+
+def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:
+    """A row for each of these, with its rank. `plain`: neither lines nor colours."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
+    rows = [cells(each, rank) for rank, each in kept]
+    shown = [index for index, _ in enumerate(HEADINGS) if any(_says(index, row[index]) for row in rows)]
+    for index in shown:
+        is_text = HEADINGS[index] in _TEXTS
+        table.add_column(HEADINGS[index], justify="left" if is_text else "right", no_wrap=plain or not is_text)
+    for (_, each), row in zip(kept, rows, strict=True):
+        style = "" if plain or not each.estimate.under_pressure else "yellow"
+        table.add_row(*(row[index] for index in shown), style=style)
+    return table
+
+
+def _says(index: int, text: str) -> bool:
+    """A column that says nothing in any row is left out."""
+    return {"v": text != "1", "notes": bool(text)}.get(HEADINGS[index], True)
+
+
+def reasons(rejected: Sequence[Rejected], most: int) -> list[tuple[str, int]]:
+    """The commonest kinds of reasons, an example each, and how many choices they excluded."""
+    kinds: dict[str, list[Rejected]] = {}
+    for each in rejected:
+        kinds.setdefault(_kind(each.reason), []).append(each)
+    ordered = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [(_example(kind, of_kind), len(of_kind)) for kind, of_kind in ordered[:most]]
+
+
+_MEMORY = "out of memory"
+
+
+def _kind(reason: str) -> str:
+    """A reason without its numbers."""
+    return _MEMORY if " misses " in reason else re.sub(r"\b\d+\b", "N", reason)
+
+
+def _example(kind: str, of_kind: Sequence[Rejected]) -> str:
+    if kind != _MEMORY:
+        return of_kind[0].reason
+    near = min(of_kind, key=lambda each: math.inf if each.missing_gib is None else each.missing_gib)
+    return f"{_MEMORY}; the nearest: {near.reason}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,198 @@
+"""A training command without what a search chooses, and with it.
+
+Problem: a user describes a model by the flags of a training program, often those of a whole script. Some of them
+(degrees, microbatch, schedule, recompute) are what the search is for; others (data, paths) do not matter yet.
+
+Solution: a `Job` keeps the flags that stay, in their groups, and gives for every configuration the whole command line,
+the namespace that the program's own rules make of it, and their refusal. No torch in here.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron.planner import Architecture, Configuration
+from megatron.planner.flags import configuration_words
+from megatron.training import plan, vocabulary
+from megatron.training.arguments import Platform, parse_args, resolve_platform, validate_args
+from megatron.training.arguments.parser import GROUPS
+from megatron.training.arguments.specification import Flag
+
+PROGRAMS = {
+    "gpt": ("pretrain_gpt.py", {}),
+    "bert": ("pretrain_bert.py", {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
+}
+"""By architecture: the program and its defaults."""
+
+_CHOSEN_GROUPS = frozenset({"recompute", "dry run"})
+_CHOSEN = frozenset({
+    "micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "sequence_parallel",
+    "rank_mapping", "rank_topology", "use_distributed_optimizer", "overlap_param_gather", "pipeline_schedule",
+    "pipeline_extra_warmup", "pipeline_recompute", "balance_activations", "pipeline_2bw_single_gradient_buffer",
+})  # fmt: skip
+"""Destinations of flags that a configuration decides, or that only fit one."""
+
+_PLACES = frozenset({"data", "tokenizer", "checkpoint", "logging"})  # groups that say where things are
+_SHAPE = frozenset({"vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"})  # but for these
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and how, whatever the configuration.
+
+    Attributes:
+        architecture: "gpt" or "bert".
+        words: flags that stay, in the order of docs/flags.md.
+        dropped: flags of the user that a configuration decides, as written.
+        global_batch_size: the user's, or None.
+        platform: the machines as the flags are checked for them.
+    """
+
+    architecture: str
+    words: tuple[str, ...]
+    dropped: tuple[str, ...]
+    global_batch_size: int | None
+    platform: Platform
+
+    @classmethod
+    def read(cls, words: Sequence[str], *, architecture: str, platform: Platform) -> "Job":
+        """A job from flags. Raises ValueError as the parser, and where the shape is incomplete."""
+        program, defaults = PROGRAMS[architecture]
+        given = parse_args(list(words), prog=program, defaults=defaults)
+        if given.max_position_embeddings is None and given.seq_length is not None:
+            words = [*words, "--max-position-embeddings", str(given.seq_length)]
+            given = parse_args(words, prog=program, defaults=defaults)
+        kept, dropped = [], []
+        for group, flag in _flags():
+            if flag.dest in given.given:
+                chosen = flag.dest in _CHOSEN or group in _CHOSEN_GROUPS
+                (dropped if chosen else kept).append(_written(flag, given))
+        job = cls(
+            architecture=architecture,
+            words=tuple(word for each in kept for word in each),
+            dropped=tuple(" ".join(each) for each in dropped if each[:1] != ("--global-batch-size",)),
+            global_batch_size=given.global_batch_size,
+            platform=platform,
+        )
+        assert job._alone  # so that what is wrong in any case is said at once
+        return job
+
+    @property
+    def program(self) -> str:
+        return PROGRAMS[self.architecture][0]
+
+    # --- configurations
+
+    def command(self, configuration: Configuration) -> list[str]:
+        """All words after the program, what a run needs and the user has not said filled in."""
+        return [*self.words, *self._stand_ins, *configuration_words(configuration)]
+
+    def arguments(self, configuration: Configuration) -> argparse.Namespace:
+        """What the program's rules make of a configuration. Raises ValueError where they refuse it."""
+        args = self._parsed(self.command(configuration))
+        validate_args(args, world_size=configuration.num_gpus)
+        resolve_platform(args, self.platform)
+        args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))
+        return args
+
+    def refusal(self, configuration: Configuration) -> str | None:
+        """Why the program refuses a configuration: the first clause of what it says."""
+        try:
+            self.arguments(configuration)
+        except ValueError as error:
+            return str(error).split("; ")[0]
+        return None
+
+    def shape(self, tensor: int) -> Architecture:
+        """The model, with the vocabulary padded for so many tensor ranks."""
+        multiple = self._alone.make_vocab_size_divisible_by * tensor
+        rows = -(-vocabulary.assumed_size(self._alone) // multiple) * multiple
+        return replace(plan.architecture(self._alone), vocabulary_size=rows)
+
+    @cached_property
+    def software(self) -> plan.RunSoftware:
+        return plan.software(self._alone)
+
+    @property
+    def clips_gradients(self) -> bool:
+        return self._alone.clip_grad > 0
+
+    @property
+    def scales_loss(self) -> bool:
+        return self._alone.fp16
+
+    # --- words for a script
+
+    def words_of(self, *groups: str) -> list[tuple[str, ...]]:
+        """The flags that stay of these groups of docs/flags.md, a tuple each; without any: of all groups that do not
+        say where things are."""
+        return [
+            _written(flag, self._given)
+            for group, flag in _flags()
+            if flag.dest in self._given.given and (group in groups if groups else _is_portable(group, flag))
+        ]
+
+    def gives(self, name: str) -> bool:
+        """Whether the user gave this destination."""
+        return name in self._given.given
+
+    # --- parts
+
+    def _parsed(self, words: Sequence[str]) -> argparse.Namespace:
+        program, defaults = PROGRAMS[self.architecture]
+        return parse_args(list(words), prog=program, defaults=defaults)
+
+    @cached_property
+    def _given(self) -> argparse.Namespace:
+        return self._parsed(self.words)
+
+    @cached_property
+    def _alone(self) -> argparse.Namespace:
+        """On one GPU, whatever the batch."""
+        args = self._parsed(self.command(_SMALLEST))
+        args.rampup_batch_size = None
+        validate_args(args, world_size=1)
+        resolve_platform(args, self.platform)
+        args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))
+        return args
+
+    @cached_property
+    def _stand_ins(self) -> tuple[str, ...]:
+        """What the rules ask for and a search does not."""
+        given, words = self._given, []
+        if given.lr is None:
+            words += ["--lr", "1e-4"]
+        if given.train_iters is None and given.train_samples is None:
+            words += ["--train-iters", "100000"]
+        sources = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
+        if not any(getattr(given, name) for name in sources):
+            words += ["--data-path", "data"]
+        if given.tokenizer_type is None and not (given.vocab_file and given.merge_file):
+            words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "vocab", "--merge-file", "merges"]
+        elif given.tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase") and given.vocab_file is None:
+            words += ["--vocab-file", "vocab"]
+        return tuple(words)
+
+
+_SMALLEST = Configuration(micro_batch_size=1, global_batch_size=1)
+
+
+def _flags() -> Iterable[tuple[str, Flag]]:
+    return ((group.title, flag) for group in GROUPS for flag in group.flags)
+
+
+def _is_portable(group: str, flag: Flag) -> bool:
+    return group not in _PLACES or flag.dest in _SHAPE
+
+
+def _written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:
+    if flag.stores is not None:
+        return (flag.name,)
+    value = getattr(args, flag.dest, None)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return (flag.name, *map(str, values))

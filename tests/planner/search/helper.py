@@ -1,0 +1,40 @@
+"""Searches that tests share: small models, and the papers' own."""
+
+from functools import cache
+
+from megatron.planner import Architecture, Cluster
+from megatron.planner.planner import Planner
+from megatron.planner.search import Outcome, Space, Training, search
+from megatron.planner.software import Software
+from megatron.planner.timing.calibration import default_constants
+from megatron.planner.timing.first_principles import FirstPrinciples
+
+TRAINING = Training()
+PAPER = Software(gradient_bytes=2)  # BPipe, section 1: 20 bytes a parameter
+
+
+@cache
+def planner(model: Architecture, cluster: Cluster, software: Software) -> Planner:
+    return Planner(model, cluster, FirstPrinciples(model, cluster, software, default_constants()), software)
+
+
+def run(
+    model: Architecture, cluster: Cluster, software: Software = PAPER, training: Training = TRAINING, **space: object
+) -> Outcome:
+    """A search whose vocabulary is padded already."""
+    num_simulated = space.pop("num_simulated", 1)
+    chosen = Space(num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node, **space)
+    return search(chosen, lambda _: planner(model, cluster, software), training, num_simulated=num_simulated)
+
+
+def a100(nodes: int) -> Cluster:
+    """Of BPipe, section 4.1."""
+    return Cluster(gpu="A100-80", nodes=nodes, bandwidth={"between_nodes": 100.0})
+
+
+def gpt3(num_layers: int, hidden_size: int, heads: int) -> Architecture:
+    """Of BPipe, table 1."""
+    return Architecture.gpt3(
+        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads, sequence_length=2048,
+        vocabulary_size=51200,
+    )  # fmt: skip

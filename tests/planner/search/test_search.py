@@ -1,0 +1,224 @@
+"""The search on small models: against all combinations, early stopping, order, reasons."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.planner import Architecture, Cluster, Configuration, judge
+from megatron.planner.search import SCHEDULES, SCOPES, Space, Training, search
+from megatron.planner.search.space import preset_of
+from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
+
+SMALL = Architecture.gpt3(
+    num_layers=12, hidden_size=512, num_attention_heads=12, sequence_length=256, vocabulary_size=8192
+)
+
+
+def cluster(memory_gib: float, *, nodes: int = 2, gpus: int = 6) -> Cluster:
+    return Cluster(
+        gpu="V100-16", nodes=nodes, gpus_per_node=gpus, memory_gib=memory_gib, bandwidth={"between_nodes": 3.0}
+    )
+
+
+def every_combination(model: Architecture, machines: Cluster, batch: int) -> dict:
+    """What fits of the whole product, as far as schedules run it: by its choices, the verdict."""
+    found = {}
+    chosen = planner(model, machines, PAPER)
+    sizes = range(1, machines.num_gpus + 1)
+    for t, p, v, name, scope, split in itertools.product(
+        sizes, sizes, (1, 2, 3, 4, 6, 12), SCHEDULES, SCOPES, (True, False)
+    ):
+        if machines.num_gpus % (t * p) or machines.gpus_per_node % t:
+            continue
+        d = machines.num_gpus // (t * p)
+        preset, balance = preset_of(name)
+        if (preset == "interleaved") != (v > 1) or (split and d == 1) or (p == 1 and preset not in ("flush", "2bw")):
+            continue
+        for size in range(1, batch + 1):
+            try:
+                configuration = Configuration(
+                    tensor=t, pipeline=p, data=d, virtual=v, micro_batch_size=size, global_batch_size=batch,
+                    recompute=scope, schedule=preset, balance=balance, distributed_optimizer=split,
+                    sequence_parallel=t > 1 and model.sequence_length % t == 0,
+                )  # fmt: skip
+                schedule = configuration.pipeline_schedule(tied_embeddings=model.tied_embeddings)
+                schedule.validate(configuration.num_microbatches)
+                if schedule.balance and not schedule.evicting_ranks((configuration.num_microbatches,) * (2 * p)):
+                    continue
+                verdict = judge(chosen.memory(configuration, proved=False), machines.device.memory_gib)
+            except ValueError:
+                continue
+            if verdict.fits:
+                found[t, p, d, v, name, scope, split, size] = verdict
+    return found
+
+
+def choices(outcome) -> dict:
+    return {
+        (
+            each.choice.tensor, each.choice.pipeline, each.choice.data, each.choice.virtual, each.choice.schedule,
+            each.choice.recompute, each.choice.distributed_optimizer, each.choice.micro_batch_size,
+        ): each
+        for each in outcome.kept
+    }  # fmt: skip
+
+
+@settings(max_examples=4, deadline=None)
+@given(memory=st.floats(0.15, 0.8), batch=st.sampled_from([12, 24, 30]))
+def test_nothing_that_fits_is_missed(memory, batch):
+    """Without early stopping the search keeps exactly what fits of the product of all choices, whatever it skips."""
+    machines = cluster(memory)
+    found = run(SMALL, machines, global_batch_size=batch, early_stopping=False, rank_mappings=("standard",))
+    expected = every_combination(SMALL, machines, batch)
+    assert choices(found).keys() == expected.keys()
+    assert any(" misses " in each.reason for each in found.rejected)
+
+
+@settings(max_examples=4, deadline=None)
+@given(memory=st.floats(0.15, 0.8))
+def test_early_stopping_loses_no_speed(memory):
+    """BPipe, 4.2: what early stopping leaves out recomputes or balances more than it needs, so the fastest stays."""
+    machines = cluster(memory)
+    all_of_them = run(SMALL, machines, global_batch_size=24, early_stopping=False, num_simulated=1)
+    found = run(SMALL, machines, global_batch_size=24, num_simulated=1)
+    assert choices(found).keys() <= choices(all_of_them).keys()
+    assert found.best is None or found.best.choice == all_of_them.best.choice
+    for key in choices(found):
+        less = [scope for scope in SCOPES if SCOPES.index(scope) < SCOPES.index(key[5])]
+        for scope in less:
+            without = choices(all_of_them).get((*key[:5], scope, *key[6:]))
+            assert without is None or without.estimate.under_pressure
+
+
+def test_order_is_the_same_every_time():
+    """From the fastest on, those that were simulated first; equal times in the order of their choices."""
+    first, second = (run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=3) for _ in range(2))
+    assert first == second and first.rejected
+    assert [each.is_simulated for each in first.kept[:4]] == [True, True, True, False]
+    for part in (first.kept[:3], first.kept[3:]):
+        assert [each.sequences_per_second for each in part] == sorted(
+            (each.sequences_per_second for each in part), reverse=True
+        )
+    assert len({each.choice for each in first.kept}) == len(first.kept)
+
+
+def test_the_best_are_those_of_the_very_programs():
+    """A simulated estimate is the planner's of that configuration, with proved memory."""
+    outcome = run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=2)
+    for each in outcome.kept[:2]:
+        again = planner(SMALL, cluster(0.9), PAPER).estimate(each.estimate.configuration, simulate=True)
+        assert each.estimate == again
+
+
+def test_reasons():
+    """Each rejection names what is wrong, with its numbers, and the choices that it excludes."""
+    outcome = run(gpt3(40, 5120, 40), a100(2), global_batch_size=24, num_simulated=1)
+    said = {each.reason: each.choice for each in outcome.rejected}
+    assert said["40 layers do not divide into 16 stages"].pipeline == 16
+    assert said["tensor parallelism over 16 GPUs leaves a node of 8"].tensor == 16
+    assert said["a batch of 24 does not divide over 16 replicas"].data == 16
+    assert said["p < 4 has nothing to balance"].schedule in ("bpipe", "2bw+balance")
+    assert said["pipedream updates stages apart, and the embeddings are tied"].schedule == "pipedream"
+    assert said["on one stage gpipe is flush"].pipeline == 1
+    assert any(reason.startswith("interleaved takes microbatches in groups of") for reason in said)
+    assert any(reason.startswith("2bw with 8 stages needs batches of at least 8 microbatches") for reason in said)
+    assert any(reason.startswith("stage 0 misses ") and reason.endswith(" GiB") for reason in said)
+    assert any(reason.startswith("with microbatches of ") and " misses " in reason for reason in said)
+    assert any(reason == "recompute none fits, and recomputing more is slower" for reason in said)
+    heads = run(gpt3(40, 5200, 26), a100(1), global_batch_size=8, num_simulated=1)
+    assert "26 attention heads do not divide by tensor parallel size 4" in {each.reason for each in heads.rejected}
+
+
+def test_the_fused_softmax():
+    """Microbatches times heads that 4 does not divide are slow: said of what is kept, or a reason to reject."""
+    model, machines = gpt3(8, 2600, 52), a100(1)
+    space = {"global_batch_size": 8, "tensor": (2,), "pipeline": (2,), "schedules": ("flush",)}
+    outcome = run(model, machines, num_simulated=1, **space)
+    notes = {each.choice.micro_batch_size: each.notes for each in outcome.kept}
+    assert notes[1] == ("fused softmax unavailable: 26 heads a rank",) and notes[2] == ()
+    strict = run(model, machines, num_simulated=1, needs_fused_softmax=True, **space)
+    assert {each.choice.micro_batch_size for each in strict.kept} == {2, 4}
+    assert "fused softmax unavailable: 26 heads a rank" in {each.reason for each in strict.rejected}
+    flash = run(model, machines, training=Training(saves_scores=False), num_simulated=1, **space)
+    assert not any(each.notes for each in flash.kept)
+
+
+def test_batches_up_to_the_safe_one():
+    """PipeDream-2BW, 4.3: microbatches are accumulated up to B, so that 2bw runs where a batch was too small for it; a
+    larger batch is never slower, and no batch is above B or below the least."""
+    space = {"schedules": ("flush", "2bw", "interleaved"), "tensor": (1,), "pipeline": (4,), "num_simulated": 1}
+    machines = cluster(16.0, nodes=1, gpus=8)
+    small = run(SMALL, machines, global_batch_size=6, **space)
+    assert {each.choice.schedule for each in small.kept} == {"flush"}
+    large = run(SMALL, machines, global_batch_size=6, safe_batch_size=50, **space)
+    assert {each.choice.schedule for each in large.kept} == {"flush", "2bw", "interleaved"}
+    for each in large.kept:
+        choice = each.choice
+        step = choice.micro_batch_size * choice.data * (choice.pipeline if choice.schedule == "interleaved" else 1)
+        assert 6 <= choice.global_batch_size <= 50 < choice.global_batch_size + step
+    assert large.best.sequences_per_second > small.best.sequences_per_second
+
+
+def test_pipedream_has_batches_of_one_microbatch():
+    """It is tried where embeddings are untied and nothing is clipped, with the batch that a microbatch makes."""
+    model = replace(SMALL, tied_embeddings=False)
+    training = Training(clips_gradients=False)
+    space = {"schedules": ("pipedream",), "tensor": (1,), "pipeline": (4,), "num_simulated": 1}
+    outcome = run(model, cluster(16.0, nodes=1, gpus=8), training=training, global_batch_size=8, **space)
+    assert {each.choice.micro_batch_size for each in outcome.kept} == {4}
+    clipped = run(model, cluster(16.0, nodes=1, gpus=8), global_batch_size=8, **space)
+    assert {each.reason for each in clipped.rejected} == {
+        "pipedream updates stages apart, and gradients are clipped to a global norm"
+    }
+
+
+def test_pressure_can_be_avoided():
+    """What leaves less than 6% is flagged, or rejected."""
+    space = {"global_batch_size": 128, "schedules": ("flush",), "tensor": (1,), "pipeline": (16,), "num_simulated": 1}
+    flagged = run(gpt3(80, 9984, 104), a100(4), **space)
+    assert any(each.estimate.under_pressure and "may be slower" in each.notes[-1] for each in flagged.kept)
+    avoided = run(gpt3(80, 9984, 104), a100(4), avoids_pressure=True, **space)
+    assert not any(each.estimate.under_pressure for each in avoided.kept)
+    assert any("leaves" in each.reason for each in avoided.rejected)
+
+
+def test_the_program_has_the_last_word():
+    """What the training program refuses is rejected in its words."""
+    space = Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, schedules=("flush",))
+    machines = cluster(16.0, nodes=1, gpus=8)
+
+    def refuse(configuration: Configuration) -> str | None:
+        return "no two stages today" if configuration.pipeline == 2 else None
+
+    outcome = search(space, lambda _: planner(SMALL, machines, PAPER), Training(), num_simulated=1, refuse=refuse)
+    assert {each.choice.pipeline for each in outcome.kept} == {1, 4}
+    assert {each.choice.pipeline for each in outcome.rejected if each.reason == "no two stages today"} == {2}
+
+
+def test_a_search_says_how_far_it_is():
+    """Progress ends with all of it, in few calls."""
+    calls = []
+    space = Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, schedules=("flush",))
+    machines = cluster(16.0, nodes=1, gpus=8)
+    search(
+        space, lambda _: planner(SMALL, machines, PAPER), Training(), num_simulated=2,
+        progress=lambda *call: calls.append(call),
+    )  # fmt: skip
+    assert ("configurations", 10, 10) in calls and calls[-1] == ("simulations", 1, 2)
+    assert all(0 <= done <= total for _, done, total in calls)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schedules": ("zigzag",)}, "there is no schedule 'zigzag'; choose from gpipe, "),
+        ({"rank_mappings": ("optimized",)}, "rank mapping that a search can weigh"),
+        ({"safe_batch_size": 4}, "below the batch of 8"),
+    ],
+)
+def test_refusals(changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, **changes)

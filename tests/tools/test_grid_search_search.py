@@ -1,0 +1,240 @@
+"""tools/grid_search.py search: what it takes, prints and writes, and that the training program accepts its best."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments import Platform
+from megatron.training.job import PROGRAMS, Job
+from tests.tools.in_process import ROOT, load_tool, runner
+
+TOOL = ROOT / "tools" / "grid_search.py"
+tool = load_tool("grid_search")
+import grid_search_commands.search_inputs as inputs  # which the tool has put on the path
+
+GPT = [
+    "--num-layers", 24, "--hidden-size", 2048, "--num-attention-heads", 16, "--seq-length", 1024, "--vocab-size", 50257,
+    "--global-batch-size", 64,
+]  # fmt: skip
+QUICK = ["--schedules", "flush,2bw", "--tensor", "1,2", "--simulate", 1]
+CLUSTER = ["--cluster", "V100-16"]
+MODERN = """
+    --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --swiglu --disable-bias-linear
+    --group-query-attention --num-query-groups 4 --position-embedding-type rope --clip-grad 0 --bf16
+    --normalization RMSNorm --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --data-path 1 a 2 b
+"""
+SCRIPT = """#!/bin/bash
+ARGS=(--num-layers 24 --hidden-size 1024
+    --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512)
+torchrun --nproc-per-node 8 pretrain_bert.py "${ARGS[@]}" --fp16 --lr 1e-4 --train-iters 1000 --global-batch-size 256 \\
+    --tensor-model-parallel-size 2 --recompute-activations --data-path $DATA --vocab-file vocab.txt
+"""
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the tool in this process."""
+    search = runner(tool, capsys)
+    return lambda *words: search("search", *words)
+
+
+def test_a_table_and_json(run):
+    """Plain text where the output is no terminal; with --json one object with the same best."""
+    status, out, err = run(*CLUSTER, *GPT, *QUICK, "--top", 3)
+    assert status == 0 and out.isascii() and "\x1b" not in out and "precision" in err
+    lines = out.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("the fastest (~"))
+    assert [line.split()[0] for line in lines[start + 1 : start + 5]] == ["rank", "1", "2", "3"]
+    assert "why choices were rejected" in out
+    status, out, _ = run(*CLUSTER, *GPT, *QUICK, "--top", 3, "--json")
+    content = json.loads(out)
+    assert status == 0 and [each["rank"] for each in content["best"]] == [1, 2, 3]
+    assert lines[start + 2].split()[1] == content["best"][0]["schedule"]
+    assert content["num_kept"] > 3 < content["num_rejected"]
+
+
+def test_files(run, tmp_path):
+    """--output makes a folder with everything; the tables and the page agree with what is printed."""
+    status, out, err = run(*CLUSTER, *GPT, *QUICK, "--json", "--output", tmp_path / "plan")
+    assert status == 0
+    names = ["best.sh", "configurations.csv", "configurations.jsonl", "report.html", "throughput_memory.png"]
+    assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == names
+    assert all(name in err for name in names)
+    rows = [json.loads(line) for line in (tmp_path / "plan" / "configurations.jsonl").read_text().splitlines()]
+    content = json.loads(out)
+    assert len(rows) == content["num_kept"] + content["num_rejected"]
+    best = {name: value for name, value in rows[0].items() if name != "memory_gib_by_rank"}
+    assert best == content["best"][0]
+    assert "<svg" in (tmp_path / "plan" / "report.html").read_text()
+
+
+def stubbed(script: Path, folder: Path, *words: str, **environment: str) -> list[str]:
+    """What a script would start: the words of its `python`."""
+    stub = folder / "python"
+    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\n')
+    stub.chmod(0o755)
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), **environment}
+    done = subprocess.run(
+        ["bash", script.name, *words], env=variables, cwd=script.parent, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return (folder / "record").read_text().splitlines()
+
+
+MODELS = {
+    "gpt": (
+        [*GPT, "--cluster", "A100-40", "--nodes", 2, "--untie-embeddings-and-output-weights", "--swiglu"], "A100-40",
+    ),
+    "bert": (["--architecture", "bert", *GPT, "--cluster", "V100-16", "--nodes", 2], "V100-16"),
+    "interleaved": ([*GPT, *CLUSTER, "--schedules", "interleaved", "--pipeline", 4], "V100-16"),
+    "balanced": (
+        ["--num-layers", 64, "--hidden-size", 6144, "--num-attention-heads", 48, "--seq-length", 2048, "--vocab-size",
+         50257, "--global-batch-size", 64, "--cluster", "A100-80", "--nodes", 4, "--schedules", "2bw+balance",
+         "--transformer-impl", "local"],
+        "A100-80",
+    ),
+    "ramp-up": ([*GPT, *CLUSTER, "--rampup-batch-size", 16, 16, 1000, "--schedules", "flush,interleaved"], "V100-16"),
+}  # fmt: skip
+
+
+FULL = ("interleaved", "balanced", "ramp-up")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in FULL)) for n in MODELS])
+def test_the_script_of_the_best_passes_a_dry_run(run, tmp_path, name, capsys, monkeypatch):
+    """The training program accepts the best's script, for its GPUs, and says of its memory what the search said."""
+    from megatron.training.arguments import parse_args
+    from megatron.training.dry_run import run_dry
+
+    words, gpu = MODELS[name]
+    status, out, _ = run(*words, "--simulate", 1, "--json", "--output", tmp_path / "plan")
+    best = json.loads(out)["best"][0]
+    assert status == 0
+    script = tmp_path / "plan" / "best.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+    started = stubbed(script, tmp_path, "--dry-run", "--dry-run-json", str(tmp_path / "dry.json"))
+    architecture = "bert" if name == "bert" else "gpt"
+    program, defaults = PROGRAMS[architecture]
+    assert started[0] == program
+    monkeypatch.chdir(ROOT)
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    assert run_dry(parse_args(started[1:], defaults=defaults), program) == 0, capsys.readouterr().err
+    dry = json.loads((tmp_path / "dry.json").read_text())
+    assert dry["placement"]["degrees"] == {key: best[key] for key in ("tensor", "pipeline", "data")}
+    assert dry["verdict"]["word"] == best["verdict"]
+    assert max(rank["total_bytes"] for rank in dry["memory"]) / 2**30 == pytest.approx(best["memory_gib"], rel=1e-9)
+    assert dry["schedule"] == best["schedule"].removesuffix("+balance")
+    assert gpu == started[started.index("--dry-run-gpu") + 1]
+
+
+def test_the_script_starts_the_job(run, tmp_path):
+    """By itself and through a launcher of examples/cluster it starts the same command, with the environment's data."""
+    run(*CLUSTER, *GPT, *QUICK, "--output", tmp_path / "plan")
+    script, data = (
+        tmp_path / "plan" / "best.sh",
+        {"DATA_PATH": "d", "VOCAB_FILE": "v", "MERGE_FILE": "m", "CHECKPOINTS": "c"},
+    )
+    words = stubbed(script, tmp_path, "--seed", "7", **data)
+    assert words[:2] == ["-m", "torch.distributed.run"] and words[-2:] == ["--seed", "7"]
+    copy = tmp_path / "launch.sh"
+    copy.write_text(f'cd /\nexec bash {ROOT}/examples/cluster/one_node.sh {script} "$@"\n')
+    assert stubbed(copy, tmp_path, "--seed", "7", **data) == words
+    changed = stubbed(script, tmp_path, MICRO_BATCH="1", DISTRIBUTED_OPTIMIZER="0", **data)
+    assert changed[changed.index("--micro-batch-size") + 1] == "1" and "--use-distributed-optimizer" not in changed
+
+
+def test_it_starts_without_torch(tmp_path):
+    """Neither the search nor its files import torch or megatron.core."""
+    program = (
+        "import runpy, sys\nsys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules"
+    )
+    words = ["search", *CLUSTER, *GPT, *QUICK, "--output", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(TOOL), *map(str, words)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_way_to_name_a_model(run, tmp_path):
+    """A script, a YAML file and flags give the same search; flags of the command line come last."""
+    script, document = tmp_path / "train.sh", tmp_path / "model.yaml"
+    script.write_text(SCRIPT)
+    document.write_text(
+        "architecture: bert\nnum_layers: 24\nhidden-size: 1024\nnum_attention_heads: 16\nseq_length: 512\n"
+        "max_position_embeddings: 512\nfp16: true\nlr: 1.0e-4\ntrain_iters: 1000\nglobal_batch_size: 256\n"
+    )
+    flags = ["--architecture", "bert", "--num-layers", 24, "--hidden-size", 1024, "--num-attention-heads", 16,
+             "--seq-length", 512, "--fp16", "--global-batch-size", 256]  # fmt: skip
+    found = []
+    for model in (["--model-script", script], ["--model-yaml", document], flags):
+        status, out, err = run(*CLUSTER, *QUICK, "--json", *model)
+        assert status == 0
+        found.append(json.loads(out) | {"seconds": None})
+        if model[0] == "--model-script":
+            assert "--tensor-model-parallel-size 2, --recompute-activations" in err
+    assert found[0] == found[1] == found[2]
+    status, out, _ = run(*CLUSTER, *QUICK, "--json", "--model-script", script, "--global-batch-size", 128)
+    assert json.loads(out)["best"][0]["global_batch_size"] == 128
+
+
+def test_clusters_that_come_along(run):
+    """All of them are named, load, and can be made larger; nodes and network of a file can be changed."""
+    wanted = {"A100-80", "A100-40", "H100", "H200", "V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"}
+    assert set(inputs.cluster_names()) == wanted
+    small = ["--num-layers", 8, "--hidden-size", 256, "--num-attention-heads", 8, "--seq-length", 128, "--vocab-size",
+             1000, "--global-batch-size", 16, "--schedules", "flush", "--simulate", 1, "--json"]  # fmt: skip
+    for name in sorted(wanted):
+        status, out, _ = run(*small, "--cluster", name, "--nodes", 2, "--gpus-per-node", 4, "--network", 5)
+        best = json.loads(out)["best"][0]
+        assert status == 0 and best["tensor"] * best["pipeline"] * best["data"] == 8
+
+
+@pytest.mark.parametrize("architecture", PROGRAMS)
+def test_programs_have_these_defaults(architecture):
+    """What a job assumes of its program is what the program says."""
+    sys.path.insert(0, str(ROOT))
+    program, defaults = PROGRAMS[architecture]
+    module = __import__(program.removesuffix(".py"))
+    assert getattr(module, "DEFAULTS", {}) == defaults
+
+
+def test_flags_of_any_model_survive():
+    """A job keeps every flag that a configuration does not decide, and the program reads the same from it."""
+    words = MODERN.split()
+    gpu = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=8)
+    job = Job.read(words, architecture="gpt", platform=gpu)
+    assert job.dropped == ("--tensor-model-parallel-size 2",) and not job.clips_gradients
+    again = Job.read(job.words, architecture="gpt", platform=gpu)
+    assert again.words == job.words and again.shape(4) == job.shape(4)
+    shape = job.shape(4)
+    assert shape.gated and not shape.linear_biases and shape.num_query_groups == 4 and shape.num_positions == 0
+    assert shape.vocabulary_size == 50688  # 50257 up to a multiple of 128 x 4
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        ([*CLUSTER, *GPT, "--schedules", "zigzag"], 2, "'zigzag' is not among gpipe, "),
+        ([*CLUSTER, *GPT, "--num-lyers", "3"], 1, "--num-lyers is not a known flag; did you mean --num-layers?"),
+        ([*CLUSTER, *GPT[:4]], 1, "--num-attention-heads, --seq-length"),
+        ([*CLUSTER, *GPT[:-2]], 1, "give --global-batch-size, or --max-safe-batch"),
+        (["--cluster", "Z9", *GPT], 1, "no cluster that comes along; give a file, or one of A100-40"),
+        ([*GPT], 2, "--cluster"),
+        ([*CLUSTER, *GPT, "--model-script", "nowhere.sh"], 1, "nowhere.sh cannot be read"),
+        ([*CLUSTER, *GPT, "--fp8-format", "hybrid"], 1, "--fp8-format hybrid: FP8 and FP4 are not supported"),
+        ([*CLUSTER, *GPT, "--hidden-size", "16384"], 1, "can run; the nearest (tensor "),
+        ([*CLUSTER, *GPT, "--max-safe-batch", "8"], 1, "maximum safe batch of 8 sequences is below"),
+    ],
+)
+def test_refusals(run, words, status, reason):
+    """What is wrong is one sentence, and the exit status says whose fault it is."""
+    found, _, err = run(*words)
+    assert found == status and reason in err

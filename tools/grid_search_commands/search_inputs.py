@@ -1,0 +1,143 @@
+"""What `search` is given: a model by flags, a script or a YAML file, and a cluster by name or file."""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.placement.files import read_document
+from megatron.planner import DEVICES, Cluster, load_cluster
+from megatron.training.arguments import Platform
+from megatron.training.arguments.script import read_script
+from megatron.training.job import PROGRAMS, Job
+
+CLUSTERS = Path(__file__).resolve().parents[2] / "examples" / "clusters"
+_WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
+_PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
+
+
+def cluster_names() -> list[str]:
+    """The clusters that come with the project."""
+    return sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
+
+
+def read_cluster(options: argparse.Namespace) -> Cluster:
+    """--cluster, with --nodes, --gpus-per-node and --network in place of what its file says. Raises ValueError."""
+    named = CLUSTERS / f"{options.cluster}.yaml"
+    path = named if named.exists() else Path(options.cluster)
+    if not path.exists():
+        raise ValueError(
+            f"--cluster {options.cluster} is no file, and no cluster that comes along; give a file, or one of "
+            f"{', '.join(cluster_names())}"
+        )
+    cluster = load_cluster(path)
+    changes: dict = {}
+    if options.nodes is not None:
+        changes["nodes"] = options.nodes
+    if options.gpus_per_node is not None:
+        if isinstance(cluster.nodes, tuple) and options.nodes is None:
+            raise ValueError(f"{path} lists its nodes one by one; give --nodes besides --gpus-per-node")
+        changes["gpus_per_node"] = options.gpus_per_node
+    if options.network is not None:
+        changes["bandwidth"] = {**cluster.bandwidth.model_dump(exclude_none=True), "between_nodes": options.network}
+    return Cluster(**{**cluster.model_dump(exclude_none=True), **changes})
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """The job, and lines for the user about what was taken how."""
+
+    job: Job
+    notes: tuple[str, ...]
+
+
+def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
+    """The model of --model-script or --model-yaml, and of flags of the training programs, which come last.
+
+    Raises ValueError.
+    """
+    words, notes, architecture = [], [], options.architecture
+    if options.model_script is not None and options.model_yaml is not None:
+        raise ValueError("--model-script and --model-yaml exclude each other; keep one")
+    if options.model_script is not None:
+        command = read_script(_text(options.model_script), environment=os.environ, source=options.model_script)
+        words, notes = [*command.words], [*command.notes]
+        architecture = architecture or _architecture_of(command.program, options.model_script)
+    elif options.model_yaml is not None:
+        words, named = _words_of_yaml(options.model_yaml)
+        architecture = architecture or named
+    words += options.flags
+    architecture = architecture or "gpt"
+    words, assumed = _for_processor(words, options, cluster)
+    job = Job.read(words, architecture=architecture, platform=platform_of(cluster))
+    notes += assumed
+    if job.dropped:
+        notes.append(f"the search chooses what these said: {', '.join(job.dropped)}")
+    return ModelInput(job, tuple(notes))
+
+
+def platform_of(cluster: Cluster) -> Platform:
+    """The machines of a cluster, for the rules of flags: with Apex, and Transformer Engine where it runs."""
+    return Platform(
+        is_cuda=not cluster.is_cpu,
+        has_transformer_engine=cluster.gpu not in _WITHOUT_ENGINE,
+        has_apex=not cluster.is_cpu,
+        num_local_devices=0 if cluster.is_cpu else max(node.gpus for node in cluster.topology.nodes),
+    )
+
+
+def _for_processor(words: list[str], options: argparse.Namespace, cluster: Cluster) -> tuple[list[str], list[str]]:
+    """Precision and layers that suit the processor, where nobody said which."""
+    notes = []
+    precision = options.precision
+    if precision is None and not {"--fp16", "--bf16"} & set(words):
+        precision = _PRECISION.get(cluster.gpu, "bf16")
+        notes.append(f"no precision was given; taken is {precision}, as it suits {cluster.gpu}")
+    if precision is not None:
+        words = [word for word in words if word not in ("--fp16", "--bf16")]
+        words += [f"--{precision}"] if precision != "fp32" else []
+    if cluster.gpu in _WITHOUT_ENGINE and "--transformer-impl" not in words:
+        words = [*words, "--transformer-impl", "local"]
+    return words, notes
+
+
+def _architecture_of(program: str, source: str) -> str:
+    for architecture, (known, _) in PROGRAMS.items():
+        if program == known:
+            return architecture
+    raise ValueError(
+        f"{source} runs {program}, which is not among {', '.join(known for known, _ in PROGRAMS.values())}; give "
+        "--architecture gpt or bert"
+    )
+
+
+def _words_of_yaml(path: str) -> tuple[list[str], str | None]:
+    """Flags by their names, with - or _ between words; true for a switch; and `architecture`, which is none."""
+    document = read_document(path)
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is no mapping; write flags as num_layers: 24")
+    architecture = document.pop("architecture", None)
+    if architecture not in (None, *PROGRAMS):
+        raise ValueError(f"{path}: architecture {architecture} is not known; write {' or '.join(PROGRAMS)}")
+    words: list[str] = []
+    for name, value in document.items():
+        flag = "--" + str(name).replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [flag, *map(str, value)]
+        elif isinstance(value, (str, int, float)) and value is not False:
+            words += [flag, str(value)]
+        else:
+            raise ValueError(f"{path}: {name}: {value!r} is no value of a flag; leave out what is off")
+    return words, architecture
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a shell script") from error
+
+
+assert set(_PRECISION) <= {*DEVICES, "cpu"}
