@@ -17,9 +17,11 @@ reductions behind the next batch: only what exceeds the (m - p + 1) w + s f of a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.planner.configuration import Configuration
@@ -33,6 +35,11 @@ class IterationTime:
 
     seconds: float
     bubble: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds for which that rank computes or steps."""
+        return (1 - self.bubble) * self.seconds
 
 
 class _Stages:
@@ -123,28 +130,41 @@ def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) ->
     if m <= more:
         return _simulate(costs, schedule, m)
     first, second = _simulate(costs, schedule, fewer), _simulate(costs, schedule, more)
-    busy = (1 - second.bubble) * second.seconds / more
-    seconds = second.seconds + (m - more) / step * (second.seconds - first.seconds)
-    return IterationTime(seconds=seconds, bubble=1 - busy * m / seconds)
+    groups = (m - more) / step
+    seconds, busy = (
+        after + groups * (after - before)
+        for before, after in ((first.seconds, second.seconds), (first.busy, second.busy))
+    )
+    return IterationTime(seconds=seconds, bubble=1 - busy / seconds)
 
 
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> IterationTime:
-    if schedule.weights.rule.drains:
-        timeline = simulate(schedule.build((num_microbatches,)), costs)
-        seconds, busy = timeline.end, max(timeline.busy(rank) for rank in range(timeline.num_ranks))
-        return IterationTime(seconds=seconds, bubble=1 - busy / seconds)
-    periodic = schedule.build_periodic(num_microbatches)
-    # One period more, of batches that follow each other; pipedream's batches are single microbatches.
-    counts = (2, 3) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
     ends, busy = [], []
-    for count in counts:
-        timeline = simulate(periodic.unroll(count), costs)
+    for program in _programs(schedule, num_microbatches):
+        timeline = simulate(program, costs)
         ends.append(timeline.end)
         busy.append([timeline.busy(rank) for rank in range(timeline.num_ranks)])
-    periods = counts[1] - counts[0]
+    if len(ends) == 1:
+        return IterationTime(seconds=ends[0], bubble=1 - max(busy[0]) / ends[0])
+    first, second = _periods(schedule, num_microbatches)
+    periods = second - first
     seconds = (ends[1] - ends[0]) / periods
     work = max(_differences(*busy)) / periods
     return IterationTime(seconds=seconds, bubble=1 - work / seconds)
+
+
+@lru_cache(maxsize=2)
+def _programs(schedule: Schedule, num_microbatches: int) -> tuple[Program, ...]:
+    """A batch, or two runs of several that do not drain; kept for those who ask on several costs in turn."""
+    if schedule.weights.rule.drains:
+        return (schedule.build((num_microbatches,)),)
+    periodic = schedule.build_periodic(num_microbatches)
+    return tuple(periodic.unroll(count) for count in _periods(schedule, num_microbatches))
+
+
+def _periods(schedule: Schedule, num_microbatches: int) -> tuple[int, int]:
+    """One period more, of batches that follow each other; pipedream's batches are single microbatches."""
+    return (2, 3) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
 
 
 def _differences(before: Sequence[float], after: Sequence[float]) -> list[float]:
