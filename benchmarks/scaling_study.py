@@ -14,6 +14,7 @@ from megatron.placement.bandwidth import ModelShape, RecomputeScope
 from megatron.placement.counts import Counts, count_transfers
 from megatron.placement.traffic import estimate_traffic, ring_bytes
 from megatron.planner import GIB, Architecture, Cluster, Configuration
+from megatron.planner.estimate import Estimate
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space, Training, search
@@ -25,6 +26,7 @@ GPU, GPUS_PER_NODE, BETWEEN_NODES = "A100-80", 8, 200.0  # GB/s of a node: eight
 SCHEDULES = ("flush", "interleaved", "bpipe", "2bw")
 REMEMBERED = ("gpipe", "flush", "interleaved", "bpipe", "2bw", "2bw+balance", "pipedream")
 SEARCHED = ("flush", "interleaved", "bpipe", "interleaved+balance", "2bw", "2bw+balance")
+_SIMULATED, _NEAR = 3, 0.1  # of each schedule, if no slower in closed form than its first by this part
 _COUNTED = 20_000  # forwards of a program that is built to count its transfers
 
 
@@ -74,11 +76,11 @@ MODELS = (
     Model(name="13B", architecture=_gpt(40, 5120, 40), tensor=2, pipeline=4, virtual=5, global_batch_size=1024,
           data=(1, 2, 4, 8, 16, 32, 64, 128, 256), remembered=32, searched=(8, 32, 128, 512, 2048)),
     Model(name="175B", architecture=_gpt(96, 12_288, 96), tensor=8, pipeline=8, virtual=4, global_batch_size=1536,
-          data=(1, 2, 4, 8, 16, 32, 64, 96, 192, 256), remembered=16, searched=(64, 256, 1024, 4096, 16_384)),
+          data=(1, 4, 8, 16, 32, 64, 96, 192, 256), remembered=16, searched=(64, 256, 1024, 4096, 16_384)),
     Model(name="530B", architecture=_gpt(105, 20_480, 128), tensor=8, pipeline=35, virtual=3, global_batch_size=2520,
-          data=(1, 2, 4, 8, 12, 24, 36, 56), remembered=8, searched=(280, 1120, 2240, 6720, 10_080)),
+          data=(1, 4, 8, 12, 24, 36, 56), remembered=8, searched=(280, 1120, 2240, 6720, 10_080)),
     Model(name="1T", architecture=_gpt(128, 25_600, 160), tensor=8, pipeline=64, virtual=2, global_batch_size=3072,
-          data=(1, 2, 4, 8, 16, 24, 32), remembered=4, searched=(512, 2048, 4096, 8192, 16_384)),
+          data=(1, 4, 8, 16, 24, 32), remembered=4, searched=(512, 2048, 4096, 8192, 16_384)),
 )  # fmt: skip
 
 
@@ -89,9 +91,10 @@ def cluster_of(num_gpus: int) -> Cluster:
     )  # fmt: skip
 
 
-def planner_of(model: Model, num_gpus: int) -> Planner:
-    cluster = cluster_of(num_gpus)
-    return Planner(model.architecture, cluster, FirstPrinciples(model.architecture, cluster))
+def planner_of(model: Model, num_gpus: int, shape: Architecture | None = None) -> Planner:
+    """`shape`: another architecture than the model's."""
+    cluster, shape = cluster_of(num_gpus), shape or model.architecture
+    return Planner(shape, cluster, FirstPrinciples(shape, cluster))
 
 
 # --- one split, more and more replicas
@@ -133,10 +136,7 @@ def times(costs: Costs, configuration: Configuration, schedule: Schedule) -> dic
     is left, the busiest rank computes and steps, and else fills and drains the pipeline.
     """
 
-    def take(costs: Costs):
-        return simulated(costs, configuration, schedule)
-
-    total = last = take(costs).seconds
+    total = last = simulated(costs, configuration, schedule)
     parts = {}
     for name, without in (
         ("reductions", {"reduce_grad": 0.0, "reduce_embed": 0.0}),
@@ -146,13 +146,12 @@ def times(costs: Costs, configuration: Configuration, schedule: Schedule) -> dic
         parts[name] = 0.0
         if any(_given(getattr(costs, field)) for field in without):
             costs = replace(costs, **without)
-            left = take(costs)
-            parts[name], last = max(0.0, last - left.seconds), left.seconds
-    bare = take(costs)
-    busy = bare.seconds * (1 - max(0.0, bare.bubble))
-    steps = [sum(costs.step[rank :: configuration.pipeline]) for rank in range(configuration.pipeline)]
-    parts |= {"fill and drain": bare.seconds - busy, "step": max(steps), "compute": busy - max(steps)}
-    return {"seconds": total, "parts": parts}
+            left = simulated(costs, configuration, schedule)
+            parts[name], last = max(0.0, last.seconds - left.seconds), left
+    busy = min(last.busy, last.seconds)
+    step = max(sum(costs.step[rank :: configuration.pipeline]) for rank in range(configuration.pipeline))
+    parts |= {"fill and drain": last.seconds - busy, "step": step, "compute": busy - step}
+    return {"seconds": total.seconds, "parts": parts}
 
 
 def _given(value: object) -> bool:
@@ -207,16 +206,18 @@ def counted(schedule: Schedule, num_microbatches: int) -> Counts:
 
 
 def memory(model: Model) -> Iterator[dict]:
-    """The fullest GPU under each schedule, and of what; pipedream with its batches of one microbatch."""
-    planner = planner_of(model, model.gpus(model.remembered))
+    """The fullest GPU under each schedule, and of what; pipedream with its batches of one microbatch, untied."""
+    num_gpus = model.gpus(model.remembered)
     for schedule in REMEMBERED:
         preset, _, balance = schedule.partition("+")
         configuration = replace(model.configuration(preset, model.remembered), balance=bool(balance))
-        row = {"model": model.name, "gpus": configuration.num_gpus, "schedule": schedule}
+        shape = model.architecture
         if preset == "pipedream":
             configuration = replace(configuration, global_batch_size=configuration.data)
+            shape = replace(shape, tied_embeddings=False)
+        row = {"model": model.name, "gpus": num_gpus, "schedule": schedule}
         try:
-            fullest = max(planner.memory(configuration), key=lambda rank: rank.total)
+            fullest = max(planner_of(model, num_gpus, shape).memory(configuration), key=lambda rank: rank.total)
         except ValueError as error:
             yield {**row, "refused": str(error)}
             continue
@@ -228,8 +229,8 @@ def memory(model: Model) -> Iterator[dict]:
 
 
 def best(model: Model, num_gpus: int) -> list[dict]:
-    """The fastest configuration of each schedule, of all degrees, microbatches and scopes that leave room in memory;
-    found in closed form, then simulated.
+    """The fastest configuration of each schedule, of all degrees, microbatches and scopes that leave room in memory: of
+    those that closed forms put first, the one that simulation does.
     """
     planner = planner_of(model, num_gpus)
     space = Space(
@@ -238,24 +239,29 @@ def best(model: Model, num_gpus: int) -> list[dict]:
     )  # fmt: skip
     outcome = search(space, lambda _: planner, Training(), num_simulated=0)
     rows = []
-    for kept in outcome.best_of_schedules():
-        configuration = kept.estimate.configuration
-        estimate = planner.estimate(configuration, simulate=True)
-        rows.append(
-            {
-                "model": model.name,
-                "gpus": num_gpus,
-                "schedule": kept.choice.schedule,
-                "t": configuration.tensor,
-                "p": configuration.pipeline,
-                "d": configuration.data,
-                "v": configuration.virtual,
-                "microbatch": configuration.micro_batch_size,
-                "microbatches": configuration.num_microbatches,
-                "recompute": configuration.recompute.value,
-                "seconds": estimate.seconds,
-                "mfu": estimate.mfu,
-                "memory_gib": max(rank.total for rank in estimate.memory) / GIB,
-            }
-        )
+    for schedule in SEARCHED:
+        kept = [each.estimate for each in outcome.kept if each.choice.schedule == schedule]
+        near = [each for each in kept[:_SIMULATED] if each.seconds <= (1 + _NEAR) * kept[0].seconds]
+        if near:
+            simulated = (planner.estimate(each.configuration, simulate=True) for each in near)
+            rows.append(_best_row(model, schedule, min(simulated, key=lambda each: each.seconds)))
     return sorted(rows, key=lambda row: row["seconds"])
+
+
+def _best_row(model: Model, schedule: str, estimate: Estimate) -> dict:
+    configuration = estimate.configuration
+    return {
+        "model": model.name,
+        "gpus": configuration.num_gpus,
+        "schedule": schedule,
+        "t": configuration.tensor,
+        "p": configuration.pipeline,
+        "d": configuration.data,
+        "v": configuration.virtual,
+        "microbatch": configuration.micro_batch_size,
+        "microbatches": configuration.num_microbatches,
+        "recompute": configuration.recompute.value,
+        "seconds": estimate.seconds,
+        "mfu": estimate.mfu,
+        "memory_gib": max(rank.total for rank in estimate.memory) / GIB,
+    }

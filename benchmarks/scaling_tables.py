@@ -1,5 +1,7 @@
 """The tables of docs/scaling.md, in Markdown, from the data of `scaling.py`."""
 
+from itertools import groupby
+
 import scaling_study as study
 
 SHOWN = {
@@ -9,7 +11,6 @@ SHOWN = {
     "1T": (1, 8, 16, 24, 32),
 }
 """Numbers of replicas that tables show."""
-NAMES = {"reductions": "reductions", "transfers": "transfers", "fill and drain": "fill and drain", "step": "step"}
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -37,7 +38,7 @@ def models(_data: dict) -> str:
 def lost(row: dict) -> float:
     """The part of an iteration in which the busiest rank neither computes nor steps."""
     parts = row["parts"]
-    return 1 - (parts["compute"] + parts["step"]) / row["seconds"]
+    return max(0.0, 1 - (parts["compute"] + parts["step"]) / row["seconds"])
 
 
 def bubble(data: dict) -> str:
@@ -120,9 +121,7 @@ def best(data: dict) -> str:
     rows = []
     for model in study.MODELS:
         for num_gpus in model.searched:
-            found = {
-                row["schedule"]: row for row in data["best"] if (row["model"], row["gpus"]) == (model.name, num_gpus)
-            }
+            found = _of_schedules(data, model.name, num_gpus)
             first = min(found.values(), key=lambda row: row["seconds"])
             split = f"t={first['t']} p={first['p']}" + f" v={first['v']}" * (first["v"] > 1)
             split += f", microbatch {first['microbatch']}, recompute {first['recompute']}"
@@ -132,4 +131,47 @@ def best(data: dict) -> str:
     return table(["", "GPUs", *(f"`{name}`" for name in study.SEARCHED), "the fastest"], rows)
 
 
-TABLES = {"models": models, "bubble": bubble, "flush": flush, "memory": memory, "traffic": traffic, "best": best}
+def conclusions(data: dict) -> str:
+    """What the tables say, in sentences."""
+    lines = []
+    for model in study.MODELS:
+        found = {each: _of_schedules(data, model.name, each) for each in model.searched}
+        winners = [(num_gpus, min(rows, key=lambda name: rows[name]["seconds"])) for num_gpus, rows in found.items()]
+        parts = []
+        for name, group in groupby(winners, key=lambda each: each[1]):
+            counts = [f"{num_gpus:,}" for num_gpus, _ in group]
+            parts.append(f"`{name}` on {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else ""))
+        gains = {each: _gain(rows, ("flush", "interleaved"), ("2bw", "2bw+balance")) for each, rows in found.items()}
+        most = max((gain, num_gpus) for num_gpus, gain in gains.items() if gain is not None)
+        moved = {each: _gain(rows, ("flush",), ("bpipe",)) for each, rows in found.items()}
+        better = [f"{100 * gain:.1f}% on {each:,}" for each, gain in moved.items() if gain is not None and gain > 0]
+        gain, where = most
+        verdict = "`bpipe` never beats `flush`."
+        if better:
+            verdict = f"`bpipe` is faster than `flush` by {' and '.join(better)} GPUs."
+        lines.append(
+            f"- **{model.name}.** The fastest: {', '.join(parts)} GPUs. The best of 2bw is at most {100 * gain:.0f}% faster "
+            f"than the best that flushes, on {where:,} GPUs. {verdict}"
+        )
+    return "\n".join(lines)
+
+
+def _of_schedules(data: dict, model: str, num_gpus: int) -> dict[str, dict]:
+    return {row["schedule"]: row for row in data["best"] if (row["model"], row["gpus"]) == (model, num_gpus)}
+
+
+def _gain(rows: dict[str, dict], slower: tuple[str, ...], faster: tuple[str, ...]) -> float | None:
+    """How much more the best of `faster` does in a second than the best of `slower`; None where either is missing."""
+    sides = [[rows[name]["seconds"] for name in names if name in rows] for names in (slower, faster)]
+    return min(sides[0]) / min(sides[1]) - 1 if all(sides) else None
+
+
+TABLES = {
+    "models": models,
+    "bubble": bubble,
+    "flush": flush,
+    "memory": memory,
+    "traffic": traffic,
+    "best": best,
+    "conclusions": conclusions,
+}

@@ -146,8 +146,8 @@ def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | N
 def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
     """The first pipeline's traces as a Timeline of the batches that are wholly there, in seconds from their first span.
 
-    The span of a reduction or a move is that of the background thread. Of a transfer for which a computation had to wait
-    it lasts until that could go on, at both ends; of any other it is the posting, for when it arrived nobody knows.
+    The span of a reduction or a move is that of the background thread. A transfer for which a computation had to wait
+    lasts until that could go on, at both ends; the span of any other is its posting, for nobody knows when it arrived.
     Raises ValueError when nothing was traced or ranks of the pipeline are missing.
     """
     traces = list(traces)

@@ -139,7 +139,7 @@ class FirstPrinciples:
             own = count / d if state.distributed_optimizer else count
             # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights.
             step.append((own * (6 * 4 + 2 * state.gradient_bytes + state.weight_bytes)) / bandwidth)
-            # A ring sends a buffer once to sum it and once to spread it; a distributed optimizer's STEP spreads weights.
+            # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP.
             once = 0.0 if self.software.overlaps_gradients else (d - 1) / d * count / link
             if state.distributed_optimizer:
                 step[-1] += once * state.weight_bytes

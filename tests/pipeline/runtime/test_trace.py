@@ -53,7 +53,8 @@ def test_a_transfer_that_is_waited_for_lasts_as_long():
     sender = rank(0, ("compute", "0F0@0", 0.0, 1.0), ("compute", "0SEND_F0", 1.0, 1.1), ("compute", "0F1@0", 1.1, 2.0),
                   ("compute", "0SEND_F1", 2.0, 2.1))  # fmt: skip
     receiver = rank(1, ("compute", "1RECV_F0", 0.0, 0.1), ("compute", "1RECV_F1", 0.1, 0.2),
-                    ("wait", "1F0@0", 0.2, 1.5), ("compute", "1F0@0", 1.5, 4.0), ("compute", "1F1@0", 4.0, 6.0))  # fmt: skip
+                    ("wait", "1F0@0", 0.2, 1.5), ("compute", "1F0@0", 1.5, 4.0),
+                    ("compute", "1F1@0", 4.0, 6.0))  # fmt: skip
     measured = trace.timeline([sender, receiver])
     spans = {str(span.instruction): (span.start, span.end) for span in measured.spans}
     assert spans["0SEND_F0"] == spans["1RECV_F0"] == (1.1, 1.5)
