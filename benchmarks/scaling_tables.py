@@ -150,8 +150,8 @@ def conclusions(data: dict) -> str:
         if better:
             verdict = f"`bpipe` is faster than `flush` by {' and '.join(better)} GPUs."
         lines.append(
-            f"- **{model.name}.** The fastest: {', '.join(parts)} GPUs. The best of 2bw is at most {100 * gain:.0f}% faster "
-            f"than the best that flushes, on {where:,} GPUs. {verdict}"
+            f"- **{model.name}.** The fastest: {', '.join(parts)} GPUs. The best of 2bw is at most {100 * gain:.0f}% "
+            f"faster than the best that flushes, on {where:,} GPUs. {verdict}"
         )
     return "\n".join(lines)
 

@@ -2,7 +2,8 @@
 
 Problem: a test of a pipeline needs p processes with a process group, and starting them (interpreter, torch,
 rendezvous) costs seconds, more than most tests themselves. Solution: one pool per world size, started once and kept
-until the pytest session ends. A test hands it the name of a function, which every rank runs:
+until the pytest session ends, or until others need its place; and its processes are forked from a server that has
+imported everything (preloaded.py). A test hands it the name of a function, which every rank runs:
 
     from tests import workers
 
@@ -46,8 +47,10 @@ MAX_PROCESSES = 8
 START_TIMEOUT_S = 120.0
 GRACE_S = 3.0  # after the first failure: time for the other ranks to report theirs
 SEED = 1234
+_REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-_spawn = multiprocessing.get_context("spawn")
+_contexts = {device: multiprocessing.get_context(how) for device, how in (("cpu", "forkserver"), ("cuda", "spawn"))}
+_contexts["cpu"].set_forkserver_preload(["tests.preloaded"])
 _pools: "collections.OrderedDict[tuple[int, str], _Pool]" = collections.OrderedDict()  # least recently used first
 
 
@@ -100,10 +103,11 @@ class _Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="workers-")
         self._connections = []
         self._processes = []
+        context = _contexts[device]
         with _worker_environment(device):
             for rank in range(world_size):
-                ours, theirs = _spawn.Pipe()
-                process = _spawn.Process(
+                ours, theirs = context.Pipe()
+                process = context.Process(
                     target=_serve, args=(rank, world_size, theirs, self._stacks_path(rank)), name=f"rank {rank}"
                 )
                 process.start()
@@ -211,8 +215,13 @@ class _Pool:
 
 @contextlib.contextmanager
 def _worker_environment(device: str):
-    """The environment that spawned children inherit: one thread each, and no GPU where the case is for the CPU."""
+    """The environment that workers inherit, or the server does from which they are forked.
+
+    One thread each, no GPU where the case is for the CPU, and the repository on the path: a server that does not find
+    its module goes on without it.
+    """
     wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [_REPOSITORY, os.environ.get("PYTHONPATH")]))
     if device == "cpu":
         wanted["CUDA_VISIBLE_DEVICES"] = ""
     saved = {name: os.environ.get(name) for name in wanted}

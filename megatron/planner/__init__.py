@@ -1,4 +1,4 @@
-"""The planner: what a configuration needs before it runs. So far its memory; its time and a search are to come.
+"""The planner: what a configuration needs before it runs, memory and time (docs/planner.md).
 
 Pure Python: neither torch nor megatron.core.
 """
@@ -9,7 +9,10 @@ from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.configuration import Configuration
 from megatron.planner.demand import Demand, demand_of, most
 from megatron.planner.devices import DEVICES, Device, Verdict, device_gib, judge
+from megatron.planner.estimate import Estimate
 from megatron.planner.memory import GIB, MemoryParts, RankMemory, estimate_memory
+from megatron.planner.planner import Planner
+from megatron.planner.software import Software
 from megatron.planner.state import TrainingState
 
 __all__ = [
@@ -22,9 +25,12 @@ __all__ = [
     "Configuration",
     "Demand",
     "Device",
+    "Estimate",
     "MemoryParts",
+    "Planner",
     "RankMemory",
     "Recompute",
+    "Software",
     "TrainingState",
     "Verdict",
     "demand_of",

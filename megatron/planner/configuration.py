@@ -23,6 +23,7 @@ class Configuration:
         sequence_parallel: what is not split by heads or columns is split along the sequence.
         distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
         rank_mapping: a name in `placement.mapping.NAMES`.
+        layers: how many layers each of the p * v stages has; None: equally many, as Megatron deals them out.
 
     Raises:
         ValueError: a number below 1, an unknown name, or a batch that does not divide into microbatches.
@@ -40,6 +41,7 @@ class Configuration:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     rank_mapping: str = "standard"
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
@@ -50,6 +52,8 @@ class Configuration:
             raise ValueError(f"there is no schedule {self.schedule!r}; choose from {', '.join(PRESETS)}")
         if self.rank_mapping not in NAMES:
             raise ValueError(f"there is no rank mapping {self.rank_mapping!r}; choose from {', '.join(NAMES)}")
+        if self.layers is not None and (len(self.layers) != self.num_stages or min(self.layers) < 0):
+            raise ValueError(f"layers {self.layers} are not a number for each of {self.num_stages} stages; give those")
         if self.global_batch_size % (self.micro_batch_size * self.data):
             raise ValueError(
                 f"a global batch of {self.global_batch_size} sequences does not divide into microbatches of "

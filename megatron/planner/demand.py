@@ -5,8 +5,8 @@ numbers are those of the very programs that run.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.instruction import Kind
@@ -45,16 +45,15 @@ class Demand:
     def num_ranks(self) -> int:
         return len(self.saved_on_rank)
 
+    @cached_property
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.rank_of_stage):
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return _stages_by_rank(self.rank_of_stage)[rank]
-
-
-@cache
-def _stages_by_rank(rank_of_stage: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    stages: list[list[int]] = [[] for _ in range(max(rank_of_stage) + 1)]
-    for stage, rank in enumerate(rank_of_stage):
-        stages[rank].append(stage)
-    return tuple(map(tuple, stages))
+        return self.stages_by_rank[rank]
 
 
 def demand_of(program: Program, report: CheckReport) -> Demand:
@@ -80,8 +79,8 @@ def most(demands: Iterable[Demand]) -> Demand:
     first, *others = demands
     for other in others:
         assert other.rank_of_stage == first.rank_of_stage
-        values = {name: tuple(map(max, value, getattr(other, name))) for name, value in vars(first).items()}
-        first = Demand(**values)
+        names = [field.name for field in fields(Demand)]
+        first = Demand(**{name: tuple(map(max, getattr(first, name), getattr(other, name))) for name in names})
     return first
 
 

@@ -37,6 +37,7 @@ class Entry:
 
     Attributes:
         seconds: of an iteration, where it was measured; from the MFU where that is what was published.
+        published_mfu: whether it is.
         forward, backward: seconds of one microbatch at a stage between the first and the last, where measured.
         sequences_per_second: where that was published.
         chosen: whether the paper's own planner chose it, where the paper says so.
@@ -52,6 +53,7 @@ class Entry:
     configuration: Configuration
     software: Software
     seconds: float | None = None
+    published_mfu: bool = False
     forward: float | None = None
     backward: float | None = None
     sequences_per_second: float | None = None
@@ -180,13 +182,15 @@ class _Reader:
         configuration = self._configuration()
         cluster = self._cluster(configuration.num_gpus)
         measured = {key: value for key, value in self.raw.measured.items() if isinstance(value, (int, float))}
+        seconds, published_mfu = self._seconds(measured, model, configuration, cluster)
         return Entry(
             id=self.raw.id,
             model=model,
             cluster=cluster,
             configuration=configuration,
             software=software,
-            seconds=self._seconds(measured, model, configuration, cluster),
+            seconds=seconds,
+            published_mfu=published_mfu,
             forward=_milliseconds(measured, "forward_ms"),
             backward=_milliseconds(measured, "backward_ms"),
             sequences_per_second=measured.get("throughput"),
@@ -324,15 +328,16 @@ class _Reader:
 
     def _seconds(
         self, measured: Mapping[str, float], model: Architecture, configuration: Configuration, cluster: Cluster
-    ) -> float | None:
+    ) -> tuple[float | None, bool]:
+        """Of an iteration, and whether they follow from an MFU."""
         if "iteration_s" in measured:
-            return measured["iteration_s"]
+            return measured["iteration_s"], False
         if "iteration_ms" in measured:
-            return measured["iteration_ms"] / 1e3
+            return measured["iteration_ms"] / 1e3, False
         if "mfu" in measured:
             peak = configuration.num_gpus * cluster.device.peak_teraflops * 1e12
-            return model.operations(configuration.global_batch_size) / (measured["mfu"] * peak)
-        return None
+            return model.operations(configuration.global_batch_size) / (measured["mfu"] * peak), True
+        return None, False
 
 
 def _required(value: object, field: str) -> object:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from megatron.planner.entries import Entry
 from megatron.planner.prediction import Question
 from megatron.planner.timing.constants import FITTED, START, Constants
-from megatron.planner.timing.least_squares import robust_least_squares
 
 SCALE = 0.02
 _LEAST_UNEXPLAINED = 0.05
@@ -81,7 +81,9 @@ def _fit(runs: dict[str, TimeErrors], start: Constants, free: Sequence[str]) -> 
         return np.array([math.log1p(error) for run in runs.values() for error in run(chosen).values()])
 
     first = np.array([math.log(max(getattr(start, name), 1e-9)) for name in free])
-    return constants(robust_least_squares(residuals, first, scale=SCALE).parameters)
+    # Soft L1: a run that something else held up counts by its error, and no longer by the error's square.
+    fit = least_squares(residuals, first, loss="soft_l1", f_scale=SCALE, diff_step=1e-5, ftol=1e-6)
+    return constants(fit.x)
 
 
 def _largest(errors: dict[str, float]) -> float:

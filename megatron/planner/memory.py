@@ -88,12 +88,13 @@ def estimate_memory(
     assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
     activations = Activations(shape, setting)
     parameters = stage_parameters(shape, setting.tensor, layers)
-    ends = [{"is_first": stage == 0, "is_last": stage == len(layers) - 1} for stage in range(len(layers))]
-    saved = [activations.saved(count, **end) for count, end in zip(layers, ends, strict=True)]
-    workspace = [activations.workspace(count, **end) for count, end in zip(layers, ends, strict=True)]
+    kinds = [(count, stage == 0, stage == len(layers) - 1) for stage, count in enumerate(layers)]
+    saved_by = {kind: activations.saved(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
+    workspace_by = {kind: activations.workspace(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
+    saved, workspace = [saved_by[kind] for kind in kinds], [workspace_by[kind] for kind in kinds]
+    boundary = activations.boundary
     result = []
-    for rank in range(demand.num_ranks):
-        stages = demand.stages_of(rank)
+    for rank, stages in enumerate(demand.stages_by_rank):
         count = sum(parameters[stage] for stage in stages)
         versions = demand.live_versions[rank]
         buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
@@ -114,7 +115,7 @@ def estimate_memory(
                     optimizer=state.optimizer(count, num_versions=versions),
                     activations=_saved_on_rank(rank, saved, demand),
                     workspace=max(workspace[stage] for stage in stages),
-                    transfers=(demand.receives_ahead[rank] + sides) * activations.boundary + moving,
+                    transfers=(demand.receives_ahead[rank] + sides) * boundary + moving,
                 ),
             )
         )
@@ -127,7 +128,7 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
     Those that came from the pair have the size of that stage. The largest are counted first.
     """
     sizes = []
-    for stage in demand.stages_of(rank):
+    for stage in demand.stages_by_rank[rank]:
         peak = demand.saved_microbatches[stage]
         sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
         if demand.accepts[rank]:

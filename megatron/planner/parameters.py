@@ -45,9 +45,9 @@ def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) 
 
 def stage_parameters(shape: Architecture, tensor: int, layers: Sequence[int]) -> tuple[int, ...]:
     """Parameters of one tensor rank of each stage. `layers`: how many layers each stage has."""
-    last = len(layers) - 1
+    last, of_layer = len(layers) - 1, layer_parameters(shape, tensor)
     return tuple(
-        count * layer_parameters(shape, tensor)
+        count * of_layer
         + (embedding_parameters(shape, tensor) if stage == 0 else 0)
         + (head_parameters(shape, tensor, holds_embedding=last == 0) if stage == last else 0)
         for stage, count in enumerate(layers)

@@ -35,13 +35,17 @@ class Planner:
         self.model, self.cluster, self.cost_model, self.software = model, cluster, cost_model, software
 
     def layers(self, configuration: Configuration) -> tuple[int, ...]:
-        """How many layers each stage has: evenly, as Megatron deals them out.
+        """How many layers each stage has: those that are configured, or equally many, as Megatron deals them out.
 
         Raises:
             ValueError: what Megatron refuses: layers, heads or columns that cannot be divided.
         """
         model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
-        if model.num_layers % num_stages:
+        if configuration.layers is not None and sum(configuration.layers) != model.num_layers:
+            raise ValueError(
+                f"layers {configuration.layers} are {sum(configuration.layers)}, not the model's {model.num_layers}"
+            )
+        if configuration.layers is None and model.num_layers % num_stages:
             raise ValueError(
                 f"{model.num_layers} layers do not divide into {num_stages} stages; change pipeline or virtual"
             )
@@ -57,7 +61,7 @@ class Planner:
                 f"sequences of {model.sequence_length} do not divide by tensor {t}; change it, or do without sequence "
                 "parallelism"
             )
-        return (model.num_layers // num_stages,) * num_stages
+        return configuration.layers or (model.num_layers // num_stages,) * num_stages
 
     def memory(
         self, configuration: Configuration, layers: Sequence[int] | None = None, *, proved: bool = True

@@ -30,10 +30,11 @@ class Prediction:
         return _errors(self.entry, self.estimate.seconds, self.forward, self.backward)
 
     @property
-    def mfu_error(self) -> float | None:
-        """Predicted over measured MFU less 1: the same error, taken the other way round."""
-        seconds = self.entry.seconds
-        return None if seconds is None else seconds / self.estimate.seconds - 1
+    def published_errors(self) -> dict[str, float]:
+        """Predicted over published less 1, of what was published: times, or the MFU."""
+        if not self.entry.published_mfu:
+            return self.errors
+        return {"mfu": self.entry.seconds / self.estimate.seconds - 1}
 
 
 class Question:

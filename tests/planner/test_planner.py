@@ -1,5 +1,7 @@
 """The planner: memory and time of one configuration."""
 
+import time
+
 import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration
@@ -34,3 +36,54 @@ def test_operations_are_the_papers():
 def test_refuses_what_megatron_refuses(changes):
     with pytest.raises(ValueError, match="divide"):
         planner().estimate(configuration(**changes))
+
+
+def test_uneven_layers_are_taken_as_configured():
+    layers = (9, 10, 10, 10, 10, 10, 11, 10)
+    found = planner().estimate(configuration(layers=layers))
+    assert tuple(rank.layers[0] for rank in found.memory) == layers
+    assert found.seconds > planner().estimate(configuration()).seconds
+    with pytest.raises(ValueError, match="are 81, not the model's 80"):
+        planner().estimate(configuration(layers=(11, *layers[1:-1], 9)))
+    with pytest.raises(ValueError, match="not a number for each of 8 stages"):
+        configuration(layers=(40, 40))
+
+
+def test_mfu_is_model_operations_over_the_peak():
+    found = planner().estimate(configuration())
+    assert found.mfu == pytest.approx(MODEL.operations(128) / (found.seconds * 32 * 312e12))
+
+
+def test_2bw_has_no_bubble_and_more_memory():
+    flush, two = (planner().estimate(configuration(schedule=name)) for name in ("flush", "2bw"))
+    assert two.seconds < flush.seconds and two.bubble < 0.02 < flush.bubble
+    assert two.memory[0].total > flush.memory[0].total
+
+
+def test_thousands_of_configurations_take_seconds():
+    """A thousand of up to 128 stages in a few seconds of processor time, programs of 3,072 microbatches included."""
+    model = Architecture.gpt3(
+        num_layers=128, hidden_size=25600, num_attention_heads=160, sequence_length=2048, vocabulary_size=51200
+    )  # fmt: skip
+    cluster = Cluster(gpu="A100-80", nodes=384, bandwidth={"between_nodes": 200.0})
+    asked = [
+        Configuration(
+            tensor=t, pipeline=p, data=3072 // (t * p), virtual=v, micro_batch_size=size, global_batch_size=3072,
+            recompute=scope, schedule=schedule, sequence_parallel=True, distributed_optimizer=split,
+        )
+        for t in (4, 8)
+        for p in (16, 32, 64)
+        for schedule, v in (("flush", 1), ("2bw", 1), ("bpipe", 1), ("interleaved", 2))
+        for size in (1, 2)
+        for scope in ("none", "attention", "layer")
+        for split in (False, True)
+    ]  # fmt: skip
+    large = Planner(model, cluster, FirstPrinciples(model, cluster))
+    start, refused = time.process_time(), 0
+    for each in asked:
+        try:
+            large.estimate(each)
+        except ValueError:
+            refused += 1  # an interleaved batch that does not fill its groups
+    assert refused < len(asked) / 4
+    assert time.process_time() - start < 12e-3 * len(asked)

@@ -100,7 +100,9 @@ def test_nothing_is_left(tmp_path, number):
     with make_hosts(1):  # or skip
         pass
     hold = ["sh", "-c", f"echo $$ >> {note}; exec sleep 60"]
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit SIG_IGN
     program = subprocess.Popen([sys.executable, str(TOOL), "--hosts", "1", "--", *hold], start_new_session=True)
+    signal.signal(signal.SIGINT, ignored)
     deadline = time.monotonic() + 30
     while not (note.exists() and note.read_text().endswith("\n")):
         assert program.poll() is None and time.monotonic() < deadline

@@ -3,6 +3,8 @@
     python tools/grid_search.py calibrate --entries measurements.json --source BPipe --output mine.json
     python tools/grid_search.py estimate --entries others.json --calibrated-on mine.json
 
+    python tools/grid_search.py calibrate --profile profile.json --gpu A100-80 --output mine.json
+
 Robust least squares on the logarithms of the times. Runs that no constants explain together with the others are left
 aside and named.
 """
@@ -13,14 +15,19 @@ from datetime import date
 from pathlib import Path
 
 from grid_search_commands.tables import print_table
+from megatron.planner.devices import DEVICES
 from megatron.planner.entries import Entry, load_entries
 from megatron.planner.fit import ConstantsFit, fit_entries, is_timed
+from megatron.planner.fit_profile import fit_profile
 from megatron.planner.timing.calibration import Calibration, constants_as_dict
 from megatron.planner.timing.constants import FITTED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--entries", required=True, metavar="FILE", help="measured runs")
+    measured = parser.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--entries", metavar="FILE", help="measured runs")
+    measured.add_argument("--profile", metavar="FILE", help="stages that tools/profile_model.py has timed")
+    parser.add_argument("--gpu", metavar="NAME", help="with --profile: the processor it was taken on, as in a cluster")
     parser.add_argument("--source", default="", metavar="TEXT", help="only runs whose source contains this")
     parser.add_argument("--model", default="", metavar="TEXT", help="only runs whose model's name contains this")
     parser.add_argument("--iterations", action="store_true", help="only whole iterations, not single stages")
@@ -30,14 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    entries = [
-        entry
-        for entry in load_entries(options.entries)
-        if isinstance(entry, Entry) and is_timed(entry)
-        and options.source in entry.source and options.model in entry.model_name
-        and (entry.seconds is not None or not options.iterations)
-    ]  # fmt: skip
-    fit = fit_entries(entries)
+    fit = _of_profile(options) if options.profile else _of_entries(options)
     calibration = _calibration(fit, options)
     calibration.save(options.output)
     if options.json:
@@ -57,10 +57,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _of_entries(options: argparse.Namespace) -> ConstantsFit:
+    entries = [
+        entry
+        for entry in load_entries(options.entries)
+        if isinstance(entry, Entry) and is_timed(entry)
+        and options.source in entry.source and options.model in entry.model_name
+        and (entry.seconds is not None or not options.iterations)
+    ]  # fmt: skip
+    return fit_entries(entries)
+
+
+def _of_profile(options: argparse.Namespace) -> ConstantsFit:
+    from megatron.planner.profile import load_profile
+
+    if options.gpu is None:
+        raise ValueError(f"--profile needs --gpu; give one of {', '.join(DEVICES)}, cpu")
+    return fit_profile(load_profile(options.profile), options.gpu)
+
+
 def _calibration(fit: ConstantsFit, options: argparse.Namespace) -> Calibration:
     return Calibration(
         name=options.output.stem,
-        about=options.about or f"{options.entries}, {options.source or 'all sources'}",
+        about=options.about or f"{options.entries or options.profile}, {options.source or 'all sources'}",
         date=date.today().isoformat(),
         entries=tuple(fit.errors),
         unexplained={name: round(fit.errors[name], 4) for name in fit.unexplained},

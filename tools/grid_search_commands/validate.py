@@ -3,8 +3,8 @@
     python tools/grid_search.py validate --entries measurements.json --feasibility facts.json
 
 Constants that were fitted to a run do not predict it: it is left out with those of the same degrees and microbatch, and
-the others are fitted again. All other runs are predicted as they are. The error of a run is predicted over measured
-time, less 1.
+the others are fitted again. All other runs are predicted as they are. The error of a run is predicted over published,
+less 1, of the time or the MFU that was published.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if options.rows:
         print()
         print_table(
-            ("run", "error of time", "left out", "pressure"),
+            ("run", "error", "left out", "pressure"),
             [_cells(row) for row in rows],
             right=(1,),
         )
@@ -59,15 +59,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(row: RowError) -> dict:
     return {
-        "id": row.entry.id, "errors": row.errors, "mfu_error": row.prediction.mfu_error, "left_out": row.left_out,
-        "under_pressure": row.prediction.estimate.under_pressure,
+        "id": row.entry.id, "errors": row.prediction.published_errors, "time_errors": row.errors,
+        "left_out": row.left_out, "under_pressure": row.prediction.estimate.under_pressure,
     }  # fmt: skip
 
 
 def _cells(row: RowError) -> tuple[str, ...]:
-    errors = ", ".join(
-        f"{100 * error:+.1f}%" + ("" if name == "iteration" else f" {name}") for name, error in row.errors.items()
-    )
+    errors = ", ".join(f"{name} {100 * error:+.1f}%" for name, error in row.prediction.published_errors.items())
     return (
         row.entry.id,
         errors,

@@ -6,6 +6,8 @@ from copy import copy
 from megatron.pipeline.costs import Costs
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import pair_adjacent, standard
+from megatron.placement.optimize import optimized
+from megatron.placement.traffic import Traffic
 from megatron.planner.activations import Activations
 from megatron.planner.architecture import Architecture
 from megatron.planner.cluster import Cluster
@@ -14,10 +16,12 @@ from megatron.planner.parameters import stage_parameters
 from megatron.planner.software import MEGATRON_CORE, Software
 from megatron.planner.timing.calibration import default_constants
 from megatron.planner.timing.constants import Constants
+from megatron.planner.timing.iteration import moving_part
 from megatron.planner.timing.links import Links
 from megatron.planner.timing.work import LayerWork, Work
 
 _GIGA, _TERA = 1e9, 1e12
+_NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
 
 
 class FirstPrinciples:
@@ -32,7 +36,7 @@ class FirstPrinciples:
     ) -> None:
         self.model, self.cluster, self.software = model, cluster, software
         self.constants = constants or default_constants()
-        self._links: dict[tuple[Degrees, str], Links] = {}
+        self._links: dict[tuple[Degrees, str, Traffic | None], Links] = {}
         self._works: dict[tuple[int, int, bool], LayerWork] = {}
 
     def calibrated(self, constants: Constants) -> "FirstPrinciples":
@@ -43,7 +47,7 @@ class FirstPrinciples:
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
         work = self._work_of(configuration)
-        links = self._links_of(configuration)
+        links = self._links_of(configuration, layers)
         layer_forward = self._seconds(work.forward, links)
         layer_backward = self._seconds(work.backward + work.recomputed(configuration.recompute), links)
         forward = [count * layer_forward for count in layers]
@@ -88,12 +92,35 @@ class FirstPrinciples:
 
     # --- between ranks
 
-    def _links_of(self, configuration: Configuration) -> Links:
-        key = (configuration.degrees, configuration.rank_mapping)
+    def _links_of(self, configuration: Configuration, layers: Sequence[int]) -> Links:
+        degrees, name = configuration.degrees, configuration.rank_mapping
+        traffic = self._traffic(configuration, layers) if name == "optimized" else None
+        key = (degrees, name, traffic)
         if key not in self._links:
-            mapping = (pair_adjacent if key[1] == "pair-adjacent" else standard)(key[0])
-            self._links[key] = Links(key[0], mapping, self.cluster.topology)
+            topology = self.cluster.topology
+            if topology.num_slots != degrees.world_size:
+                raise ValueError(
+                    f"the configuration takes {degrees.world_size} GPUs, the cluster has {topology.num_slots}; make "
+                    "them equal"
+                )
+            mapping = optimized(degrees, traffic, topology) if traffic else _NAMED[name](degrees)
+            self._links[key] = Links(degrees, mapping, topology)
         return self._links[key]
+
+    def _traffic(self, configuration: Configuration, layers: Sequence[int]) -> Traffic:
+        """What ranks of a pipeline send in an iteration, for the mapping that makes the best of it."""
+        p, m = configuration.pipeline, configuration.num_microbatches
+        boundary, moved = self._boundary(configuration), self._moved_bytes(configuration, layers)
+        sent = [m * configuration.virtual * boundary] * (p - 1) + [m * (configuration.virtual - 1) * boundary]
+        counts, size = stage_parameters(self.model, configuration.tensor, layers), self.software.gradient_bytes
+        tied = self.model.tied_embeddings and p > 1
+        return Traffic(
+            pipeline=tuple(sent) if p > 1 else (0.0,),
+            pair=tuple(m * part * sum(moved[rank::p]) for rank, part in enumerate(moving_part(p))),
+            data=tuple(float(sum(counts[rank::p]) * size) for rank in range(p)),
+            tensor=(0.0,) * p,
+            embedding=float(self._embedding_bytes(configuration)) if tied else 0.0,
+        )
 
     def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
         """What is reached of a link's rate; `within` a node by default what bulk transfers reach."""
@@ -108,22 +135,27 @@ class FirstPrinciples:
             num_bytes /= configuration.tensor
         return num_bytes
 
-    def _moves(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float] | float:
+    def _moves(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float]:
+        moved, p = self._moved_bytes(configuration, layers), configuration.pipeline
+        return [num / self._scaled(links.pairs[stage % p], links) for stage, num in enumerate(moved)]
+
+    def _moved_bytes(self, configuration: Configuration, layers: Sequence[int]) -> list[float]:
+        """Saved activations of a microbatch at each stage, where they are balanced."""
         if not (configuration.balance or configuration.schedule == "bpipe"):
-            return 0.0
-        activations = Activations(self.model, self.software.activation_setting(configuration))
-        p, last = configuration.pipeline, len(layers) - 1
+            return [0.0] * len(layers)
+        activations, last = Activations(self.model, self.software.activation_setting(configuration)), len(layers) - 1
         return [
-            activations.saved(count, is_first=stage == 0, is_last=stage == last)
-            / self._scaled(links.pairs[stage % p], links)
-            for stage, count in enumerate(layers)
+            activations.saved(count, is_first=stage == 0, is_last=stage == last) for stage, count in enumerate(layers)
         ]
 
     def _embedding(self, configuration: Configuration, links: Links) -> float:
         if not self.model.tied_embeddings or configuration.pipeline == 1:
             return 0.0
-        count = self.model.vocabulary_size // configuration.tensor * self.model.hidden_size
-        return count * self.software.gradient_bytes / self._scaled(links.edges[-1], links)
+        return self._embedding_bytes(configuration) / self._scaled(links.edges[-1], links)
+
+    def _embedding_bytes(self, configuration: Configuration) -> int:
+        rows = self.model.vocabulary_size // configuration.tensor
+        return rows * self.model.hidden_size * self.software.gradient_bytes
 
     # --- once an iteration
 

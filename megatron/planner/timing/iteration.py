@@ -2,7 +2,8 @@
 
 Notation: w is a microbatch's forward and backward at a stage, c a transfer (bytes / bandwidth + latency) over an edge.
 
-    flush, bpipe, gpipe   sum of w and 2 c over all stages and edges, for the first microbatch, and (m - 1) rates
+    flush, bpipe          sum of w and 2 c over all stages and edges, for the first microbatch, and (m - 1) rates
+    gpipe                 the same; its rate is the longest forward and the longest backward
     interleaved           m times a rank's w over all its stages, and the first stage's w of each other rank, and 2 c
     2bw                   m rates: nothing fills or drains
     pipedream             1 rate: every microbatch is a batch
@@ -15,7 +16,6 @@ After the last backward come the reductions and the optimizer's step; a stage th
 reductions behind the next batch: only what exceeds the (m - p + 1) w + s f of a stage shows, and there only.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,12 +50,13 @@ class _Stages:
         seconds = costs.seconds(num_stages)
         self.forward, self.backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
         self.work = [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
-        self.step, self.reduce = seconds[Kind.STEP], seconds[Kind.REDUCE_GRAD]
+        self.step = seconds[Kind.STEP]
+        self.reduce = seconds[Kind.REDUCE_GRAD] if configuration.data > 1 else [0.0] * num_stages
         self.reduce_rest = costs.reduce_embed * (num_stages > 1) + max(seconds[Kind.REDUCE_NORM])
         forward, backward, latency = costs.edges(num_stages)
         self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
         self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
-        moved = _moving_part(configuration.pipeline) if max(seconds[Kind.EVICT]) else ()
+        moved = moving_part(configuration.pipeline) if max(seconds[Kind.EVICT]) else ()
         self.moves = [
             part * (evict + load)
             for part, evict, load in zip(moved, seconds[Kind.EVICT], seconds[Kind.LOAD], strict=False)
@@ -76,7 +77,9 @@ def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
         fill = sum(stages.work[:p]) - stages.work[busiest] + sum(stages.round_trip[: p - 1])
         seconds = m * by_rank[busiest] + fill + _end(stages, p) + step
     else:
-        rate = max(stages.work) if configuration.schedule == "gpipe" else _rate(stages, m)
+        rate = _rate(stages, m)
+        if configuration.schedule == "gpipe":
+            rate = max([*stages.forward, *stages.occupation]) + max([*stages.backward, *stages.occupation])
         seconds = sum(stages.work) + sum(stages.round_trip) + (m - 1) * rate + _end(stages, p) + step
     return IterationTime(seconds=seconds, bubble=max(0.0, 1 - (m * by_rank[busiest] + step) / seconds))
 
@@ -99,7 +102,7 @@ def _with_chain(stages: _Stages, stage: int, m: int) -> float:
     return m * work + stages.step[stage] + max(0.0, chain - window)
 
 
-def _moving_part(p: int) -> list[float]:
+def moving_part(p: int) -> list[float]:
     """About which part of the microbatches the stages of 1F1B move to their pairs, under BPipe's bound: of n in flight
     as many as exceed the bound, and one more to make room for those that come back."""
     bound = (p + 3) // 2
@@ -118,54 +121,43 @@ def _end(stages: _Stages, p: int) -> float:
 def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
     """Execute the program of a batch, or of a steady period where batches do not drain.
 
-    Where the batch is large, its time is extrapolated from two batches with fewer microbatches: what a further group
-    of p microbatches adds, once the pipeline is full, does not change.
+    Where the batch is large, its time is extrapolated from two batches with fewer microbatches: what further groups of
+    p microbatches add, once the pipeline is full, hardly changes.
     """
     m, p = configuration.num_microbatches, configuration.pipeline
-    if m * configuration.num_stages <= _MOST_SIMULATED:
-        return _simulate(costs, schedule, m)
-    step = p
-    more = 6 * p + m % p
-    fewer = more - step
-    if m <= more:
-        return _simulate(costs, schedule, m)
-    first, second = _simulate(costs, schedule, fewer), _simulate(costs, schedule, more)
-    groups = (m - more) / step
-    seconds, busy = (
-        after + groups * (after - before)
-        for before, after in ((first.seconds, second.seconds), (first.busy, second.busy))
-    )
+    groups = max(4, min(16, _MOST_SIMULATED // (configuration.num_stages * p)))
+    more, span = groups * p + m % p, groups // 2 * p
+    if m * configuration.num_stages <= _MOST_SIMULATED or m <= more:
+        seconds, busy = _simulate(costs, schedule, m)
+    else:
+        fewer_seconds, fewer_busy = _simulate(costs, schedule, more - span)
+        seconds, busy = _simulate(costs, schedule, more)
+        times = (m - more) / span
+        seconds += times * (seconds - fewer_seconds)
+        busy += times * (busy - fewer_busy)
     return IterationTime(seconds=seconds, bubble=1 - busy / seconds)
 
 
-def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> IterationTime:
-    ends, busy = [], []
-    for program in _programs(schedule, num_microbatches):
-        timeline = simulate(program, costs)
-        ends.append(timeline.end)
-        busy.append([timeline.busy(rank) for rank in range(timeline.num_ranks)])
-    if len(ends) == 1:
-        return IterationTime(seconds=ends[0], bubble=1 - max(busy[0]) / ends[0])
-    first, second = _periods(schedule, num_microbatches)
-    periods = second - first
-    seconds = (ends[1] - ends[0]) / periods
-    work = max(_differences(*busy)) / periods
-    return IterationTime(seconds=seconds, bubble=1 - work / seconds)
+def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
+    """Seconds of a batch, and those in which the busiest rank computes."""
+    programs, periods = _programs(schedule, num_microbatches)
+    timelines = [simulate(program, costs) for program in programs]
+    ranks = range(schedule.num_ranks)
+    if len(timelines) == 1:
+        return timelines[0].end, max(map(timelines[0].busy, ranks))
+    first, second = timelines
+    busy = [second.busy(rank) - first.busy(rank) for rank in ranks]
+    return (second.end - first.end) / periods, max(busy) / periods
 
 
 @lru_cache(maxsize=2)
-def _programs(schedule: Schedule, num_microbatches: int) -> tuple[Program, ...]:
-    """A batch, or two runs of several that do not drain; kept for those who ask on several costs in turn."""
+def _programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
+    """A batch; or two runs of several that do not drain, and by how many periods the second is longer. Kept for those
+    who ask on several costs in turn.
+    """
     if schedule.weights.rule.drains:
-        return (schedule.build((num_microbatches,)),)
+        return (schedule.build((num_microbatches,)),), 1
     periodic = schedule.build_periodic(num_microbatches)
-    return tuple(periodic.unroll(count) for count in _periods(schedule, num_microbatches))
-
-
-def _periods(schedule: Schedule, num_microbatches: int) -> tuple[int, int]:
-    """One period more, of batches that follow each other; pipedream's batches are single microbatches."""
-    return (2, 3) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
-
-
-def _differences(before: Sequence[float], after: Sequence[float]) -> list[float]:
-    return [second - first for first, second in zip(before, after, strict=True)]
+    # One period more, of batches that follow each other; pipedream's batches are single microbatches.
+    counts = (2, 3) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
+    return tuple(map(periodic.unroll, counts)), counts[1] - counts[0]

@@ -15,7 +15,7 @@ is small, so their tensors are counted.
 """
 
 
-@pytest.mark.parametrize("kind", ["emulated", "real"])
+@pytest.mark.parametrize("kind", [pytest.param("emulated", marks=pytest.mark.full), "real"])
 def test_nothing_grows_over_200_batches(kind):
     """bpipe on 8 stages: memory, open files, threads, tensors and buffers are after 200 batches what they were after
     20, and between two batches nothing is saved or on its way.

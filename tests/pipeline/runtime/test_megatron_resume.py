@@ -23,9 +23,12 @@ RUNS = {
     "2bw fp16, overflow around": COMMON | FP16 | {"schedule": "2bw", "overflow_batches": (2, 3)},
     "2bw distributed optimizer": COMMON | DISTRIBUTED | {"schedule": "2bw"},
 }
+QUICK = {"flush", "2bw", "2bw fp16, overflow around", "2bw distributed optimizer"}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
+)
 def test_a_resumed_run_has_the_same_numbers(name):
     """Losses, norms, scales, learning rates and both weight versions are those of the uninterrupted run, bit by bit."""
     num_ranks = cases.Case(**RUNS[name]).num_ranks

@@ -51,19 +51,11 @@ SELECTION = {
         {"schedule": "flush", "clip": 0.5, "tied": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
     "interleaved": Row({"schedule": "interleaved", "v": 2, "drains": (1, 3)}, layouts=((2, 1, 1),)),
-    "interleaved tied, clipped, dropout": Row(
-        {"schedule": "interleaved", "v": 2, "tied": True, "clip": 0.5, "dropout": 0.1},
-        layouts=((2, 1, 1),),
-        allowed=CLOSE,
-    ),
-    "interleaved recompute instructions": Row(
-        {"schedule": "interleaved", "v": 2, "recompute": True, "dropout": 0.1, "dtype": "bfloat16"},
-        layouts=((2, 1, 1),),
-    ),
     "2bw": Row(TWO_BW),
     "2bw m=2p": Row({"schedule": "2bw", "batches": (8,) * 8}, layouts=((4, 1, 1),)),
     "2bw clipped, warm-up, ramp-up": Row(
         {"schedule": "2bw", "batches": (4, 4, 5, 5, 6, 6, 8, 8), "clip": 0.5, "warmup": 24, "weight_decay": 0.1},
+        layouts=((4, 1, 1),),
     ),
     "2bw tied": Row(TWO_BW | {"tied": True, "clip": 0.5}, layouts=((4, 1, 1),), allowed=CLOSE),
     "2bw drained": Row(TWO_BW | {"drains": (0, 3, 4)}, layouts=((1, 1, 1), (2, 1, 1))),
@@ -81,13 +73,7 @@ SELECTION = {
         TWO_BW | {"clip": 0.5, "tied": True, "sequence_parallel": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
     "2bw bf16": Row(TWO_BW | {"dtype": "bfloat16"}, layouts=((2, 1, 1),)),
-    "2bw single gradient buffer": Row(
-        TWO_BW | {"clip": 0.5, "single_gradient_buffer": True, "drains": (4,)}, layouts=((2, 1, 1),)
-    ),
     "pipedream": Row({"schedule": "pipedream", "batches": (1,) * 16}, layouts=((2, 1, 1), (4, 1, 1))),
-    "pipedream, uneven": Row(
-        {"schedule": "pipedream", "batches": (1,) * 16, "layers": 4, "first_layers": 3}, layouts=((2, 1, 1),)
-    ),
     "2bw, uneven": Row(TWO_BW | {"first_layers": 1}, layouts=((2, 1, 1),)),
     "2bw fp16, two in a row": Row(FP16 | {"batches": (2,) * 8, "overflow_batches": (2, 3)}, layouts=((2, 1, 1),)),
     "2bw fp16, before a drain": Row(

@@ -94,6 +94,26 @@ def grid() -> dict[str, Row]:
         "pipedream sequence": Row(
             {"schedule": "pipedream", "batches": (1,) * 12, "sequence_parallel": True}, ((2, 2, 1),), SPREAD
         ),
+        "interleaved tied, clipped, dropout": Row(
+            {"schedule": "interleaved", "v": 2, "tied": True, "clip": 0.5, "dropout": 0.1},
+            layouts=((2, 1, 1),),
+            allowed=CLOSE,
+        ),
+        "interleaved recompute instructions": Row(
+            {"schedule": "interleaved", "v": 2, "recompute": True, "dropout": 0.1, "dtype": "bfloat16"},
+            layouts=((2, 1, 1),),
+        ),
+        "2bw single gradient buffer": Row(
+            {"schedule": "2bw", "batches": EIGHT, "clip": 0.5, "single_gradient_buffer": True, "drains": (4,)},
+            layouts=((2, 1, 1),),
+        ),
+        "pipedream, uneven": Row(
+            {"schedule": "pipedream", "batches": (1,) * 16, "layers": 4, "first_layers": 3}, layouts=((2, 1, 1),)
+        ),
+        "2bw clipped, warm-up, ramp-up": Row(
+            {"schedule": "2bw", "batches": (4, 4, 5, 5, 6, 6, 8, 8), "clip": 0.5, "warmup": 24, "weight_decay": 0.1},
+            P124,
+        ),
     }
     return table
 

@@ -1,0 +1,101 @@
+"""Costs from first principles: what they hold, for whom, and what changes them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron.planner import Architecture, Cluster, Configuration
+from megatron.planner.planner import Planner
+from megatron.planner.software import MEGATRON_CORE, MEGATRON_V3
+from megatron.planner.timing.constants import START
+from megatron.planner.timing.first_principles import FirstPrinciples
+
+SHAPE = Architecture.gpt3(
+    num_layers=48, hidden_size=6144, num_attention_heads=48, sequence_length=2048, vocabulary_size=51200
+)  # fmt: skip
+CLUSTER = Cluster(gpu="A100-80", nodes=4, bandwidth={"between_nodes": 100.0})
+
+
+def configuration(**changes: object) -> Configuration:
+    values = {"tensor": 4, "pipeline": 8, "micro_batch_size": 2, "global_batch_size": 64}
+    return Configuration(**values | changes)
+
+
+def costs(asked: Configuration, *, software=MEGATRON_V3, constants=START, cluster=CLUSTER, shape=SHAPE):
+    model = FirstPrinciples(shape, cluster, software, constants)
+    return model.costs(asked, Planner(shape, cluster).layers(asked))
+
+
+def test_each_stage_has_its_layers_and_the_ends_have_more():
+    even, uneven = costs(configuration()), costs(configuration(layers=(5, 6, 6, 6, 6, 6, 7, 6)))
+    assert even.forward[1] == pytest.approx(even.forward[5])
+    assert even.forward[0] > even.forward[1] and even.forward[7] > even.forward[0]
+    layer = uneven.forward[6] - uneven.forward[5]
+    assert layer == pytest.approx(even.forward[1] / 6, rel=0.05) and uneven.forward[1] == pytest.approx(even.forward[1])
+
+
+def test_recomputation_is_in_the_backward():
+    none, attention, layer = (costs(configuration(recompute=scope)) for scope in ("none", "attention", "layer"))
+    assert none.forward == attention.forward == layer.forward
+    assert none.backward[3] < attention.backward[3] < layer.backward[3]
+    assert layer.backward[3] - none.backward[3] == pytest.approx(none.forward[3], rel=0.02)
+
+
+def test_transfers_are_in_the_times_unless_they_overlap():
+    """The one-way transfers of a microbatch are counted once, wherever they are counted."""
+    shown = costs(configuration(), software=replace(MEGATRON_V3, overlaps_transfers=True))
+    held = costs(configuration())
+    assert shown.forward_bytes > 0 and held.forward_bytes == 0
+    seconds = sum(shown.forward_bytes / rate for rate in shown.bandwidth)
+    assert sum(held.forward) - sum(shown.forward) == pytest.approx(seconds)
+
+
+def test_updates():
+    """Distributed optimizers step a share each; replicas reduce what they hold; nothing is reduced alone."""
+    alone = costs(configuration())
+    assert set(alone.reduce_grad) == {0.0} and alone.reduce_embed > 0
+    shared = [configuration(pipeline=4, data=2, distributed_optimizer=each) for each in (False, True)]
+    whole, split = map(costs, shared)
+    assert split.step[1] == pytest.approx(whole.step[1] / 2)
+    assert whole.reduce_grad[1] == pytest.approx(split.reduce_grad[1]) and whole.reduce_grad[1] > 0
+    hidden = costs(shared[0], software=replace(MEGATRON_CORE, overlaps_gradients=True))
+    assert set(hidden.reduce_grad) == {0.0}
+
+
+def test_moves_of_balanced_activations():
+    near, far = (costs(configuration(schedule="bpipe", rank_mapping=each)) for each in ("pair-adjacent", "standard"))
+    assert set(costs(configuration()).evict) == {0.0}
+    assert 0 < near.evict[0] < far.evict[0]
+
+
+def test_optimized_mapping_is_no_worse_for_edges_and_pairs():
+    asked = configuration(pipeline=4, data=2, schedule="bpipe")
+    by_name = {name: costs(replace(asked, rank_mapping=name)) for name in ("standard", "pair-adjacent", "optimized")}
+    slowest = {name: max(each.evict) for name, each in by_name.items()}
+    assert slowest["optimized"] <= slowest["standard"]
+    assert all(math.isfinite(rate) and rate > 0 for each in by_name.values() for rate in each.bandwidth)
+
+
+def test_the_slower_of_host_and_device_decides():
+    """Tiny layers take as long as their kernels are issued."""
+    tiny = Architecture.gpt3(
+        num_layers=8, hidden_size=64, num_attention_heads=4, sequence_length=64, vocabulary_size=512
+    )  # fmt: skip
+    asked = configuration(tensor=1, micro_batch_size=1, data=4)
+    slow, fast = (costs(asked, shape=tiny, constants=replace(START, launch=each)) for each in (30e-6, 3e-6))
+    assert slow.forward[1] == pytest.approx(10 * fast.forward[1], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("product_efficiency", 0.4), ("memory_efficiency", 0.3), ("tensor_efficiency", 0.2)]
+)
+def test_every_constant_matters(name, value):
+    assert (
+        costs(configuration(), constants=replace(START, **{name: value})).forward[2] > costs(configuration()).forward[2]
+    )
+
+
+def test_refuses_another_number_of_gpus():
+    with pytest.raises(ValueError, match="takes 64 GPUs, the cluster has 32"):
+        costs(configuration(pipeline=16))

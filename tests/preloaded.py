@@ -1,0 +1,13 @@
+"""What every worker of a pool needs, imported once: the server from which workers are forked loads this module."""
+
+import gc
+
+from megatron import backend
+
+backend.install()
+
+import torch._dynamo  # noqa: F401 - the first optimizer would import it
+
+import megatron.training.pretraining  # noqa: F401 - with it torch and all of megatron.core that a case uses
+
+gc.freeze()  # the collection after each case need not look at what was imported

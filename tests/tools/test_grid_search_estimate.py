@@ -1,0 +1,123 @@
+"""tools/grid_search.py estimate, validate and calibrate: what they print and write, and how they end."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.planner import measured
+from tests.planner.published import facts
+from tests.tools.in_process import ROOT, load_tool, runner
+
+tool = load_tool("grid_search")
+
+
+@pytest.fixture
+def run(capsys):
+    return runner(tool, capsys)
+
+
+@pytest.fixture
+def entries(tmp_path):
+    path = tmp_path / "entries.json"
+    vague = measured.BPIPE_TABLE_7[0] | {"id": "vague", "config": {"t": 1, "p": 16, "d": 2}}
+    path.write_text(json.dumps({"entries": [*measured.ALL, vague]}))
+    return path
+
+
+@pytest.fixture
+def feasibility(tmp_path):
+    path = tmp_path / "facts.json"
+    documents = [
+        {"model": "96B", "t": t, "p": p, "d": d, "micro_batch": size, "recompute": scope, "bpipe": bpipe, "fits": fits}
+        for (t, p, d), size, scope, bpipe, fits in facts()
+    ]
+    path.write_text(json.dumps(documents))
+    return path
+
+
+def test_estimate_prints_an_object_a_line(run, entries):
+    status, out, _ = run("estimate", "--entries", entries, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0
+    assert [line["id"] for line in lines] == [*(entry["id"] for entry in measured.ALL), "vague"]
+    found = {line["id"]: line for line in lines}
+    best = found["t4p8d1mb2-attention"]
+    assert best["mfu"] == pytest.approx(0.5064, rel=0.03) and best["seconds"] == pytest.approx(30.95, rel=0.03)
+    assert len(best["memory_gib"]) == 8 and best["verdict"] == "borderline" and best["under_pressure"]
+    assert best["calibrated_on"] == "a100"
+    assert found["vague"] == {
+        "id": "vague", "reason": "config.micro_batch is not given", "calibrated_on": "a100",
+    }  # fmt: skip
+
+
+def test_estimate_prints_a_plain_table_into_a_pipe(run, entries):
+    status, out, _ = run("estimate", "--entries", entries)
+    assert status == 0
+    row = next(line for line in out.splitlines() if line.startswith("t8p4d1mb8-layer"))
+    assert "64.46" in row and row.rstrip().endswith("under pressure")
+    assert "config.micro_batch is not given" in out and "\x1b" not in out
+
+
+def test_estimate_by_simulation(run, tmp_path):
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps([measured.KORTHIKANTI[3]]))
+    results = [
+        json.loads(run("estimate", "--entries", path, "--json", *more)[1])["seconds"] for more in ([], ["--simulate"])
+    ]
+    assert results[0] == pytest.approx(results[1], rel=0.01)
+
+
+def test_validate(run, entries, feasibility):
+    """The bars that these runs belong to are reached, but that of all runs, of which the one under pressure makes half
+    of the error; the table says so, and JSON has the numbers.
+    """
+    status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--rows")
+    assert status == 0
+    table, _, rows = out.partition("\n\n")
+    missed = [line for line in table.splitlines() if " NO" in line]
+    assert len(missed) == 1 and "under pressure or not" in missed[0] and table.count(" yes") >= 5
+    assert "1 of 23 entries cannot be predicted" in rows and "t8p4d1mb8-layer" in rows
+    status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--json")
+    document = json.loads(out)
+    assert status == 0 and document["calibration"] == "a100"
+    by_test = {test["test"]: test for test in document["tests"]}
+    pressed = by_test.pop("BPipe, all runs of GPT-3 96B, under pressure or not")
+    assert pressed["numbers"]["mean_error"] > pressed["numbers"]["mean_time_error"]
+    assert all(test["reached"] for test in by_test.values() if test["bar"])
+    assert len(document["runs"]) == len(measured.ALL) - len(measured.PIPEDREAM_2BW)
+
+
+def test_calibrate_writes_what_estimate_takes(run, entries, tmp_path):
+    output = tmp_path / "mine.json"
+    status, out, _ = run("calibrate", "--entries", entries, "--source", "BPipe", "--output", output)
+    assert status == 0
+    assert "9 of 10 runs are explained" in out and "not explained: t8p4d1mb8-layer" in out
+    status, out, _ = run("estimate", "--entries", entries, "--json", "--calibrated-on", output)
+    assert status == 0 and json.loads(out.splitlines()[0])["calibrated_on"] == "mine"
+    status, out, _ = run("calibrate", "--entries", entries, "--source", "BPipe", "--output", output, "--json")
+    assert json.loads(out)["entries"] == [entry["id"] for entry in measured.BPIPE_TABLE_7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["estimate", "--entries", "{entries}", "--calibrated-on", "b200"], "no calibration 'b200'"),
+        (["estimate", "--entries", "{missing}"], "cannot be read"),
+        (["calibrate", "--entries", "{entries}", "--source", "nobody", "--output", "{missing}"], "0 measured runs"),
+    ],
+)
+def test_faults(run, entries, tmp_path, arguments, message):
+    names = {"entries": entries, "missing": tmp_path / "missing.json"}
+    status, _, err = run(*(each.format(**names) for each in arguments))
+    assert status == 1 and message in err and len(err.splitlines()) == 1
+
+
+def test_starts_without_torch(entries):
+    code = "import sys, grid_search; grid_search.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "estimate", "--entries", str(entries), "--json"],
+        cwd=ROOT / "tools", capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
