@@ -28,9 +28,14 @@ Where the file says TAKES_FLAGS, words that are none of its own are flags of the
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    wanted = next((word for word in words if word in COMMANDS), None)
     parser = command_line.parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
+        if name != wanted:  # what it imports is not waited for
+            commands.add_parser(name, help=summary)
+            continue
         command = importlib.import_module(f"grid_search_commands.{name}")
         subparser = commands.add_parser(
             name, help=summary, description=command.__doc__, allow_abbrev=False,
@@ -38,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run, takes_flags=getattr(command, "TAKES_FLAGS", False))
-    options, options.flags = _parsed(parser, arguments)
+    options, options.flags = _parsed(parser, words)
     return command_line.run(options.run, options)
 
 
-def _parsed(parser, arguments: Sequence[str] | None) -> tuple:
-    options, rest = parser.parse_known_args(arguments)
+def _parsed(parser, words: list[str]) -> tuple:
+    options, rest = parser.parse_known_args(words)
     if rest and not options.takes_flags:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options, [word for word in rest if word != "--"]

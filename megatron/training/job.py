@@ -90,7 +90,8 @@ class Job:
 
     def command(self, configuration: Configuration) -> list[str]:
         """All words after the program, what a run needs and the user has not said filled in."""
-        return [*self.words, *self._stand_ins, *configuration_words(configuration)]
+        topology = ("--rank-topology", "topology.yaml") if configuration.rank_mapping == "optimized" else ()
+        return [*self.words, *self._stand_ins, *configuration_words(configuration), *topology]
 
     def arguments(self, configuration: Configuration) -> argparse.Namespace:
         """What the program's rules make of a configuration. Raises ValueError where they refuse it."""

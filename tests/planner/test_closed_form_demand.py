@@ -58,14 +58,14 @@ def compare(schedule: Schedule, num_microbatches: int) -> None:
 @pytest.mark.parametrize(("name", "virtual", "balance"), CASES)
 def test_closed_form_is_what_programs_demand(name, virtual, balance):
     """Equal, or where it says so an upper bound that is reached with 3p microbatches."""
-    for schedule, num_microbatches in schedules(name, virtual, balance, (1, 2, 4, 5), 3):
+    for schedule, num_microbatches in schedules(name, virtual, balance, (1, 2, 5), 3):
         compare(schedule, num_microbatches)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "virtual", "balance"), CASES)
 def test_closed_form_at_more_ranks(name, virtual, balance):
-    for schedule, num_microbatches in schedules(name, virtual, balance, (3, 6, 7, 8), 5):
+    for schedule, num_microbatches in schedules(name, virtual, balance, (3, 4, 6, 7, 8), 5):
         compare(schedule, num_microbatches)
 
 

@@ -238,3 +238,18 @@ def test_refusals(run, words, status, reason):
     """What is wrong is one sentence, and the exit status says whose fault it is."""
     found, _, err = run(*words)
     assert found == status and reason in err
+
+
+def test_all_commands_are_named_and_one_is_loaded(capsys):
+    """--help names every command; a command is loaded when it is called."""
+    with pytest.raises(SystemExit):
+        tool.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(summary in text for summary in tool.COMMANDS.values())
+    program = (
+        f"import runpy, sys\nsys.argv = [{str(TOOL)!r}, 'search', '--help']\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit:\n    pass\n"
+        "assert 'grid_search_commands.search' in sys.modules and 'grid_search_commands.validate' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)

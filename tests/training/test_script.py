@@ -68,7 +68,8 @@ def test_a_script_in_the_manner_of_megatron(tmp_path, environment):
 
 
 TOKENS = ["a", "--b", "$X", '"$X"', "${X}", "'$X'", '"c d"', "e'f'g", "$X$Y", "h$Y", "${Z:-i}", '"${A[@]}"', "${A[@]}",
-          "$((2 * (N + 1)))", "j\\ k", "l=m", '"n\\"o"', '"$X p"']  # fmt: skip
+          "$((2 * (N + 1)))", "j\\ k", "l=m", '"n\\"o"', '"$X p"', "${A[1]}",
+          '"${A[1]}"', "${Z:-${X}}", '"${Z:-${A[0]}}"', "${Y:-${X}}q"]  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)

@@ -25,6 +25,7 @@ from grid_search_commands.search_script import script_text
 from megatron.planner import Cluster
 from megatron.planner.planner import Planner
 from megatron.planner.search import RANK_MAPPINGS, SCHEDULES, SCOPES, Outcome, Space, Training, search
+from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl, write_whole
 from megatron.planner.timing.calibration import DEFAULT_NAME, NAMES, load_calibration
 from megatron.planner.timing.first_principles import FirstPrinciples
@@ -113,12 +114,15 @@ def run(options: argparse.Namespace) -> int:
             space, planner_of, training, num_simulated=options.simulate, refuse=job.refusal, progress=progress
         )
     seconds = time.perf_counter() - started
+    paper = run_paper_algorithm(planner_of(1), safe_batch=space.largest_batch_size) if options.paper_algorithm else None
     if options.output:
         _write(Path(options.output), outcome, planner_of, model, cluster, space)
     if options.json:
-        print(json.dumps(_as_dict(outcome, options.top, seconds)))
+        print(json.dumps(_as_dict(outcome, options.top, seconds, paper)))
     else:
         _print(outcome, options.top, seconds)
+        if paper is not None:
+            print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
         raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}")
     return 0
@@ -213,8 +217,9 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
         say(f"{count:6}  {reason}")
 
 
-def _as_dict(outcome: Outcome, top: int, seconds: float) -> dict:
+def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
     return {
+        **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
         "num_kept": len(outcome.kept),
         "num_rejected": len(outcome.rejected),
         "seconds": seconds,
@@ -256,6 +261,9 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     if outcome.best:
         script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
         write_whole(folder / "best.sh", script)
+        if outcome.best.choice.rank_mapping == "optimized":
+            topology = cluster.topology.model_dump(mode="json", exclude_none=True)
+            write_whole(folder / "topology.yaml", json.dumps(topology, indent=1) + "\n")
     figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)
     write_whole(folder / "throughput_memory.png", as_png(figure))
     write_whole(folder / "report.html", html_report(outcome, planner_of, title=title, summary=summary, script=script))

@@ -56,12 +56,23 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         f'    exec bash examples/cluster/{launcher} "$this" "$@"',
         "fi",
         "# shellcheck disable=SC2034  # job.sh reads them",
+        *_topology(choice.rank_mapping),
         f"program={job.program} gpu={gpu} num_gpus={cluster.num_gpus}",
         *_assignments(variables),
         *_array("model_args", job.words_of(*_MODEL_GROUPS) + _vocabulary(job)),
         *_array("training_args", training),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _topology(rank_mapping: str) -> list[str]:
+    """The file that an optimized mapping needs: beside the script."""
+    if rank_mapping != "optimized":
+        return []
+    return [
+        "# topology.yaml beside this file has to name the nodes by their host names (docs/placement.md).",
+        'TOPOLOGY="${TOPOLOGY:-$(dirname "${BASH_SOURCE[0]}")/topology.yaml}"',
+    ]
 
 
 def _others(job: Job) -> list[tuple[str, ...]]:

@@ -194,10 +194,10 @@ class _Degrees:
             yield Kept(choice=mapped, estimate=estimate, notes=notes)
 
     def _mappings(self, choice: Choice) -> list[str]:
-        """Another order than the standard one brings pairs that move activations into one node, where it can."""
-        names, node = list(self.space.rank_mappings), self.space.gpus_per_node
-        alike = self.space.num_gpus <= node or choice.tensor >= node or not moves_activations(choice.schedule)
-        return (["standard"] if "standard" in names else names[:1]) if alike else names
+        """`pair-adjacent` is for pairs that move activations; `optimized` comes later (search.py), unless alone."""
+        names = [name for name in self.space.rank_mappings if name != "optimized"] or ["optimized"]
+        matters = self.space.mapping_matters(choice.tensor) and moves_activations(choice.schedule)
+        return names if matters or len(names) == 1 else ["standard"]
 
     def _configuration(self, choice: Choice) -> Configuration:
         return choice.configuration(sequence_parallel=self.sequence_parallel)
@@ -229,4 +229,5 @@ def _place(verdict: Verdict, choice: Choice) -> str:
 
 
 def _gib(verdict: Verdict) -> str:
-    return f"{abs(verdict.spare_gib):.1f} GiB"
+    size = abs(verdict.spare_gib)
+    return f"{size:.1f} GiB" if size >= 0.1 else f"{size:.2g} GiB"

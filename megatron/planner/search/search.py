@@ -15,6 +15,8 @@ from megatron.planner.search.space import Space
 NUM_SIMULATED = 5
 _MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
 
+_WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it has to gain something
+
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
 
@@ -50,7 +52,8 @@ def search(
             else:
                 rejected[each] = None
     report("configurations", len(degrees), len(degrees))
-    ranked, dropped = _simulate_best(sorted(kept, key=_rank), planner_of, num_simulated, report)
+    simulation = _Simulation(space, planner_of, report)
+    ranked, dropped = simulation.best(sorted(kept, key=_rank), num_simulated)
     return Outcome(kept=tuple(ranked), rejected=(*rejected, *dropped))
 
 
@@ -58,26 +61,47 @@ def _rank(each: Kept) -> tuple:
     return -each.sequences_per_second, each.choice.key
 
 
-def _simulate_best(
-    kept: list[Kept], planner_of: Callable[[int], Planner], count: int | None, report: Progress
-) -> tuple[list[Kept], list[Rejected]]:
-    """Those that were simulated in their order, then the rest in theirs; and what cannot be simulated."""
-    simulated: list[Kept] = []
-    dropped: list[Rejected] = []
-    rest, total, done = iter(kept), NUM_SIMULATED if count is None else count, 0
-    for each in rest:
-        configuration = each.estimate.configuration
-        done += _computations(configuration)
-        if len(simulated) == total or (count is None and simulated and done > _MOST_COMPUTATIONS):
-            return [*sorted(simulated, key=_rank), each, *rest], dropped
-        report("simulations", len(simulated), total)
-        try:
-            estimate = planner_of(configuration.tensor).estimate(configuration, simulate=True)
-        except ValueError as error:
-            dropped.append(Rejected(choice=each.choice, reason=rules.clause(error)))
-            continue
-        simulated.append(replace(each, estimate=estimate, is_simulated=True))
-    return sorted(simulated, key=_rank), dropped
+class _Simulation:
+    """Proves and simulates the best, and the best mapping of each of them."""
+
+    def __init__(self, space: Space, planner_of: Callable[[int], Planner], report: Progress) -> None:
+        self.space, self.planner_of, self.report = space, planner_of, report
+        self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
+
+    def best(self, kept: list[Kept], count: int | None) -> tuple[list[Kept], list[Rejected]]:
+        """Those that were simulated in their order, then the rest in theirs; and what cannot be simulated."""
+        simulated: list[Kept] = []
+        dropped: list[Rejected] = []
+        rest, total, computations = iter(kept), NUM_SIMULATED if count is None else count, 0
+        num_done = 0
+        for each in rest:
+            computations += _computations(each.estimate.configuration)
+            if num_done == total or (count is None and num_done and computations > _MOST_COMPUTATIONS):
+                return [*sorted(simulated, key=_rank), each, *rest], dropped
+            self.report("simulations", num_done, total)
+            try:
+                simulated.append(self._simulated(each))
+                simulated += map(self._simulated, self._optimized(each))
+                num_done += 1
+            except ValueError as error:
+                dropped.append(Rejected(choice=each.choice, reason=rules.clause(error)))
+        return sorted(simulated, key=_rank), dropped
+
+    def _simulated(self, each: Kept) -> Kept:
+        planner = self.planner_of(each.choice.tensor)
+        estimate = planner.estimate(each.estimate.configuration, simulate=True)
+        return replace(each, estimate=estimate, is_simulated=True)
+
+    def _optimized(self, each: Kept) -> list[Kept]:
+        """The same with the mapping that takes least transfer time, where the closed form expects a gain."""
+        choice = each.choice
+        if not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
+            return []
+        configuration = replace(each.estimate.configuration, rank_mapping="optimized")
+        estimate = self.planner_of(choice.tensor).estimate(configuration)
+        if estimate.seconds > each.estimate.seconds * (1 - _WORTH_A_FILE):
+            return []
+        return [replace(each, choice=replace(choice, rank_mapping="optimized"), estimate=estimate)]
 
 
 def _computations(configuration: Configuration) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megatron.pipeline.schedules import ORDERS, PRESETS
 from megatron.pipeline.schedules.orders import BALANCED_PRESETS
 from megatron.placement.bandwidth import RecomputeScope
+from megatron.placement.mapping import NAMES
 
 _BALANCED = "+balance"
 SCHEDULES = (*PRESETS, f"2bw{_BALANCED}", f"interleaved{_BALANCED}")
@@ -14,7 +15,8 @@ SCHEDULES = (*PRESETS, f"2bw{_BALANCED}", f"interleaved{_BALANCED}")
 SCOPES = tuple(RecomputeScope)
 """In the order of BPipe, section 4.2: each recomputes more than the one before."""
 
-RANK_MAPPINGS = ("standard", "pair-adjacent")
+RANK_MAPPINGS = NAMES
+"""`optimized` takes a search of its own, so it is tried for the best of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Space:
     def __post_init__(self) -> None:
         for known, names, what in (
             (SCHEDULES, self.schedules, "schedule"),
-            (RANK_MAPPINGS, self.rank_mappings, "rank mapping that a search can weigh"),
+            (RANK_MAPPINGS, self.rank_mappings, "rank mapping"),
         ):
             for name in names:
                 if name not in known:
@@ -65,6 +67,10 @@ class Space:
                 f"the maximum safe batch of {self.safe_batch_size} sequences is below the batch of "
                 f"{self.global_batch_size}; raise one or lower the other"
             )
+
+    def mapping_matters(self, tensor: int) -> bool:
+        """Whether another order of ranks brings others together: not on one node, nor where tensor ranks fill each."""
+        return self.gpus_per_node < self.num_gpus and tensor < self.gpus_per_node
 
     @property
     def largest_batch_size(self) -> int:

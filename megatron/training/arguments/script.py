@@ -4,9 +4,9 @@ Problem: Megatron's users keep their models in shell scripts, as arrays and stri
 Running such a script to see the flags would start a job.
 
 Solution: of the shell, what those scripts are made of is understood: assignments of words, strings and arrays (also
-with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME:-default}` and `$((arithmetic))`. Names that the script does not set
-are taken from the environment, and otherwise left as they stand. What stands in `if`, `case`, loops and functions is
-not read, nor what is sourced or made by a command; the notes say so.
+with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[0]}`, `${NAME:-default}` and `$((arithmetic))`. Names that the
+script does not set are taken from the environment, and otherwise left as they stand. What stands in `if`, `case`, loops
+and functions is not read, nor what is sourced or made by a command; the notes say so.
 """
 
 import ast
@@ -15,11 +15,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.training.arguments.shell import ASSIGNMENT, NAME, SUM, Part, Word, logical_lines
+from megatron.training.arguments.shell import ASSIGNMENT, DEFAULT, NAME, SUM, Part, Word, logical_lines
 
 _EXPANSION = re.compile(
     rf"{SUM}"
-    rf"|\$\{{(?P<braced>{NAME})(?P<all>\[[@*]\])?(?:(?P<how>:?[-=])(?P<default>[^}}]*))?\}}"
+    rf"|\$\{{(?P<braced>{NAME})(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=])(?P<default>{DEFAULT}))?\}}"
     rf"|\$(?P<name>{NAME})"
 )
 _PREFIXES = frozenset({"export", "readonly", "local", "declare", "exec", "nohup", "time", "eval"})
@@ -115,7 +115,8 @@ class _Shell:
     def _expand(self, word: Word) -> list[str]:
         """A word's words: an unquoted variable is split at spaces, a quoted array gives each of its own."""
         only = word.parts[0] if len(word.parts) == 1 else None
-        if only and only.is_quoted and only.expands and (match := _EXPANSION.fullmatch(only.text)) and match["all"]:
+        match = _EXPANSION.fullmatch(only.text) if only and only.is_quoted and only.expands else None
+        if match and match["index"] in ("@", "*"):
             values = self._value(match["braced"])
             if values is not None:
                 return list(values)
@@ -138,7 +139,9 @@ class _Shell:
     def _replacement(self, match: re.Match) -> str:
         if match["sum"] is not None:
             return self._arithmetic(match["sum"], written=match.group())
-        values, how = self._value(match["braced"] or match["name"]), match["how"] or ""
+        values, how, index = self._value(match["braced"] or match["name"]), match["how"] or "", match["index"] or "@"
+        if values is not None and index.isdigit():
+            values = values[int(index) : int(index) + 1]
         if how and (values is None or (how.startswith(":") and not "".join(values))):
             return self._text(Part(match["default"], True, True))
         return match.group() if values is None else " ".join(values)

@@ -12,7 +12,8 @@ _REDIRECTION = re.compile(r"\d?>&\d|&>>?|\d?>>?|<|&&|\|\|?&?|;;?|&")
 SUM = r"\$\(\((?P<sum>(?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)"  # with parentheses in parentheses
 _SUM = re.compile(SUM)
 _QUOTED = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
-_PLAIN = re.compile(r"\$\{[^}]*\}|\$?[^\s'\"\\$;|&<>()]+|.", re.DOTALL)
+DEFAULT = r"(?:[^{}]|\$\{[^{}]*\})*"  # which may hold another variable
+_PLAIN = re.compile(rf"\$\{{{DEFAULT}\}}" + r"|\$?[^\s'\"\\$;|&<>()]+|.", re.DOTALL)
 
 
 @dataclass(frozen=True)

