@@ -1,6 +1,6 @@
 """The pictures of docs/scaling.md, from the data of `scaling.py`; each has one message, which is its title."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ _MEMORY = {
     "weights": "#7c97c4", "gradients": "#8dbb86", "optimizer": "#b9b9b9", "activations": "#f2b66d",
     "workspace": "#d7c9a6", "transfers": "#c65b52",
 }  # fmt: skip
-_CAPACITY = 79.25  # GiB of the GPU
+_CAPACITY, _HIGHEST = 79.25, 118  # GiB: of the GPU, of the picture
 
 
 def draw_all(data: dict, folder: Path) -> None:
@@ -52,7 +52,12 @@ def _models(panels: "list[Axes]") -> "Iterator[tuple[study.Model, Axes]]":
         yield model, axes
 
 
-def _gpus(axes: "Axes", ticks: list[int]) -> None:
+def _gpus(axes: "Axes", counts: Sequence[int]) -> None:
+    """A logarithmic axis with as many of these numbers below it as are legible."""
+    ticks = []
+    for count in reversed(counts):
+        if not ticks or count * 1.6 < ticks[-1]:
+            ticks.append(count)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{each:,}" for each in ticks], rotation=45, fontsize=7.5)
     axes.minorticks_off()
@@ -117,11 +122,11 @@ def _memory(data: dict) -> "Figure":
             for part, colour in _MEMORY.items():
                 axes.bar(place, row["parts"][part], 0.8, bottom=foot, color=colour, label=part if not place else None)
                 foot += row["parts"][part]
-            if foot > 118:
-                axes.text(place, 119, f"{foot:.0f}", ha="center", va="bottom", fontsize=7)
+            if foot > _HIGHEST:
+                axes.text(place, _HIGHEST - 2, f"{foot:.0f}", ha="center", va="top", fontsize=7)
         axes.axhline(_CAPACITY, color="#c8102e", linewidth=1, linestyle="--")
         axes.set_xticks(range(len(study.REMEMBERED)), study.REMEMBERED, rotation=90, fontsize=7.5)
-        axes.set_ylim(0, 118)
+        axes.set_ylim(0, _HIGHEST)
         axes.set_xlabel(f"{rows['flush']['gpus']:,} GPUs", fontsize=8.5)
     panels[0].set_ylabel("GiB; dashed: an A100-80", fontsize=8.5)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -154,15 +159,17 @@ def _traffic(data: dict) -> "Figure":
 
 
 def _best(data: dict) -> "Figure":
-    figure, panels = _figure(11, 3.4, 4, "The best split of each schedule: where 2bw, interleaved and bpipe win")
+    title = "The best t, p, v, microbatch and recompute scope of each schedule: where 2bw, interleaved and bpipe win"
+    figure, panels = _figure(11, 3.4, 4, title)
     for model, axes in zip(study.MODELS, panels, strict=True):
-        axes.set_title(f"GPT {model.name}: any t, p, v, microbatch, recompute", fontsize=8.5, loc="left")
+        axes.set_title(f"GPT {model.name}", fontsize=9, loc="left")
+        axes.set_ylim(15, 65)
         for schedule in study.SEARCHED:
             found = [row for row in data["best"] if (row["model"], row["schedule"]) == (model.name, schedule)]
             style = {"color": _COLOURS[schedule], "marker": "o", "markersize": 3.5, "linewidth": 1.5, "label": schedule}
             dashes = "--" if "balance" in schedule or schedule == "bpipe" else "-"
             axes.plot([row["gpus"] for row in found], [100 * row["mfu"] for row in found], linestyle=dashes, **style)
-        _gpus(axes, list(model.searched))
+        _gpus(axes, model.searched)
     panels[0].set_ylabel("MFU, %", fontsize=8.5)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)

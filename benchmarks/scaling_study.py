@@ -235,7 +235,7 @@ def best(model: Model, num_gpus: int) -> list[dict]:
     planner = planner_of(model, num_gpus)
     space = Space(
         num_gpus=num_gpus, gpus_per_node=GPUS_PER_NODE, global_batch_size=model.global_batch_size, schedules=SEARCHED,
-        micro_batch_sizes=(1, 2, 4, 8), distributed_optimizer=(True,), avoids_pressure=True,
+        micro_batch_sizes=(1, 2, 4, 8), distributed_optimizer=(True,), avoids_pressure=True, early_stopping=False,
     )  # fmt: skip
     outcome = search(space, lambda _: planner, Training(), num_simulated=0)
     rows = []
