@@ -11,6 +11,7 @@ SHOWN = {
     "1T": (1, 8, 16, 24, 32),
 }
 """Numbers of replicas that tables show."""
+_FLUSHING = ("flush", "interleaved", "bpipe", "interleaved+balance")
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -141,14 +142,14 @@ def conclusions(data: dict) -> str:
         for name, group in groupby(winners, key=lambda each: each[1]):
             counts = [f"{num_gpus:,}" for num_gpus, _ in group]
             parts.append(f"`{name}` on {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else ""))
-        gains = {each: _gain(rows, ("flush", "interleaved"), ("2bw", "2bw+balance")) for each, rows in found.items()}
+        gains = {each: _gain(rows, _FLUSHING, ("2bw", "2bw+balance")) for each, rows in found.items()}
         most = max((gain, num_gpus) for num_gpus, gain in gains.items() if gain is not None)
         moved = {each: _gain(rows, ("flush",), ("bpipe",)) for each, rows in found.items()}
-        better = [f"{100 * gain:.1f}% on {each:,}" for each, gain in moved.items() if gain is not None and gain > 0]
+        better = [f"{100 * gain:.1f}% on {each:,}" for each, gain in moved.items() if gain is not None and gain > 0.005]
         gain, where = most
-        verdict = "`bpipe` never beats `flush`."
+        verdict = "`bpipe` never beats `flush` by more than 0.5%."
         if better:
-            verdict = f"`bpipe` is faster than `flush` by {' and '.join(better)} GPUs."
+            verdict = f"`bpipe` is faster than `flush` by {', '.join(better)} GPUs."
         lines.append(
             f"- **{model.name}.** The fastest: {', '.join(parts)} GPUs. The best of 2bw is at most {100 * gain:.0f}% "
             f"faster than the best that flushes, on {where:,} GPUs. {verdict}"
