@@ -111,7 +111,7 @@ def traffic(data: dict) -> str:
             cells = []
             for schedule, kind in kinds:
                 sent = of[replicas, schedule].get("sent_gb")
-                cells.append("refused" if sent is None else f"{sent[kind]:.3g}")
+                cells.append("refused" if sent is None else f"{sent[kind]:{',.0f' if sent[kind] >= 100 else '.3g'}}")
             rows.append([model.name, f"{row['gpus']:,}", *cells, f"{row['sent_gb']['replicas'] / row['seconds']:.2g}"])
     heads = ["", "GPUs", "tensor", "stages, flush", "stages, interleaved", "moves, bpipe", "replicas", "replicas, GB/s"]
     return table(heads, rows)
