@@ -31,15 +31,24 @@ def forward_step(data_iterator, model):
     return output, partial(bert_loss, batch.get("loss_mask"), batch.get("is_random"))
 
 
+def parts() -> dict:
+    """What a run is put together from; see `megatron.training.assembly.assemble`."""
+    from megatron.training.bert_data import bert_fields, build_bert_datasets, loss_names
+
+    return {
+        "model_provider": model_provider,
+        "forward_step": forward_step,
+        "datasets_provider": build_bert_datasets,
+        "fields_provider": bert_fields,
+        "loss_names": loss_names,
+    }
+
+
 def main(args: Namespace, stop, started: float) -> None:
     """Train as the flags say."""
-    from megatron.training.bert_data import bert_fields, build_bert_datasets, loss_names
     from megatron.training.pretraining import pretrain
 
-    pretrain(
-        args, stop, started, model_provider=model_provider, forward_step=forward_step,
-        datasets_provider=build_bert_datasets, fields_provider=bert_fields, loss_names=loss_names,
-    )  # fmt: skip
+    pretrain(args, stop, started, **parts())
 
 
 if __name__ == "__main__":

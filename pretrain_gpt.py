@@ -29,14 +29,18 @@ def forward_step(data_iterator, model):
     return output, partial(language_model_loss, loss_mask)
 
 
+def parts() -> dict:
+    """What a run is put together from; see `megatron.training.assembly.assemble`."""
+    from megatron.training.datasets import build_datasets
+
+    return {"model_provider": model_provider, "forward_step": forward_step, "datasets_provider": build_datasets}
+
+
 def main(args: Namespace, stop, started: float) -> None:
     """Train as the flags say."""
-    from megatron.training.datasets import build_datasets
     from megatron.training.pretraining import pretrain
 
-    pretrain(
-        args, stop, started, model_provider=model_provider, forward_step=forward_step, datasets_provider=build_datasets
-    )
+    pretrain(args, stop, started, **parts())
 
 
 if __name__ == "__main__":

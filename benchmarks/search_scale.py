@@ -4,11 +4,11 @@
     python benchmarks/search_scale.py --models 13B 134B --repeat 3
 
 GPT-3s of growing size on A100 80 GB, all schedules and choices, as `tools/grid_search.py search` does it. One line for
-each: its choices (kept and rejected), the CPU seconds to explore them and microseconds for each, and the seconds to
-prove and simulate the best. CPU seconds, since it is one thread that waits for nothing: so the figures hold on a busy
-machine, too. "command" is the wall clock of the whole command, interpreter and imports included. The last line fits
-exploring seconds = c * choices ** e over all models; e = 1 is linear growth. Where the output is no terminal, it is one
-JSON object.
+each: its choices (kept and rejected), the stages of all configurations whose memory or time was estimated, the CPU
+seconds to explore and microseconds for each of those stages, and the seconds to prove and simulate the best. CPU
+seconds, since it is one thread that waits for nothing: so the figures hold on a busy machine, too. "command" is the
+wall clock of the whole command, interpreter and imports included. The last line fits exploring seconds = c * stages **
+e over all models; e = 1 is linear growth. Where the output is no terminal, it is one JSON object.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.program_scale import exponent
-from megatron.planner import Architecture, Cluster, load_cluster
+from megatron.planner import Architecture, Cluster, Configuration, RankMemory, load_cluster
 from megatron.planner.planner import Planner
 from megatron.planner.search import Outcome, Space, Training, search
 from megatron.planner.timing.calibration import default_constants
@@ -53,6 +53,7 @@ class Measurement:
     num_gpus: int
     num_kept: int
     num_rejected: int
+    num_stages: int
     num_simulated: int
     explore_seconds: float
     simulate_seconds: float
@@ -73,26 +74,37 @@ def measure(name: str, repeat: int, *, command: bool) -> Measurement:
     space = Space(num_gpus=cluster.num_gpus, gpus_per_node=8, global_batch_size=batch)
     explore, simulate = [], []
     for _ in range(repeat):
-        explored, _ = _seconds_of_search(shape, cluster, space, num_simulated=0)
-        total, outcome = _seconds_of_search(shape, cluster, space, num_simulated=None)
+        explored, _, num_stages = _search(shape, cluster, space, num_simulated=0)
+        total, outcome, _ = _search(shape, cluster, space, num_simulated=None)
         explore.append(explored)
         simulate.append(max(0.0, total - explored))
     return Measurement(
-        name, cluster.num_gpus, len(outcome.kept), len(outcome.rejected),
+        name, cluster.num_gpus, len(outcome.kept), len(outcome.rejected), num_stages,
         sum(each.is_simulated for each in outcome.kept), min(explore), min(simulate),
         _command_seconds(name) if command else None,
     )  # fmt: skip
 
 
-def _seconds_of_search(
+class _Counting(Planner):
+    """Counts the stages that it estimates."""
+
+    num_stages = 0
+
+    def memory(self, configuration: Configuration, *args: object, **choices: object) -> tuple[RankMemory, ...]:
+        self.num_stages += configuration.num_stages
+        return super().memory(configuration, *args, **choices)
+
+
+def _search(
     shape: Architecture, cluster: Cluster, space: Space, *, num_simulated: int | None
-) -> tuple[float, Outcome]:
+) -> tuple[float, Outcome, int]:
+    """CPU seconds, what was found, and the stages that were estimated."""
     _clear()
-    planner = Planner(shape, cluster, FirstPrinciples(shape, cluster, constants=default_constants()))
+    planner = _Counting(shape, cluster, FirstPrinciples(shape, cluster, constants=default_constants()))
     gc.collect()
     start = time.process_time()
     outcome = search(space, lambda _: planner, Training(), num_simulated=num_simulated)
-    return time.process_time() - start, outcome
+    return time.process_time() - start, outcome, planner.num_stages
 
 
 def _clear() -> None:
@@ -129,25 +141,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def show(measurements: list[Measurement], slope: float | None) -> None:
     """A table, and the fit below it."""
     table = Table(title="searches on A100 80 GB")
-    for column in ("GPT-3", "GPUs", "choices", "kept", "explore s", "us each", "simulated", "simulate s", "command s"):
+    for column in (
+        "GPT-3",
+        "GPUs",
+        "choices",
+        "kept",
+        "stages",
+        "explore s",
+        "us each",
+        "simulated",
+        "simulate s",
+        "command s",
+    ):
         table.add_column(column, justify="right")
     for each in measurements:
         table.add_row(
-            each.model, str(each.num_gpus), f"{each.num_choices:,}", f"{each.num_kept:,}",
-            f"{each.explore_seconds:.2f}", f"{1e6 * each.explore_seconds / each.num_choices:.0f}",
+            each.model, str(each.num_gpus), f"{each.num_choices:,}", f"{each.num_kept:,}", f"{each.num_stages:,}",
+            f"{each.explore_seconds:.2f}", f"{1e6 * each.explore_seconds / each.num_stages:.0f}",
             str(each.num_simulated), f"{each.simulate_seconds:.2f}",
             "" if each.command_seconds is None else f"{each.command_seconds:.1f}",
         )  # fmt: skip
     console = Console()
     console.print(table)
     if slope is not None:
-        console.print(f"exploring seconds ~ choices ** {slope:.2f}")
+        console.print(f"exploring seconds ~ stages ** {slope:.2f}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     measurements = [measure(name, args.repeat, command=not args.no_command) for name in args.models]
-    sizes, seconds = zip(*((each.num_choices, each.explore_seconds) for each in measurements), strict=True)
+    sizes, seconds = zip(*((each.num_stages, each.explore_seconds) for each in measurements), strict=True)
     slope = exponent(sizes, seconds) if len(set(sizes)) > 1 else None
     if sys.stdout.isatty():
         show(measurements, slope)

@@ -20,6 +20,7 @@ COMMANDS = {
     "estimate": "predict given configurations",
     "validate": "hold the planner against published results",
     "calibrate": "fit the time model to measured runs",
+    "measure": "run configurations, and put measured beside predicted",
 }
 """Name and summary; `grid_search_commands/NAME.py` has add_arguments(parser) and run(options).
 

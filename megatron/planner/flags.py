@@ -24,7 +24,10 @@ def configuration_words(configuration: Configuration) -> tuple[str, ...]:
         "--rank-mapping": configuration.rank_mapping,
     }
     words = [str(part) for pair in sizes.items() for part in pair]
-    if configuration.virtual > 1:
+    if configuration.layers is not None and configuration.num_stages > 1:  # the layout says how many stages there are
+        stages = "|".join("t" * count for count in configuration.layers)
+        words += ["--pipeline-model-parallel-layout", f"E{stages}L"]
+    elif configuration.virtual > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(configuration.virtual)]
     if configuration.balance and configuration.schedule not in BALANCED_PRESETS:
         words.append("--balance-activations")

@@ -25,8 +25,8 @@ PROGRAMS = {
 }
 """By architecture: the program and its defaults."""
 
-_CHOSEN_GROUPS = frozenset({"recompute", "dry run"})
-_CHOSEN = frozenset({
+CHOSEN_GROUPS = frozenset({"recompute", "dry run"})
+CHOSEN = frozenset({
     "micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
@@ -70,8 +70,8 @@ class Job:
         kept, dropped = [], []
         for group, flag in _flags():
             if flag.dest in given.given:
-                chosen = flag.dest in _CHOSEN or group in _CHOSEN_GROUPS
-                (dropped if chosen else kept).append(_written(flag, given))
+                chosen = flag.dest in CHOSEN or group in CHOSEN_GROUPS
+                (dropped if chosen else kept).append(written(flag, given))
         job = cls(
             architecture=architecture,
             words=tuple(word for each in kept for word in each),
@@ -133,7 +133,7 @@ class Job:
         """The flags that stay of these groups of docs/flags.md, a tuple each; without any: of all groups that do not
         say where things are."""
         return [
-            _written(flag, self._given)
+            written(flag, self._given)
             for group, flag in _flags()
             if flag.dest in self._given.given and (group in groups if groups else _is_portable(group, flag))
         ]
@@ -191,7 +191,8 @@ def _is_portable(group: str, flag: Flag) -> bool:
     return group not in _PLACES or flag.dest in _SHAPE
 
 
-def _written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:
+def written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:
+    """A flag that was given, as words."""
     if flag.stores is not None:
         return (flag.name,)
     value = getattr(args, flag.dest, None)

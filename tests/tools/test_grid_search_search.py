@@ -57,6 +57,17 @@ def test_a_table_and_json(run):
     assert content["num_kept"] > 3 < content["num_rejected"]
 
 
+def test_progress_is_for_terminals(run, monkeypatch):
+    """A bar on standard error while that is a terminal; standard output stays what it is."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    status, out, err = run(*CLUSTER, *GPT, *QUICK, "--json")
+    assert status == 0 and json.loads(out)["best"]
+    assert "configurations" in err and "simulations" in err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert "configurations" not in run(*CLUSTER, *GPT, *QUICK, "--json")[2]
+
+
 def test_files(run, tmp_path):
     """--output makes a folder with everything; the tables and the page agree with what is printed."""
     status, out, err = run(*CLUSTER, *GPT, *QUICK, "--json", "--output", tmp_path / "plan")
@@ -97,11 +108,16 @@ MODELS = {
          "--transformer-impl", "local"],
         "A100-80",
     ),
+    "cpu": (
+        ["--num-layers", 8, "--hidden-size", 256, "--num-attention-heads", 8, "--seq-length", 128, "--vocab-size", 1000,
+         "--global-batch-size", 16, "--cluster", "cpu"],
+        "2.0",
+    ),
     "ramp-up": ([*GPT, *CLUSTER, "--rampup-batch-size", 16, 16, 1000, "--schedules", "flush,interleaved"], "V100-16"),
 }  # fmt: skip
 
 
-FULL = ("interleaved", "balanced", "ramp-up")
+FULL = ("bert", "interleaved", "balanced", "cpu", "ramp-up")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in FULL)) for n in MODELS])

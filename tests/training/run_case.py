@@ -41,15 +41,7 @@ def program_parts(name: str) -> tuple[dict, dict]:
     """(defaults, options of `assemble`) of pretrain_gpt.py or pretrain_bert.py."""
     sys.path.insert(0, str(ROOT))
     program = importlib.import_module(name)
-    shared = {"model_provider": program.model_provider, "forward_step": program.forward_step}
-    if name == "pretrain_gpt":
-        from megatron.training.datasets import build_datasets
-
-        return {}, {**shared, "datasets_provider": build_datasets}
-    from megatron.training.bert_data import bert_fields, build_bert_datasets, loss_names
-
-    own = {"datasets_provider": build_bert_datasets, "fields_provider": bert_fields, "loss_names": loss_names}
-    return program.DEFAULTS, {**shared, **own}
+    return getattr(program, "DEFAULTS", {}), program.parts()
 
 
 def train_case(

@@ -20,26 +20,25 @@ from pathlib import Path
 
 import command_line
 
-from grid_search_commands.search_inputs import ModelInput, cluster_names, read_cluster, read_model
+from grid_search_commands.search_inputs import ModelInput, add_model_arguments, cluster_names, read_cluster, read_model
 from grid_search_commands.search_script import script_text
 from megatron.planner import Cluster
+from megatron.planner.files import write_whole
 from megatron.planner.planner import Planner
+from megatron.planner.profile import load_profile
 from megatron.planner.search import RANK_MAPPINGS, SCHEDULES, SCOPES, Outcome, Space, Training, search
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
-from megatron.planner.search.records import kept_record, write_csv, write_jsonl, write_whole
+from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.timing.calibration import DEFAULT_NAME, NAMES, load_calibration
 from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.timing.profiled import ProfiledCosts
 
 TAKES_FLAGS = True  # those of the training programs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model", "Besides these, every flag of pretrain_gpt.py or pretrain_bert.py.")
-    model.add_argument(
-        "--model-script", metavar="FILE", help="shell script that runs a training program; it is read, not run"
-    )
-    model.add_argument("--model-yaml", metavar="FILE", help="flags by name: num_layers: 24; switches are true")
-    model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
+    add_model_arguments(model)
     model.add_argument("--precision", choices=("bf16", "fp16", "fp32"),
                        help="default: --bf16 or --fp16 among the flags, or what suits the processor")  # fmt: skip
     cluster = parser.add_argument_group("cluster")
@@ -49,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--gpus-per-node", type=command_line.count, metavar="N", help="likewise")
     cluster.add_argument("--calibrated-on", default=DEFAULT_NAME, metavar="NAME|FILE",
                          help=f"constants of the time model: {', '.join(NAMES)}, or a file of `calibrate`")  # fmt: skip
+    cluster.add_argument("--predict-from", metavar="FILE",
+                         help="a profile of tools/profile_model.py, in place of the time model")  # fmt: skip
     cluster.add_argument("--network", type=command_line.positive, metavar="GB/s",
                          help="of one node, in one direction; likewise")  # fmt: skip
     space = parser.add_argument_group("space", "What is considered; lists are separated by commas.")
@@ -94,12 +95,17 @@ def run(options: argparse.Namespace) -> int:
     job = model.job
     space = _space(options, model, cluster)
     constants = load_calibration(options.calibrated_on).fitted
+    profile = None if options.predict_from is None else load_profile(options.predict_from)
     planners: dict[int, Planner] = {}
 
     def planner_of(tensor: int) -> Planner:
         if tensor not in planners:
             shape = job.shape(tensor)
-            cost_model = FirstPrinciples(shape, cluster, job.software, constants)
+            cost_model = (
+                FirstPrinciples(shape, cluster, job.software, constants)
+                if profile is None
+                else ProfiledCosts(profile, shape, job.software)
+            )
             planners[tensor] = Planner(shape, cluster, cost_model, job.software)
         return planners[tensor]
 

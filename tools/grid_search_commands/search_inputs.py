@@ -51,11 +51,18 @@ class ModelInput:
     notes: tuple[str, ...]
 
 
-def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
-    """The model of --model-script or --model-yaml, and of flags of the training programs, which come last.
+def add_model_arguments(model: argparse.ArgumentParser) -> None:
+    """How a model may be given, besides by flags of the training programs."""
+    model.add_argument(
+        "--model-script", metavar="FILE", help="shell script that runs a training program; it is read, not run"
+    )
+    model.add_argument("--model-yaml", metavar="FILE", help="flags by name: num_layers: 24; switches are true")
+    model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
 
-    Raises ValueError.
-    """
+
+def read_words(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
+    """Flags of a training program, from --model-script or --model-yaml and from the command line; the architecture, and
+    lines for the user. Raises ValueError."""
     words, notes, architecture = [], [], options.architecture
     if options.model_script is not None and options.model_yaml is not None:
         raise ValueError("--model-script and --model-yaml exclude each other; keep one")
@@ -66,8 +73,15 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
     elif options.model_yaml is not None:
         words, named = _words_of_yaml(options.model_yaml)
         architecture = architecture or named
-    words += options.flags
-    architecture = architecture or "gpt"
+    return [*words, *options.flags], architecture or "gpt", notes
+
+
+def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
+    """The model of --model-script or --model-yaml, and of flags of the training programs, which come last.
+
+    Raises ValueError.
+    """
+    words, architecture, notes = read_words(options)
     words, assumed = _for_processor(words, options, cluster)
     job = Job.read(words, architecture=architecture, platform=platform_of(cluster))
     notes += assumed

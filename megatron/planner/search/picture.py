@@ -53,8 +53,7 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
         )  # fmt: skip
     axes.set_xlabel(f"memory of the fullest GPU, GiB (of {memory_gib:g}; shaded: the last {BORDERLINE:.0%})")
     axes.set_ylabel("sequences per second")
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.12)
+    axes.set_ylim(0, 1.12 * max((each.sequences_per_second for each in outcome.kept), default=1.0))
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7.5, loc="lower left", ncols=2)

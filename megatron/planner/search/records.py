@@ -3,19 +3,18 @@
 import csv
 import io
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from megatron.planner.files import write_whole
 from megatron.planner.memory import GIB
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 
 CHOICES = tuple(field.name for field in fields(Choice))
 FIELDS = (
-    "rank", "status", *CHOICES, "num_microbatches", "iteration_seconds", "sequences_per_second", "mfu", "bubble",
-    "memory_gib", "spare_gib", "verdict", "is_simulated", "reason", "notes",
+    "rank", "status", *CHOICES, "sequence_parallel", "num_microbatches", "iteration_seconds", "sequences_per_second",
+    "mfu", "bubble", "memory_gib", "spare_gib", "verdict", "is_simulated", "reason", "notes",
 )  # fmt: skip
 
 
@@ -26,6 +25,7 @@ def kept_record(each: Kept, rank: int) -> dict:
         "rank": rank,
         "status": "kept",
         **_choice(each.choice),
+        "sequence_parallel": estimate.configuration.sequence_parallel,
         "num_microbatches": estimate.configuration.num_microbatches,
         "iteration_seconds": estimate.seconds,
         "sequences_per_second": each.sequences_per_second,
@@ -66,22 +66,6 @@ def write_csv(outcome: Outcome, path: Path) -> None:
     for each in records(outcome):
         writer.writerow({**each, "notes": "; ".join(each.get("notes", ()))})
     write_whole(path, text.getvalue())
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that nobody sees a part of it: beside its place, then renamed."""
-    data = content.encode() if isinstance(content, str) else content
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _choice(choice: Choice) -> dict:

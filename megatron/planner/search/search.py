@@ -1,5 +1,6 @@
 """Search a space, rank what fits in closed form, and simulate the very programs of the best."""
 
+import heapq
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from megatron.planner.search.space import Space
 NUM_SIMULATED = 5
 _MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
 
+_MOST_TURNS = 4  # simulations for each of the best, at most
 _WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it has to gain something
 
 Progress = Callable[[str, int, int], None]
@@ -36,7 +38,8 @@ def search(
         space: what is considered.
         planner_of: the planner for a tensor parallel size.
         training: what the flags exclude.
-        num_simulated: how many of the best are proved and simulated; None: 5, or fewer where programs are large.
+        num_simulated: of how many of the best the very programs are proved and simulated; None: 5, or fewer where
+            programs are large.
         refuse: why the training program would refuse a configuration.
         progress: is told how far the search is.
     """
@@ -69,23 +72,41 @@ class _Simulation:
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
 
     def best(self, kept: list[Kept], count: int | None) -> tuple[list[Kept], list[Rejected]]:
-        """Those that were simulated in their order, then the rest in theirs; and what cannot be simulated."""
-        simulated: list[Kept] = []
+        """All by their times, of which the first `count` are simulated; and what cannot be simulated.
+
+        A simulation may take longer than the closed form said, and then the next one has its turn. Where programs are
+        large not all turns are taken, and the fastest that was simulated stands first.
+        """
+        total = NUM_SIMULATED if count is None else count
+        waiting = [(_rank(each), index, each) for index, each in enumerate(kept)]  # the index stands for what cannot
+        heapq.heapify(waiting)  # be compared
+        found: list[Kept] = []
         dropped: list[Rejected] = []
-        rest, total, computations = iter(kept), NUM_SIMULATED if count is None else count, 0
-        num_done = 0
-        for each in rest:
+        computations = num_done = 0
+        while waiting and len(found) < total:
+            each = heapq.heappop(waiting)[-1]
+            if each.is_simulated:
+                found.append(each)
+                continue
             computations += _computations(each.estimate.configuration)
-            if num_done == total or (count is None and num_done and computations > _MOST_COMPUTATIONS):
-                return [*sorted(simulated, key=_rank), each, *rest], dropped
-            self.report("simulations", num_done, total)
+            if num_done >= _MOST_TURNS * total or (count is None and num_done and computations > _MOST_COMPUTATIONS):
+                heapq.heappush(waiting, (_rank(each), len(kept) + num_done, each))
+                break
+            self.report("simulations", len(found), total)
             try:
-                simulated.append(self._simulated(each))
-                simulated += map(self._simulated, self._optimized(each))
-                num_done += 1
+                simulated = [self._simulated(each), *map(self._simulated, self._optimized(each))]
             except ValueError as error:
                 dropped.append(Rejected(choice=each.choice, reason=rules.clause(error)))
-        return sorted(simulated, key=_rank), dropped
+                continue
+            for one in simulated:
+                num_done += 1
+                heapq.heappush(waiting, (_rank(one), len(kept) + num_done, one))
+        rest = [each for *_, each in sorted(waiting, key=lambda item: item[:2])]
+        if not found and num_done:
+            first = next(each for each in rest if each.is_simulated)
+            found = [first]
+            rest.remove(first)
+        return [*found, *rest], dropped
 
     def _simulated(self, each: Kept) -> Kept:
         planner = self.planner_of(each.choice.tensor)

@@ -17,6 +17,12 @@ SMALL = Architecture.gpt3(
 )
 
 
+BPIPE_ON_TWO_SIZES = {
+    "schedules": ("flush", "bpipe"), "tensor": (2, 4), "pipeline": (8, 16), "distributed_optimizer": (True,),
+    "micro_batch_sizes": (1, 2), "rank_mappings": ("standard", "pair-adjacent"),
+}  # fmt: skip
+
+
 def cluster(memory_gib: float, *, nodes: int = 2, gpus: int = 6) -> Cluster:
     return Cluster(
         gpu="V100-16", nodes=nodes, gpus_per_node=gpus, memory_gib=memory_gib, bandwidth={"between_nodes": 3.0}
@@ -94,22 +100,29 @@ def test_early_stopping_loses_no_speed(memory):
 
 
 def test_order_is_the_same_every_time():
-    """From the fastest on, those that were simulated first; equal times in the order of their choices."""
-    space = {"global_batch_size": 24, "num_simulated": 3, "rank_mappings": ("standard", "pair-adjacent")}
-    first, second = (run(SMALL, cluster(0.9), **space) for _ in range(2))
+    """From the fastest on; as many as were asked for are simulated, and nothing that is not stands before them."""
+    first, second = (run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=3) for _ in range(2))
     assert first == second and first.rejected
-    assert [each.is_simulated for each in first.kept[:4]] == [True, True, True, False]
-    for part in (first.kept[:3], first.kept[3:]):
-        assert [each.sequences_per_second for each in part] == sorted(
-            (each.sequences_per_second for each in part), reverse=True
-        )
+    speeds = [each.sequences_per_second for each in first.kept]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(each.is_simulated for each in first.kept[:3])
+    assert sum(each.is_simulated for each in first.kept) <= 12
     assert len({each.choice for each in first.kept}) == len(first.kept)
+
+
+def test_a_closed_form_that_was_too_low_gives_way():
+    """Moves across nodes take longer in the simulation than in the closed form: what is faster then stands first."""
+    outcome = run(gpt3(80, 9984, 104), a100(4), global_batch_size=128, num_simulated=3, **BPIPE_ON_TWO_SIZES)
+    late = [each for each in outcome.kept[3:] if each.is_simulated]
+    assert late and all(each.choice.rank_mapping == "standard" for each in late)
+    assert [each.choice.rank_mapping for each in outcome.kept[:2]] == ["pair-adjacent"] * 2
 
 
 def test_the_best_are_those_of_the_very_programs():
     """A simulated estimate is the planner's of that configuration, with proved memory."""
     outcome = run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=2)
     for each in outcome.kept[:2]:
+        assert each.is_simulated
         again = planner(SMALL, cluster(0.9), PAPER).estimate(each.estimate.configuration, simulate=True)
         assert each.estimate == again
 
@@ -232,7 +245,7 @@ def test_a_search_says_how_far_it_is():
         space, lambda _: planner(SMALL, machines, PAPER), Training(), num_simulated=2,
         progress=lambda *call: calls.append(call),
     )  # fmt: skip
-    assert ("configurations", 10, 10) in calls and calls[-1] == ("simulations", 1, 2)
+    assert ("configurations", 10, 10) in calls and calls[-1][0] == "simulations" and calls[-1][2] == 2
     assert all(0 <= done <= total for _, done, total in calls)
 
 

@@ -1,0 +1,186 @@
+"""How near a profile's predictions come to real runs on this machine's CPU: p = 1 and 2, t = 1 and 2, small models.
+
+    python benchmarks/profile_accuracy.py                      # about 12 minutes on 2 quiet cores; a table
+    python benchmarks/profile_accuracy.py --json accuracy.json # also every number
+
+Each round profiles the model's blocks with tools/profile_model.py's session, predicts an iteration of each
+configuration by simulating its program on those times, and then trains each of them for real, through torchrun, as
+`grid_search.py measure` does. So profile and runs alternate, and drift of the machine meets both. The error is that of
+the median prediction over the rounds against the median of the measured iterations' medians.
+
+"others" says how much of the cores programs other than the benchmark used meanwhile. Where that is more than a few
+percent, the table measures them.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.pipeline.weights import WeightPolicy
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.configuration import Configuration
+from megatron.planner.measure.predict import predicted_seconds
+from megatron.planner.measure.records import Entry, Status
+from megatron.planner.measure.runs import Runs
+from megatron.training.measurement.session import Session
+from megatron.training.model_words import model_words
+
+ROOT = Path(__file__).resolve().parent.parent
+BAR = 0.05
+MICRO_BATCH, NUM_MICROBATCHES = 2, 8
+
+
+@dataclass
+class Case:
+    """One configuration, with a number for each round."""
+
+    configuration: Configuration
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction; positive: too long."""
+        return statistics.median(self.predicted) / statistics.median(self.measured) - 1
+
+
+class Others:
+    """What part of the machine's processor time others use, between two moments."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        return time.monotonic(), times.idle + times.iowait, _own_seconds()
+
+    def share(self) -> float:
+        (start, idle, own), (end, idle_end, own_end) = self._start, self._read()
+        total = (end - start) * psutil.cpu_count()
+        return max(0.0, (total - (idle_end - idle) - (own_end - own)) / total)
+
+
+def _own_seconds() -> float:
+    """Processor time of this process and of its children that have ended; of running ones, what they have used."""
+    times = psutil.Process().cpu_times()
+    seconds = times.user + times.system + times.children_user + times.children_system
+    for child in psutil.Process().children(recursive=True):
+        times = child.cpu_times()
+        seconds += times.user + times.system
+    return seconds
+
+
+def configurations() -> list[Configuration]:
+    common = {"micro_batch_size": MICRO_BATCH, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES}
+    return [
+        Configuration(**common, **degrees, schedule=schedule)
+        for degrees in ({}, {"tensor": 2}, {"pipeline": 2})
+        for schedule in ("flush", "2bw")
+        if schedule == "flush" or "pipeline" in degrees
+    ]
+
+
+def model_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    return model_words(
+        f"--num-layers {args.num_layers} --hidden-size {args.hidden_size} --num-attention-heads 4 "
+        f"--seq-length {args.seq_length} --max-position-embeddings {args.seq_length} --mock-data --lr 1e-4 "
+        f"--tokenizer-type NullTokenizer --vocab-size {args.vocab_size} --num-workers 0".split(),
+        architecture="gpt",
+    )
+
+
+def run_round(cases: list[Case], args: argparse.Namespace, output: Path) -> None:
+    words = model_flags(args)
+    session = Session(
+        architecture="gpt", words=words, sequence_parallel=False, processes=2, threads=1, tensors=(1, 2),
+        micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,),
+        weights=(WeightPolicy.FLUSH, WeightPolicy.TWO_BW), layers=(1, 3), iterations=args.profile_iterations, rounds=1,
+    )  # fmt: skip
+    others = Others()
+    profile = session.run()
+    say(f"  profiled; others used {others.share():.0%}")
+    runs = Runs(
+        program=ROOT / "pretrain_gpt.py", words=words, output=output, iterations=args.iterations, warmup=args.warmup
+    )
+    for case in cases:
+        others = Others()
+        entry = Entry(
+            configuration=case.configuration,
+            predicted_seconds=predicted_seconds(profile, case.configuration, num_layers=args.num_layers),
+        )
+        result = runs.run(entry)
+        if result.status is not Status.DONE:
+            raise SystemExit(f"{result.name}: {result.status.value}: {result.sentence}")
+        case.predicted.append(result.predicted_seconds)
+        case.measured.append(result.seconds)
+        case.others.append(others.share())
+        say(
+            f"  {result.name}: predicted {1e3 * result.predicted_seconds:.1f} ms, measured {1e3 * result.seconds:.1f} "
+            f"({result.error:+.1%}), others used {case.others[-1]:.0%}"
+        )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def report(cases: list[Case]) -> None:
+    table = Table(title=f"milliseconds per iteration; medians of {len(cases[0].measured)} alternated rounds")
+    for column in ("configuration", "predicted", "measured", "error", "errors of the rounds", "others"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    for case in cases:
+        errors = sorted(p / m - 1 for p, m in zip(case.predicted, case.measured, strict=True))
+        table.add_row(
+            f"t={case.configuration.tensor}, p={case.configuration.pipeline}, {case.configuration.schedule}",
+            f"{1e3 * statistics.median(case.predicted):.1f}",
+            f"{1e3 * statistics.median(case.measured):.1f}",
+            f"{case.error:+.1%}{'' if abs(case.error) <= BAR else ' (beyond 5%)'}",
+            f"{errors[0]:+.1%} to {errors[-1]:+.1%}",
+            f"{statistics.median(case.others):.0%}",
+        )
+    Console().print(table)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile-iterations", type=int, default=100, help="of each block in each round")
+    parser.add_argument("--iterations", type=int, default=20, help="of each run in each round")
+    parser.add_argument("--warmup", type=int, default=4, help="of them, not measured")
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--json", type=Path, help="file for every number")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    cases = [Case(configuration) for configuration in configurations()]
+    with tempfile.TemporaryDirectory(prefix="profile_accuracy_") as folder:
+        for number in range(args.rounds):
+            say(f"round {number + 1} of {args.rounds}")
+            run_round(cases, args, Path(folder))
+    report(cases)
+    if args.json:
+        numbers = [{**asdict(case), "error": case.error} for case in cases]
+        args.json.write_text(json.dumps(numbers, indent=1, default=str) + "\n")
+    return int(any(abs(case.error) > BAR for case in cases))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""A training job in a process group of its own that is ended as a whole, and with it nothing else.
+
+Problem: a launcher starts ranks in sessions of their own, and ranks start processes that load data; one that hangs
+answers no signal. Ending the launcher alone would leave them behind, and on a shared machine no other process may be
+touched. Solution: the job carries a mark in its environment, which every process that descends from it inherits,
+whoever its parent is by then; those and no others are ended.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "PIPELINE_MEASURED_JOB"
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_POLL = 0.05
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job ended. `status`: None where it was ended because it took longer than it may."""
+
+    status: int | None
+    seconds: float
+
+
+def run_job(
+    command: Sequence[str], *, log: Path, timeout: float, directory: Path, environment: Mapping[str, str] | None = None
+) -> End:
+    """Run a command to its end, or for `timeout` seconds; no process of it is left when this returns.
+
+    Args:
+        log: file for all that it prints.
+        directory: where it runs.
+        environment: variables beside this process's.
+    """
+    mark = uuid.uuid4().hex
+    variables = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    started = time.monotonic()
+    with open(log, "w", encoding="utf-8") as stream:
+        process = subprocess.Popen(
+            list(command), cwd=directory, env={**variables, **(environment or {}), MARK: mark},
+            stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )  # fmt: skip
+    try:
+        status = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _end_marked(mark)
+        process.wait()
+    return End(status, time.monotonic() - started)
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: if the one that measures is killed, the launcher is asked to end its ranks."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end_marked(mark: str, patience: float = 10.0) -> None:
+    """Kill every process with the mark, again until none is left: they may be starting others meanwhile."""
+    deadline = time.monotonic() + patience
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(_POLL)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found

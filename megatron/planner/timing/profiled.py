@@ -1,0 +1,176 @@
+"""Costs from a profile: what was measured on the machine, put together as a configuration wants it."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.weights import WeightPolicy
+from megatron.planner.activations import Activations
+from megatron.planner.architecture import Architecture
+from megatron.planner.configuration import Configuration
+from megatron.planner.parameters import embedding_parameters, stage_parameters
+from megatron.planner.profile import Place, Profile
+from megatron.planner.software import Software
+from megatron.planner.timing.blocks import Blocks
+from megatron.planner.timing.contention import Times, settle
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SMALL = 256  # bytes of the norm's reduction
+
+
+def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
+    """The profile's model with so many layers, its vocabulary padded for so many tensor ranks as training pads it."""
+    multiple = _vocabulary_multiple(profile) * tensor
+    rows = -(-profile.model.vocabulary_size // multiple) * multiple
+    return replace(profile.model, num_layers=num_layers, vocabulary_size=rows)
+
+
+def _vocabulary_multiple(profile: Profile) -> int:
+    flag = "--make-vocab-size-divisible-by"
+    return int(profile.flags[profile.flags.index(flag) + 1]) if flag in profile.flags else 128
+
+
+def software_of(profile: Profile) -> Software:
+    """What the profiled program does, as far as memory depends on it."""
+    size = _BYTES[profile.dtype]
+    return Software(element_bytes=size, flash_attention=profile.transformer_impl == "transformer_engine")
+
+
+class ProfiledCosts:
+    """A `CostModel` of one model on machines like that of the profile, whose processes it may fill.
+
+    Args:
+        profile: what was measured.
+        model: its shape; the number of layers may differ from the profile's, and how the vocabulary is padded.
+        software: what trains, by default what the profile says.
+
+    Raises:
+        ValueError: the profile is of another model or precision.
+    """
+
+    def __init__(self, profile: Profile, model: Architecture, software: Software | None = None) -> None:
+        padded = {shape_of(profile, num_layers=1, tensor=t).vocabulary_size for t in range(1, profile.processes + 1)}
+        for field in fields(Architecture):
+            known, asked = getattr(profile.model, field.name), getattr(model, field.name)
+            is_fine = known == asked or field.name == "num_layers"
+            if not is_fine and not (field.name == "vocabulary_size" and asked in padded):
+                raise ValueError(
+                    f"the profile is of a model with {field.name} {known}, not {asked}; profile this model"
+                )
+        self.profile, self.model, self.software = profile, model, software or software_of(profile)
+        if self.software.element_bytes != _BYTES[profile.dtype]:
+            raise ValueError(f"the profile is of {profile.dtype}, and the model is not; profile it in its precision")
+        self._blocks = Blocks(profile)
+
+    def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        """See `CostModel`. Raises ValueError for what was not profiled."""
+        self._refuse(configuration)
+        group = configuration.tensor * configuration.data  # the ranks that do the same at the same time
+        if not self.profile.shares_processor or configuration.pipeline == 1:
+            return self._table(configuration, layers, self._times(configuration, layers, configuration.num_gpus))
+        counts = range(1, configuration.pipeline + 1)
+        at_work = {count: self._times(configuration, layers, count * group) for count in counts}
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        # Where batches do not drain, enough of them that those in the middle neither see the fill nor the drain.
+        around = 0 if schedule.weights.rule.drains else max(1, schedule.settling_batches)
+        program = schedule.build((configuration.num_microbatches,) * (1 + 2 * around))
+        return settle(
+            program, at_work, lambda times: self._table(configuration, layers, times), batches=range(around, around + 1)
+        )
+
+    def _refuse(self, configuration: Configuration) -> None:
+        if configuration.tensor > 1 and configuration.sequence_parallel != self.profile.sequence_parallel:
+            has = "with" if self.profile.sequence_parallel else "without"
+            raise ValueError(
+                f"the profile was taken {has} --sequence-parallel, and the configuration is not; profile it so"
+            )
+
+    # --- by stage
+
+    def _times(self, configuration: Configuration, layers: Sequence[int], working: int) -> Times:
+        """What work takes while `working` processes work throughout."""
+        times = {}
+        for stage, count in enumerate(layers):
+            seconds = self._blocks.stage(
+                _place(stage, len(layers)), count, tensor=configuration.tensor, size=configuration.micro_batch_size,
+                recompute=configuration.recompute, working=working,
+            )  # fmt: skip
+            times[Kind.FORWARD, stage] = seconds.forward
+            times[Kind.BACKWARD, stage] = seconds.backward
+            times[Kind.STEP, stage] = self._update(configuration, layers, stage, working)
+        return times
+
+    def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
+        """With the distributed optimizer a replica updates its share, and gathers the others' weights in the STEP.
+
+        The norm is in it. Under 2bw it runs beside the next batch, but on the same core: it takes that time from the
+        stage.
+        """
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        weights = "flush" if schedule.weights is WeightPolicy.FLUSH else "2bw"
+        seconds = self._blocks.update(
+            _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=weights, working=working,
+            replicas=configuration.data if configuration.distributed_optimizer else 1,
+        )  # fmt: skip
+        if not configuration.distributed_optimizer or configuration.data == 1:
+            return seconds
+        count = stage_parameters(self.model, configuration.tensor, layers)[stage]
+        return seconds + self._blocks.all_reduce(configuration.data, count * self.software.element_bytes) / 2
+
+    # --- the table
+
+    def _table(self, configuration: Configuration, layers: Sequence[int], times: Times) -> Costs:
+        by_kind = {
+            kind: [times[kind, stage] for stage in range(len(layers))]
+            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
+        }
+        return Costs(
+            forward=by_kind[Kind.FORWARD], backward=by_kind[Kind.BACKWARD], step=by_kind[Kind.STEP],
+            evict=self._moves(configuration, layers), **self._edges(configuration), **self._reductions(configuration,
+                                                                                                       layers),
+        )  # fmt: skip
+
+    def _edges(self, configuration: Configuration) -> dict[str, float]:
+        if configuration.num_stages == 1:
+            return {}
+        num_bytes = self._activations(configuration).boundary
+        latency = self._blocks.transfer(0)
+        seconds = self._blocks.transfer(num_bytes) - latency
+        return {"latency": latency, "forward_bytes": num_bytes, "bandwidth": num_bytes / max(seconds, 1e-9)}
+
+    def _moves(self, configuration: Configuration, layers: Sequence[int]) -> list[float] | float:
+        if not (configuration.balance or configuration.schedule == "bpipe"):
+            return 0.0
+        activations, last = self._activations(configuration), len(layers) - 1
+        return [
+            self._blocks.transfer(activations.saved(count, is_first=stage == 0, is_last=stage == last))
+            for stage, count in enumerate(layers)
+        ]
+
+    def _reductions(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float] | float]:
+        t, d, size = configuration.tensor, configuration.data, self.software.gradient_bytes
+        found: dict[str, list[float] | float] = {}
+        if d > 1:  # a reduce-scatter, of the distributed optimizer, sends half of what an all-reduce sends
+            share = 0.5 if configuration.distributed_optimizer else 1.0
+            counts = stage_parameters(self.model, t, layers)
+            found["reduce_grad"] = [share * self._blocks.all_reduce(d, count * size) for count in counts]
+        if self.model.tied_embeddings and configuration.num_stages > 1:
+            rows = embedding_parameters(self.model, t) - self._positions
+            found["reduce_embed"] = self._blocks.all_reduce(2, rows * size)
+        if configuration.num_gpus > 1:
+            found["reduce_norm"] = self._blocks.all_reduce(2, _SMALL)
+        return found
+
+    @property
+    def _positions(self) -> int:
+        return (self.model.num_positions + self.model.num_token_types) * self.model.hidden_size
+
+    def _activations(self, configuration: Configuration) -> Activations:
+        return Activations(self.model, self.software.activation_setting(configuration))
+
+
+def _place(stage: int, num_stages: int) -> Place:
+    if num_stages == 1:
+        return Place.ONLY
+    return Place.FIRST if stage == 0 else Place.LAST if stage == num_stages - 1 else Place.MIDDLE

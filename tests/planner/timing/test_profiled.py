@@ -1,0 +1,131 @@
+"""Costs from a profile: put together rightly, and refused where it cannot say."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.planner import Configuration
+from megatron.planner.measure.predict import predicted_seconds
+from megatron.planner.parameters import stage_parameters
+from megatron.planner.profile import Place
+from megatron.planner.timing.profiled import ProfiledCosts, software_of
+from tests.planner import profiles
+from tests.planner.profiles import CONTENTION, LATENCY, MODEL, UPDATE, forward
+
+PROFILE = profiles.profile()
+COSTS = ProfiledCosts(PROFILE, MODEL)
+
+
+def configuration(**changes):
+    return Configuration(**({"micro_batch_size": 2, "global_batch_size": 16} | changes))
+
+
+def test_one_rank_takes_its_microbatches_and_its_update():
+    """p = t = d = 1: m (f + b) and the update."""
+    expected = 8 * 3 * forward(Place.ONLY, 4, 2, 1) + 4 * UPDATE
+    assert predicted_seconds(PROFILE, configuration(), num_layers=4) == pytest.approx(expected)
+
+
+def test_tensor_ranks_work_together():
+    """t = 2: the times of two ranks at work, which hold their all-reduces; two versions where the policy has them."""
+    expected = 8 * 3 * forward(Place.ONLY, 4, 2, 2, tensor=2) + 4 * UPDATE
+    found = predicted_seconds(PROFILE, configuration(tensor=2), num_layers=4)
+    assert found == pytest.approx(expected + COSTS.costs(configuration(tensor=2), (4,)).reduce_norm)
+
+
+def test_2bw_costs_are_those_of_ranks_that_always_work():
+    """Balanced stages without bubble: nobody ever works alone, so times are those of two at work."""
+    even = replace_ends(profiles.profile())
+    found = predicted_seconds(even, configuration(pipeline=2, schedule="2bw"), num_layers=4)
+    expected = 8 * 3 * forward(Place.MIDDLE, 2, 2, 2) + 2 * 2 * UPDATE
+    assert found == pytest.approx(expected, rel=1e-2)  # transfers are short, and not all hidden at m = 4 p
+
+
+def replace_ends(profile):
+    """The profile with the middle's times at every place."""
+    middle = {(each.num_layers, each.tensor, each.micro_batch_size, each.working): each for each in profile.stages
+              if each.place is Place.MIDDLE}  # fmt: skip
+    stages = tuple(
+        middle[each.num_layers, each.tensor, each.micro_batch_size, each.working].model_copy(
+            update={"place": each.place}
+        )
+        for each in profile.stages
+    )
+    return profile.model_copy(update={"stages": stages})
+
+
+def test_a_flush_is_faster_while_ranks_wait():
+    """The costs lie between those of one and of two at work, the nearer to one the more the ranks wait."""
+    alone, together = forward(Place.FIRST, 2, 2, 1), forward(Place.FIRST, 2, 2, 2)
+    few, many = (
+        ProfiledCosts(PROFILE, MODEL).costs(configuration(pipeline=2, global_batch_size=2 * m), (2, 2)).forward[0]
+        for m in (1, 64)
+    )
+    assert alone == pytest.approx(few)
+    assert few < many < together and together - many < 0.1 * (together - alone)
+
+
+def test_edges_carry_activations_at_measured_speed():
+    """FP32: 4 bytes an element of [sequence, microbatch, hidden]."""
+    costs = COSTS.costs(configuration(pipeline=2), (2, 2))
+    assert costs.forward_bytes == 32 * 2 * 64 * 4
+    assert costs.latency + costs.forward_bytes / costs.bandwidth == pytest.approx(LATENCY + costs.forward_bytes / 1e9)
+
+
+def test_replicas_and_tied_embeddings_reduce():
+    """Gradients over d ranks; the embedding, without positions, over the first and the last stage."""
+    costs = COSTS.costs(configuration(pipeline=2, data=2), (2, 2))
+    counts = stage_parameters(MODEL, 1, (2, 2))
+    assert costs.reduce_grad == pytest.approx([2 * LATENCY + 4 * count / 1e9 for count in counts])
+    assert costs.reduce_embed == pytest.approx(2 * LATENCY + 4 * 128 * 64 / 1e9)
+    untied = ProfiledCosts(
+        profiles.profile(model=replace(MODEL, tied_embeddings=False)), replace(MODEL, tied_embeddings=False)
+    )
+    assert untied.costs(configuration(pipeline=2), (2, 2)).reduce_embed == 0
+
+
+def test_the_distributed_optimizer_shares_the_update_and_gathers():
+    """Each of two replicas steps half, reduces by a reduce-scatter and gathers in the STEP: half an all-reduce each."""
+    plain, shared = (COSTS.costs(configuration(data=2, distributed_optimizer=on), (4,)) for on in (False, True))
+    gather = (2 * LATENCY + 4 * stage_parameters(MODEL, 1, (4,))[0] / 1e9) / 2
+    assert plain.step[0] == pytest.approx(4 * UPDATE) and shared.step[0] == pytest.approx(2 * UPDATE + gather)
+    assert shared.reduce_grad[0] == pytest.approx(gather) == pytest.approx(plain.reduce_grad[0] / 2)
+
+
+def test_balanced_activations_move_at_measured_speed():
+    costs = COSTS.costs(configuration(pipeline=4, schedule="bpipe", global_batch_size=16), (1, 1, 1, 1))
+    assert all(move > LATENCY for move in costs.evict) and costs.evict[0] > costs.evict[1]
+
+
+def test_processors_of_their_own_need_no_settling():
+    """On GPUs a stage takes the same whoever else works."""
+    own = ProfiledCosts(profiles.profile(counts=(4,), shares_processor=False), MODEL)
+    costs = own.costs(configuration(pipeline=4, global_batch_size=32), (1, 1, 1, 1))
+    assert costs.forward[1] == pytest.approx(forward(Place.MIDDLE, 1, 2, 4))
+    assert costs.forward[1] / forward(Place.MIDDLE, 1, 2, 1) == pytest.approx(1 + 3 * CONTENTION)
+
+
+def test_any_number_of_layers_of_the_same_model():
+    """More layers are fine; another width is another model."""
+    ProfiledCosts(PROFILE, replace(MODEL, num_layers=96))
+    with pytest.raises(ValueError, match="hidden_size 64, not 128; profile this model"):
+        ProfiledCosts(PROFILE, replace(MODEL, hidden_size=128))
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "message"),
+    [
+        ({"tensor": 2, "sequence_parallel": True}, (4,), "without --sequence-parallel"),
+        ({"micro_batch_size": 8}, (4,), "microbatches of 8"),
+        ({"data": 8}, (4,), "--processes 8"),
+        ({"recompute": "layer"}, (4,), "recompute layer"),
+    ],
+)
+def test_what_was_not_profiled_is_refused(changes, layers, message):
+    with pytest.raises(ValueError, match=message):
+        COSTS.costs(configuration(**changes), layers)
+
+
+def test_memory_counts_the_profiled_precision():
+    assert software_of(PROFILE).element_bytes == 4
+    assert software_of(profiles.profile(dtype="bfloat16")).element_bytes == 2

@@ -1,0 +1,194 @@
+"""Run configurations for a few iterations each, and put what they took beside what was predicted.
+
+    grid_search.py measure --output runs --search plan/configurations.jsonl --best 3 --model-script train_gpt.sh
+    grid_search.py measure --output runs --predict-from profile.json --num-layers 24 --hidden-size 1024 ... \\
+        --configuration pipeline=2,micro_batch_size=2,global_batch_size=16,schedule=2bw
+
+The model is given as to `search`; what a configuration decides is left out among its flags. Every run has a directory
+in --output with its command, its log and its metrics; results.jsonl there keeps the results, one by one. The same
+command goes on where it was killed, and runs nothing twice. A run that fails is classified: out of memory, hang, or
+error, with the failing rank's sentence.
+
+Configurations that need more processes than this machine takes (--processes) are for a cluster: --write-scripts writes
+a script for each, and --collect takes their results once they have run.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import command_line
+from rich.console import Console
+
+from grid_search_commands.search_inputs import add_model_arguments, read_words
+from megatron.planner.configuration import Configuration
+from megatron.planner.measure.predict import predicted_seconds
+from megatron.planner.measure.records import Entry, Result, ResultsFile, Status, read_entries
+from megatron.planner.measure.report import draw, table_of
+from megatron.planner.measure.runs import Runs, collect, measure
+from megatron.planner.profile import load_profile
+from megatron.training.job import PROGRAMS
+from megatron.training.model_words import model_words
+
+ROOT = Path(__file__).resolve().parents[2]
+TAKES_FLAGS = True  # those of the training programs
+RESULTS = "results.jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--search", type=Path, metavar="FILE", help="JSONL of `grid_search.py search`")
+    what.add_argument("--best", type=command_line.count, default=3, metavar="K", help="of --search (default: 3)")
+    what.add_argument("--all", action="store_true", help="all of --search")
+    what.add_argument(
+        "--configuration", type=_configuration, action="append", default=[], metavar="NAME=VALUE,...",
+        help="one more, by the fields of a configuration (layers=3+1); may be given several times",
+    )  # fmt: skip
+    what.add_argument("--predict-from", type=Path, metavar="FILE",
+                      help="a profile; predictions are made from it instead of taken from --search")  # fmt: skip
+    add_model_arguments(parser.add_argument_group("model", "Besides, flags of pretrain_gpt.py or pretrain_bert.py."))
+    how = parser.add_argument_group("how to run")
+    how.add_argument("--output", type=Path, required=True, help="directory for commands, logs, metrics and results")
+    how.add_argument("--iterations", type=command_line.count, default=10, metavar="N", help="of a run (default: 10)")
+    how.add_argument("--warmup", type=int, default=3, metavar="N", help="of them, not measured (default: 3)")
+    how.add_argument("--timeout", type=command_line.positive, default=600.0, help="seconds of a run (default: 600)")
+    how.add_argument("--threads", type=command_line.count, default=int(os.environ.get("OMP_NUM_THREADS", "1")),
+                     metavar="N", help="of each rank on a CPU (default: OMP_NUM_THREADS, or 1)")  # fmt: skip
+    how.add_argument("--processes", type=command_line.count, metavar="N", help="that this machine takes (default: as "
+                     "many as GPUs, or else cores)")  # fmt: skip
+    how.add_argument("--again", action="store_true", help="run those that failed before once more")
+    cluster = parser.add_argument_group("on a cluster").add_mutually_exclusive_group()
+    cluster.add_argument("--write-scripts", type=command_line.count, metavar="GPUS_PER_NODE",
+                         help="write a script for each instead of running it")  # fmt: skip
+    cluster.add_argument("--collect", action="store_true", help="take the results of scripts that have run")
+    parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of a table")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="predicted against measured")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 0, or 1 where a run did not end well."""
+    words, architecture, notes = read_words(options)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    runs = Runs(
+        program=ROOT / PROGRAMS[architecture][0], words=model_words(words, architecture=architecture),
+        output=options.output, iterations=options.iterations, warmup=options.warmup, timeout=options.timeout,
+        threads=options.threads,
+    )  # fmt: skip
+    entries = _entries(options, runs)
+    if options.write_scripts:
+        for entry in entries:
+            print(runs.write_script(entry, options.write_scripts))
+        return 0
+    results = ResultsFile(options.output / RESULTS)
+    if options.collect:
+        collect(runs, entries, results)
+    else:
+        _refuse_too_large(entries, options.processes or _num_places())
+        again = frozenset(Status) - {Status.DONE} if options.again else frozenset()
+        measure(runs, entries, results, again=again, said=_say(len(entries)))
+    return _report(results.of(entries), options)
+
+
+def _configuration(text: str) -> Configuration:
+    """`pipeline=2,schedule=2bw` and so on, as a type of argparse."""
+    kinds = {field.name: field.type for field in fields(Configuration)}
+    values: dict[str, object] = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        if name not in kinds:
+            raise argparse.ArgumentTypeError(f"{name!r} is no field; choose from {', '.join(kinds)}")
+        if kinds[name] is int:
+            values[name] = command_line.count(value)
+        elif kinds[name] is bool:
+            if value not in ("true", "false"):
+                raise argparse.ArgumentTypeError(f"{name} is true or false, not {value!r}")
+            values[name] = value == "true"
+        elif name == "layers":
+            values[name] = tuple(command_line.count(each) for each in value.split("+"))
+        else:
+            values[name] = value
+    try:
+        return Configuration(**values)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def _entries(options: argparse.Namespace, runs: Runs) -> list[Entry]:
+    entries = [Entry(configuration=each) for each in options.configuration]
+    if options.search is not None:
+        found = read_entries(options.search)
+        entries = (found if options.all else found[: options.best]) + entries
+    if not entries:
+        raise ValueError("there is nothing to run; give --search FILE or --configuration")
+    entries = list({entry.name: entry for entry in reversed(entries)}.values())[::-1]
+    if options.predict_from is None:
+        return entries
+    profile = load_profile(options.predict_from)
+    if profile.flags != runs.words:
+        raise ValueError(f"{options.predict_from} was taken with other flags: {_difference(profile.flags, runs.words)}")
+    num_layers = int(runs.words[runs.words.index("--num-layers") + 1])
+    return [
+        Entry(
+            configuration=entry.configuration,
+            predicted_seconds=predicted_seconds(profile, entry.configuration, num_layers=num_layers),
+        )
+        for entry in entries
+    ]
+
+
+def _difference(profiled: tuple[str, ...], given: tuple[str, ...]) -> str:
+    missing = " ".join(word for word in profiled if word not in given)
+    more = " ".join(word for word in given if word not in profiled)
+    return (
+        "; ".join(
+            text for text in (missing and f"'{missing}' is missing here", more and f"'{more}' is not in it") if text
+        )
+        or "in another order or with other values"
+    )
+
+
+def _num_places() -> int:
+    from megatron import backend  # imports torch
+
+    if backend.is_cuda():
+        import torch
+
+        return torch.cuda.device_count()
+    return os.cpu_count() or 1
+
+
+def _refuse_too_large(entries: list[Entry], places: int) -> None:
+    for entry in entries:
+        if entry.configuration.num_gpus > places:
+            raise ValueError(
+                f"{entry.name} needs {entry.configuration.num_gpus} processes, and this machine takes {places}; write "
+                "scripts for a cluster (--write-scripts), or raise --processes"
+            )
+
+
+def _say(total: int):
+    def said(number: int, entry: Entry, result: Result | None) -> None:
+        if result is None:
+            text = "running"
+        elif result.status is Status.DONE:
+            text = f"{result.seconds:.4g} s an iteration"
+        else:
+            text = f"{result.status.value}: {result.sentence}"
+        print(f"{number + 1}/{total} {entry.name}: {text}", file=sys.stderr, flush=True)
+
+    return said
+
+
+def _report(results: list[Result], options: argparse.Namespace) -> int:
+    if options.json:
+        for result in results:
+            print(result.model_dump_json())
+    else:
+        (Console() if sys.stdout.isatty() else Console(width=150, no_color=True)).print(table_of(results))
+        print(f"Results: {options.output / RESULTS}")
+    if options.picture is not None:
+        draw(results, options.picture)
+    return int(any(result.status is not Status.DONE for result in results))

@@ -1,0 +1,201 @@
+"""Measure a model's blocks on this machine, and write a profile that the planner uses in place of its model of time.
+
+    python tools/profile_model.py --output profile.json --micro-batch-sizes 1,2,4 --tensor-sizes 1,2 \\
+        --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 ...
+    python tools/profile_model.py --output profile.json --model-script train_gpt.sh
+
+The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by a shell script
+that runs one of them, or by a YAML file; degrees, batches, schedule and outputs among them are left out. Timed are
+stages (which give embedding, layer and head), the optimizer's step, transfers between processes and all-reduces; where
+processes share a processor, with one and with several at work. docs/profiling.md says how to use it.
+
+Exit status: 0, or 1 where something is wrong or cannot be measured, 2 where the command line is.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the programs are
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
+import command_line
+from grid_search_commands.search_inputs import add_model_arguments, read_words
+
+from megatron.pipeline.weights import WeightPolicy
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.profile import Profile, Spread
+from megatron.training.measurement.session import Session
+from megatron.training.model_words import model_words
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command_line.run(_run, _parse(arguments))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line.parser_of(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="the profile, a JSON file")
+    parser.add_argument("--processes", type=command_line.count, help="by default as many as GPUs, or 2 without one")
+    parser.add_argument(
+        "--threads", type=command_line.count, default=int(os.environ.get("OMP_NUM_THREADS", "1")), metavar="N",
+        help="of each process on a CPU; runs have to have as many (default: OMP_NUM_THREADS, or 1)",
+    )  # fmt: skip
+    for name, what in (("--tensor-sizes", "tensor degrees"), ("--micro-batch-sizes", "microbatch sizes")):
+        parser.add_argument(
+            name, type=command_line.counts, default=(1,), metavar="N,N", help=f"{what}, with commas (default: 1)"
+        )
+    parser.add_argument(
+        "--recompute", type=_listed(RecomputeScope), default=(RecomputeScope.NONE,), metavar="SCOPE,SCOPE",
+        help="of none, attention and layer (default: none)",
+    )  # fmt: skip
+    policies = (WeightPolicy.FLUSH, WeightPolicy.TWO_BW)
+    parser.add_argument(
+        "--weights", type=_listed(WeightPolicy, policies), default=policies, metavar="POLICY,POLICY",
+        help="weight policies whose updates are timed (default: flush,2bw)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layers", type=command_line.count, nargs=2, default=(1, 3), metavar="N",
+        help="in the stages that are timed (default: 1 3); their difference gives a layer",
+    )  # fmt: skip
+    parser.add_argument("--iterations", type=command_line.count, default=120, help="of each block (default: 120)")
+    parser.add_argument("--rounds", type=command_line.count, default=2, help="that these are spread over (default: 2)")
+    add_model_arguments(parser)
+    options, rest = parser.parse_known_args(arguments)
+    options.flags = [word for word in rest if word != "--"]
+    return options
+
+
+def _listed(kind: type[Enum], allowed: Sequence[Enum] = ()) -> Callable[[str], tuple]:
+    """A type for values of an enumeration, separated by commas."""
+    words = [each.value for each in (allowed or kind)]
+
+    def parse(text: str) -> tuple:
+        for word in text.split(","):
+            if word not in words:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(words)}")
+        return tuple(kind(word) for word in dict.fromkeys(text.split(",")))
+
+    return parse
+
+
+def _run(options: argparse.Namespace) -> int:
+    profile = _measure(_session(options))
+    profile.save(options.output)
+    _show(profile)
+    print(f"Profile: {options.output}")
+    return 0
+
+
+def _session(options: argparse.Namespace) -> Session:
+    words, architecture, notes = read_words(options)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return Session(
+        architecture=architecture,
+        words=model_words(words, architecture=architecture),
+        sequence_parallel="--sequence-parallel" in words,
+        processes=options.processes or _default_processes(),
+        threads=options.threads,
+        tensors=tuple(dict.fromkeys(options.tensor_sizes)),
+        micro_batch_sizes=tuple(sorted(set(options.micro_batch_sizes))),
+        scopes=options.recompute,
+        weights=options.weights,
+        layers=tuple(options.layers),
+        iterations=options.iterations,
+        rounds=options.rounds,
+    )
+
+
+def _default_processes() -> int:
+    from megatron import backend  # imports torch
+
+    if not backend.is_cuda():
+        return 2
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _measure(session: Session) -> Profile:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal:
+                print(f"{done}/{total}: {what}", file=sys.stderr, flush=True)
+
+        return session.run(progress)
+
+
+def _show(profile: Profile) -> None:
+    """The blocks as they were timed; medians, and between which times eight of ten lie."""
+    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    machine = profile.machine
+    console.print(
+        f"{machine.device}, {profile.processes} processes of {machine.threads} threads, torch {machine.torch}, "
+        f"{profile.dtype}, {profile.transformer_impl} layers"
+    )
+    table = Table(title="milliseconds: median (low-high, eight of ten)")
+    for column in ("stage", "layers", "t", "microbatch", "recompute", "at work", "forward", "backward"):
+        table.add_column(column, justify="left" if column in ("stage", "recompute") else "right")
+    for each in profile.stages:
+        table.add_row(
+            each.place.value, str(each.num_layers), str(each.tensor), str(each.micro_batch_size),
+            each.recompute.value, str(each.working), _milliseconds(each.forward), _milliseconds(each.backward),
+        )  # fmt: skip
+    console.print(table)
+    table = Table(title="a batch's update, milliseconds")
+    for column in (
+        "stage",
+        "layers",
+        "parameters",
+        "t",
+        "weights",
+        "at work",
+        "zeroing",
+        "norm",
+        "step",
+        "ns a parameter",
+    ):
+        table.add_column(column, justify="left" if column in ("stage", "weights") else "right")
+    for each in profile.updates:
+        table.add_row(
+            each.place.value, str(each.num_layers), f"{each.num_parameters:,}", str(each.tensor), each.weights,
+            str(each.working), _milliseconds(each.zero), _milliseconds(each.norm), _milliseconds(each.step),
+            f"{1e9 * each.seconds() / each.num_parameters:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    table = Table(title="between processes, milliseconds")
+    for column in ("bytes", "transfer", *(f"all-reduce over {n}" for n in _group_sizes(profile))):
+        table.add_column(column, justify="right")
+    for each in profile.transfers:
+        reduces = [other for other in profile.all_reduces if other.num_bytes == each.num_bytes]
+        table.add_row(
+            f"{each.num_bytes:,}", _milliseconds(each.seconds), *(_milliseconds(other.seconds) for other in reduces)
+        )
+    if profile.transfers:
+        console.print(table)
+
+
+def _group_sizes(profile: Profile) -> list[int]:
+    return list(dict.fromkeys(each.ranks for each in profile.all_reduces))
+
+
+def _milliseconds(spread: Spread) -> str:
+    return f"{1e3 * spread.median:.3g} ({1e3 * spread.low:.3g}-{1e3 * spread.high:.3g})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
