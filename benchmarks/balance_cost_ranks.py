@@ -5,15 +5,15 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from emulated_ranks import TIMEOUT, Contender, Job, Rank, gathered
+from paced_links import PacedMoveLink
 
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.links import LINKS, GlooLink
-from megatron.pipeline.runtime.move_links import MOVE_LINKS, GlooMoveLink
+from megatron.pipeline.runtime.move_links import MOVE_LINKS
 from megatron.pipeline.runtime.trace import COMPUTE, Tracer
 
 PACED = "gloo, paced"
@@ -54,29 +54,6 @@ class Turns:
     busy: list[float] = field(default_factory=list)
     saved_peak: list[int] = field(default_factory=list)
     executed_is_program: bool = True
-
-
-class PacedMoveLink(GlooMoveLink):
-    """Sends at once and holds the connection, at both ends, until `seconds` after both have come to the move."""
-
-    def __init__(self, name: str, store: dist.Store, *, seconds: float, **options) -> None:
-        super().__init__(name, store, **options)
-        self._seconds = seconds
-
-    def send(self, buffer: torch.Tensor, tag: int) -> None:
-        super().send(torch.empty(1), tag)  # both have come
-        start = time.monotonic()
-        super().send(buffer, tag)
-        self._hold(start)
-
-    def receive(self, buffer: torch.Tensor, tag: int) -> None:
-        super().receive(torch.empty(1), tag)
-        start = time.monotonic()
-        super().receive(buffer, tag)
-        self._hold(start)
-
-    def _hold(self, start: float) -> None:
-        time.sleep(max(0.0, start + self._seconds - time.monotonic()))
 
 
 class BalanceRank(Rank):

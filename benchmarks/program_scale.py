@@ -1,12 +1,12 @@
-"""How long it takes to build, lower and prove a pipeline program, and how that grows with its size.
+"""How long it takes to build, lower, prove and simulate a pipeline program, and how that grows with its size.
 
     python benchmarks/program_scale.py
     python benchmarks/program_scale.py --schedule flush --stages 16 64 --microbatches 128 512 1024 --batches 3
 
-One line for each program: its instructions, the CPU seconds to build it (order, updates, versions, communication) and
-to prove it, and both in microseconds for each instruction. CPU seconds, since it is one thread that waits for nothing:
-so the figures hold on a busy machine, too. The last line fits seconds = c * instructions ** e over all programs; e = 1
-is linear growth. Where the output is no terminal, it is one JSON object.
+One line for each program: its instructions, the CPU seconds to build it (order, updates, versions, communication), to
+prove it and to simulate it, and each in microseconds for an instruction. CPU seconds, since it is one thread that waits
+for nothing: so the figures hold on a busy machine, too. The last line fits seconds = c * instructions ** e over all
+programs; e = 1 is linear growth. Where the output is no terminal, it is one JSON object.
 """
 
 import argparse
@@ -25,7 +25,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.check import check
+from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+
+SLOW_LINKS = Costs(forward_bytes=1.0, bandwidth=4.0, latency=0.1)
 
 
 @dataclass(frozen=True)
@@ -38,24 +42,29 @@ class Measurement:
     num_instructions: int
     build_seconds: float
     check_seconds: float
+    simulate_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.build_seconds + self.check_seconds
+        return self.build_seconds + self.check_seconds + self.simulate_seconds
 
 
 def measure(schedule: Schedule, num_microbatches: int, num_batches: int, repeat: int) -> Measurement:
-    """Build and prove one program `repeat` times."""
-    build_seconds, check_seconds = [], []
+    """Build, prove and simulate one program `repeat` times."""
+    build_seconds, check_seconds, simulate_seconds = [], [], []
     for _ in range(repeat):
-        program = None  # the one before is freed outside the clock
+        program = timeline = None  # those before are freed outside the clock
         gc.collect()
         start = time.process_time()
         program = schedule.build((num_microbatches,) * num_batches)
         built = time.process_time()
         report = check(program)
+        checked = time.process_time()
+        timeline = simulate(program, SLOW_LINKS)
         build_seconds.append(built - start)
-        check_seconds.append(time.process_time() - built)
+        check_seconds.append(checked - built)
+        simulate_seconds.append(time.process_time() - checked)
+    assert timeline.num_spans == report.num_instructions
     return Measurement(
         schedule.num_stages,
         num_microbatches,
@@ -63,6 +72,7 @@ def measure(schedule: Schedule, num_microbatches: int, num_batches: int, repeat:
         report.num_instructions,
         min(build_seconds),
         min(check_seconds),
+        min(simulate_seconds),
     )
 
 
@@ -88,8 +98,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def show(args: argparse.Namespace, measurements: list[Measurement], summary: dict[str, float | None]) -> None:
     """A table, and the fit below it."""
-    table = Table(title=f"{args.schedule}, {args.batches} batches: build, lower and prove")
-    for column in ("stages", "microbatches", "instructions", "build s", "us each", "check s", "us each"):
+    table = Table(title=f"{args.schedule}, {args.batches} batches: build, lower, prove and simulate")
+    for column in (
+        "stages",
+        "microbatches",
+        "instructions",
+        "build s",
+        "us each",
+        "check s",
+        "us each",
+        "simulate s",
+        "us each",
+    ):
         table.add_column(column, justify="right")
     for each in measurements:
         table.add_row(
@@ -100,11 +120,13 @@ def show(args: argparse.Namespace, measurements: list[Measurement], summary: dic
             f"{1e6 * each.build_seconds / each.num_instructions:.2f}",
             f"{each.check_seconds:.3f}",
             f"{1e6 * each.check_seconds / each.num_instructions:.2f}",
+            f"{each.simulate_seconds:.3f}",
+            f"{1e6 * each.simulate_seconds / each.num_instructions:.2f}",
         )
     console = Console()
     console.print(table)
     if summary["exponent"] is not None:
-        parts = f"build {summary['build_exponent']:.2f}, check {summary['check_exponent']:.2f}"
+        parts = ", ".join(f"{part} {summary[f'{part}_exponent']:.2f}" for part in ("build", "check", "simulate"))
         console.print(f"seconds ~ instructions ** {summary['exponent']:.2f} ({parts})")
 
 
@@ -121,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "exponent": exponent(sizes, [each.seconds for each in measurements]) if fit else None,
         "build_exponent": exponent(sizes, [each.build_seconds for each in measurements]) if fit else None,
         "check_exponent": exponent(sizes, [each.check_seconds for each in measurements]) if fit else None,
+        "simulate_exponent": exponent(sizes, [each.simulate_seconds for each in measurements]) if fit else None,
     }
     if sys.stdout.isatty():
         show(args, measurements, summary)

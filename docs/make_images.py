@@ -5,7 +5,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline
+from megatron.pipeline.memory_curve import MemorySizes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.timeline import Timeline
@@ -119,6 +121,22 @@ def recompute() -> None:
     )
 
 
+def critical() -> None:
+    """What bounds two balanced batches, and what each stage holds meanwhile."""
+    program = Schedule.preset("bpipe", num_stages=4).build((8, 8))
+    costs = Costs(latency=0.2, reduce_norm=1.0, step=0.3, evict=0.5)
+    planned = simulate(program, costs)
+    sizes = MemorySizes(activations=2.0, weights=3.0, gradients=3.0, optimizer=6.0, transfers=0.2)
+    draw_timeline(
+        planned,
+        IMAGES / "critical_path.png",
+        title="bpipe: latency 0.2, the norm 1, a step 0.3",
+        critical_path=critical_path(planned, costs),
+        memory=(sizes, program.weights),
+        time_label=FORWARDS,
+    )
+
+
 def interleaved() -> None:
     """A batch with one stage on each rank, and with two of half the size."""
     halves = Costs(forward=0.5, backward=1.0)
@@ -148,7 +166,8 @@ def placement() -> None:
 
 
 DRAWINGS = (
-    figure_1, figure_2, figure_3, bpipe, flush_and_2bw, extra_warmup, chain, recompute, interleaved, placement
+    figure_1, figure_2, figure_3, bpipe, flush_and_2bw, extra_warmup, chain, recompute, critical, interleaved,
+    placement,
 )  # fmt: skip
 
 

@@ -16,11 +16,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the two below are
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where those below are
 import command_line
+import schedule_costs
 import schedule_options as meaning
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
+from megatron.pipeline.critical_path import critical_path, critical_path_text
+from megatron.pipeline.memory_curve import memory_curves
 from megatron.pipeline.program import Program
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
@@ -42,7 +45,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.torch_csv:
         _write(options.torch_csv, program.to_torch_csv())
     if options.timeline:
-        _print_timeline(simulate(program, meaning.costs(options)), options)
+        _print_timeline(simulate(program, schedule_costs.costs(options)), options)
     elif not options.csv and not options.torch_csv:
         for rank, row in enumerate(program.rows):
             print(f"rank {rank}: " + "  ".join(map(str, row)))
@@ -69,7 +72,8 @@ def _check(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     program = meaning.program(options)
     _prove(options, program)
-    timeline = simulate(program, meaning.costs(options))
+    costs = schedule_costs.costs(options)
+    timeline = simulate(program, costs)
     rows = [("makespan", f"{timeline.makespan:g}"), ("bubble, all ranks", f"{timeline.bubble:.1%}")]
     if len(program.batches) > 2:
         rows.append(("time per batch, steady", f"{timeline.steady_time_per_batch():g}"))
@@ -80,7 +84,11 @@ def _simulate(options: argparse.Namespace) -> int:
     if timeline.num_stages > timeline.num_ranks:
         for rank in range(timeline.num_ranks):
             rows.append((f"rank {rank}: the same, over its stages", str(timeline.peak_saved_on_rank(rank))))
+    rows += _memory_rows(timeline, options, program)
     _print_table(rows)
+    if options.critical_path:
+        print()
+        print(critical_path_text(critical_path(timeline, costs)))
     if options.json:
         timeline.save(options.json)
     return 0
@@ -91,7 +99,10 @@ def _draw(options: argparse.Namespace) -> int:
 
     program = meaning.program(options)
     _prove(options, program)
-    timelines = [simulate(program, meaning.costs(options)).named("planned")]
+    costs = schedule_costs.costs(options)
+    timelines = [simulate(program, costs).named("planned")]
+    path = critical_path(timelines[0], costs) if options.critical_path else ()
+    sizes = schedule_costs.sizes(options)
     timelines += [Timeline.load(path).named(f"measured ({Path(path).name})") for path in options.measured]
     if options.text:
         for timeline in timelines:
@@ -104,6 +115,8 @@ def _draw(options: argparse.Namespace) -> int:
             one_based=options.one_based,
             saved_microbatches=any(program.num_evictions) if options.saved is None else options.saved,
             lanes=options.lanes,
+            critical_path=path,
+            memory=None if sizes is None else (sizes, program.weights),
             time_label=options.time_label,
             time_scale=options.time_scale,
             width=options.width,
@@ -125,6 +138,19 @@ def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
 
 
 # --- what is printed
+
+
+def _memory_rows(timeline: Timeline, options: argparse.Namespace, program: Program) -> list[tuple[str, str]]:
+    """Peak memory of each rank, when, and of what."""
+    sizes = schedule_costs.sizes(options)
+    if sizes is None:
+        return []
+    rows = []
+    for rank, curve in enumerate(memory_curves(timeline, sizes, program.weights)):
+        time, parts = curve.at_peak
+        made_of = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value)
+        rows.append((f"rank {rank}: peak memory", f"{curve.peak:g} at {time:g} ({made_of})"))
+    return rows
 
 
 def _describe(report: CheckReport, program: Program) -> str:

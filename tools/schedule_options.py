@@ -1,13 +1,13 @@
-"""The options of tools/schedule.py, and what they mean: a program to look at, and the costs to time it with."""
+"""The options of tools/schedule.py, and what they mean: a program to look at; its costs are in schedule_costs.py."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 import command_line  # first: it finds the sources
-from command_line import count, positive, time, times
+import schedule_costs
+from command_line import count, positive
 
-from megatron.pipeline.costs import Costs
 from megatron.pipeline.program import Program, WeightPolicy
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS
@@ -15,10 +15,8 @@ from megatron.pipeline.schedules.orders import ORDERS, PRESETS
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
 _MOST = 20_000_000  # computations and transfers of a program; more do not fit into the memory of a common machine
-_COSTS = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "evict", "load",
-          "reduce_grad", "reduce_embed", "reduce_norm")  # fmt: skip
 _TEXT_ONLY = ("versions", "columns")
-_PICTURE_ONLY = ("saved", "lanes", "title", "time_label", "time_scale", "width")
+_PICTURE_ONLY = ("saved", "lanes", "critical_path", "title", "time_label", "time_scale", "width", *schedule_costs.SIZES)
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -80,23 +78,6 @@ def _fewest_microbatches(schedule: Schedule) -> int:
     )
 
 
-def costs(options: argparse.Namespace) -> Costs:
-    return Costs(
-        forward=options.forward,
-        backward=options.backward,
-        recompute=options.recompute_time,
-        step=options.step,
-        latency=options.latency,
-        forward_bytes=options.transfer,
-        bandwidth=1.0,
-        evict=options.evict,
-        load=options.load,
-        reduce_grad=options.reduce_grad,
-        reduce_embed=options.reduce_embed,
-        reduce_norm=options.reduce_norm,
-    )
-
-
 def title(options: argparse.Namespace, program: Program) -> str:
     if options.schedule is None:
         return Path(options.file).name
@@ -143,7 +124,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         ignored += [(name, "a picture; add --text") for name in _TEXT_ONLY if not options.text]
         ignored += [(name, "text; add --output FILE") for name in _PICTURE_ONLY if not options.output]
     elif options.command == "show" and not options.timeline:
-        ignored += [(name, "the rows; add --timeline") for name in (*_COSTS, "one_based", *_TEXT_ONLY)]
+        ignored += [(name, "the rows; add --timeline") for name in (*schedule_costs.NAMES, "one_based", *_TEXT_ONLY)]
     for name, where in ignored:
         if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} says nothing about {where}")
@@ -172,6 +153,11 @@ def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParse
     timed = _command(
         commands, "simulate", run["simulate"], "execute the program on a table of costs, and print times and bubbles"
     )
+    timed.add_argument(
+        "--critical-path",
+        action="store_true",
+        help="print what bounds the makespan, and how much of it each kind takes",
+    )
     timed.add_argument("--json", metavar="FILE", help="write the timeline, which `draw --measured` reads")
     draw = _command(commands, "draw", run["draw"], "draw the simulated timeline, alone or above measured ones")
     draw.add_argument("--output", "-o", metavar="FILE", help="picture to write: .png, .svg or .pdf")
@@ -189,6 +175,7 @@ def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParse
         help="below the timeline, the microbatches whose activations each rank holds (default: where some move)",
     )
     draw.add_argument("--lanes", action="store_true", help="show transfers and reductions that take time")
+    draw.add_argument("--critical-path", action="store_true", help="mark what bounds the makespan of the plan")
     draw.add_argument("--title", help="title of the picture; default: the schedule")
     draw.add_argument(
         "--time-label", default="time", metavar="TEXT", help="name of the axis of time (default: %(default)s)"
@@ -212,7 +199,9 @@ def _command(commands: argparse._SubParsersAction, name: str, run: Command, summ
                                  formatter_class=argparse.HelpFormatter)  # fmt: skip
     _add_program_options(parser)
     if name != "check":
-        _add_cost_options(parser)
+        schedule_costs.add_costs(parser)
+    if name in ("simulate", "draw"):
+        schedule_costs.add_sizes(parser)
     parser.set_defaults(run=run, command=name, parser=parser)
     return parser
 
@@ -250,24 +239,6 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
     )
     preset.add_argument("--tied-embeddings", action="store_true", help="reduce the gradients of tied embeddings")
     preset.add_argument("--data-parallel", action="store_true", help="reduce gradients over replicas")
-
-
-def _add_cost_options(parser: argparse.ArgumentParser) -> None:
-    costs = parser.add_argument_group("costs", "In any unit of time; one number, or one for each stage or edge.")
-    for name, default, meaning in (
-        ("--forward", 1.0, "of a microbatch through a stage (default: 1)"),
-        ("--backward", 2.0, "likewise, without the recompute (default: 2)"),
-        ("--recompute-time", None, "of a recompute (default: as --forward)"),
-        ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
-        ("--transfer", 0.0, "for which a transfer occupies its edge"),
-        ("--latency", 0.0, "from the end of the sending to the arrival"),
-        ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),
-        ("--load", None, "of moving them back (default: as --evict)"),
-        ("--reduce-grad", 0.0, "of the reduction over replicas"),
-    ):
-        costs.add_argument(name, type=times, default=default, metavar="T[,T...]", help=meaning)
-    costs.add_argument("--reduce-embed", type=time, default=0.0, metavar="T", help="of the tied embeddings' reduction")
-    costs.add_argument("--reduce-norm", type=time, default=0.0, metavar="T", help="of the norm's reduction")
 
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,8 @@ class Costs:
         bandwidth: per edge and direction.
         forward_bytes: of an activation, per edge.
         backward_bytes: of its gradient, per edge; default as many.
+        overlap: transfers run beside computations. Otherwise a SEND also holds its rank for as long as the transfer
+            occupies its edge: the rank sends instead of computing.
         evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
             occupies its pair; `load` by default as long as `evict`.
         reduce_grad: of the reduction of a stage's gradients; a rank with several stages reduces their sum.
@@ -44,6 +46,7 @@ class Costs:
     bandwidth: PerStage = math.inf
     forward_bytes: PerStage = 0.0
     backward_bytes: PerStage | None = None
+    overlap: bool = True
     evict: PerStage = 0.0
     load: PerStage | None = None
     reduce_grad: PerStage = 0.0
@@ -57,31 +60,29 @@ class Costs:
             ValueError: a sequence of another length, a negative or non-finite number, or a bandwidth that is not
                 positive.
         """
-        backward = self._spread("backward", self.backward, num_stages)
+        backward = spread("backward", self.backward, num_stages)
         half = (
             [time / 2 for time in backward]
             if self.backward_input is None
-            else self._spread("backward_input", self.backward_input, num_stages)
+            else spread("backward_input", self.backward_input, num_stages)
         )
         if any(part > whole for part, whole in zip(half, backward, strict=True)):
             raise ValueError("backward_input is a part of backward, so it cannot be longer; give a smaller one")
-        forward = self._spread("forward", self.forward, num_stages)
-        evict = self._spread("evict", self.evict, num_stages)
-        load = evict if self.load is None else self._spread("load", self.load, num_stages)
+        forward = spread("forward", self.forward, num_stages)
+        evict = spread("evict", self.evict, num_stages)
+        load = evict if self.load is None else spread("load", self.load, num_stages)
         return {
             Kind.FORWARD: forward,
             Kind.BACKWARD: backward,
             Kind.BACKWARD_INPUT: half,
             Kind.BACKWARD_WEIGHT: [whole - part for part, whole in zip(half, backward, strict=True)],
-            Kind.RECOMPUTE: forward
-            if self.recompute is None
-            else self._spread("recompute", self.recompute, num_stages),
+            Kind.RECOMPUTE: forward if self.recompute is None else spread("recompute", self.recompute, num_stages),
             Kind.EVICT: evict,
             Kind.LOAD: load,
-            Kind.STEP: self._spread("step", self.step, num_stages),
-            Kind.REDUCE_GRAD: self._spread("reduce_grad", self.reduce_grad, num_stages),
-            Kind.REDUCE_EMBED: self._spread("reduce_embed", self.reduce_embed, num_stages),
-            Kind.REDUCE_NORM: self._spread("reduce_norm", self.reduce_norm, num_stages),
+            Kind.STEP: spread("step", self.step, num_stages),
+            Kind.REDUCE_GRAD: spread("reduce_grad", self.reduce_grad, num_stages),
+            Kind.REDUCE_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
+            Kind.REDUCE_NORM: spread("reduce_norm", self.reduce_norm, num_stages),
         }
 
     def edges(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
@@ -92,20 +93,19 @@ class Costs:
             raise ValueError(
                 f"bandwidth is {self.bandwidth}; give a positive number of bytes/s, or one for each of the {num_edges}"
             )
-        forward = self._spread("forward_bytes", self.forward_bytes, num_edges)
-        backward = (
-            forward if self.backward_bytes is None else self._spread("backward_bytes", self.backward_bytes, num_edges)
-        )
+        forward = spread("forward_bytes", self.forward_bytes, num_edges)
+        backward = forward if self.backward_bytes is None else spread("backward_bytes", self.backward_bytes, num_edges)
         occupation = [
             [size / rate for size, rate in zip(sizes, bandwidth, strict=True)] for sizes in (forward, backward)
         ]
-        return occupation[0], occupation[1], self._spread("latency", self.latency, num_edges)
+        return occupation[0], occupation[1], spread("latency", self.latency, num_edges)
 
-    @staticmethod
-    def _spread(name: str, value: PerStage, count: int) -> list[float]:
-        values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
-        if len(values) != count:
-            raise ValueError(f"{name} has {len(values)} numbers; give one for all, or one for each of {count}")
-        if not all(math.isfinite(item) and item >= 0 for item in values):
-            raise ValueError(f"{name} is {value}; give finite numbers of 0 and more")
-        return values
+
+def spread(name: str, value: PerStage, count: int) -> list[float]:
+    """A number for each of `count` stages or edges. Raises ValueError, with the name, where they are no costs."""
+    values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers; give one for all, or one for each of {count}")
+    if not all(math.isfinite(item) and item >= 0 for item in values):
+        raise ValueError(f"{name} is {value}; give finite numbers of 0 and more")
+    return values

@@ -2,10 +2,13 @@
 
 import pytest
 
+from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline, timeline_text
 from megatron.pipeline.draw.cells import cells_of, steps_of
+from megatron.pipeline.memory_curve import MemorySizes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
+from megatron.pipeline.weights import WeightPolicy
 
 
 def timeline(name="2bw", num_stages=4, batches=(4, 4, 4), costs=None, **flags):
@@ -114,6 +117,37 @@ def test_recompute_and_lanes():
     assert (shapes(plain, "R@"), shapes(plain, "transfer"), shapes(plain, "reduction")) == (48, 0, 0)
     slow = draw_timeline(timeline(costs=Costs(latency=0.1, reduce_norm=0.5)), lanes=True).axes[0]
     assert (shapes(slow, "transfer"), shapes(slow, "reduction")) == (2 * 3 * 12, 3 * 4)
+
+
+def test_the_critical_path_is_framed_and_connected():
+    """Of the first timeline only: a frame around each computation on it, a line to the next rank's."""
+    costs = Costs(latency=0.25)
+    plan = timeline("flush", batches=(4,), costs=costs)
+    path = critical_path(plan, costs)
+    figure = draw_timeline([plan, timeline("flush", batches=(4,))], critical_path=path, time_scale=10.0)
+    first, second = figure.axes
+    transfers = [span for span in path if span.instruction.kind.is_transfer]
+    assert shapes(first, "critical") - shapes(first, "critical wait") == len(path) - len(transfers) == 14
+    (lines,) = [each for each in first.collections if each.get_gid() == "critical wait"]
+    assert lines.get_segments()[0].tolist() == [[10.0, 0.0], [12.5, 1.0]]
+    assert len(lines.get_segments()) == len(transfers) == 10
+    assert shapes(second, "critical") == 0
+    assert "critical path" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_memory_stands_below_each_timeline():
+    """Stacked by what holds it, on one scale, with each rank's peak; what nobody holds is in no legend."""
+    sizes = MemorySizes(activations=2.0, weights=1.0, gradients=1.0)
+    figure = draw_timeline(
+        [timeline(), timeline("flush")], memory=(sizes, WeightPolicy.TWO_BW), saved_microbatches=True
+    )
+    assert len(figure.axes) == 6
+    axes = figure.axes[2]
+    assert [text.strip() for text in texts(axes, "peak memory")] == ["12", "10", "8", "6"]
+    drawn = {each.get_gid() for each in axes.collections}
+    assert drawn == {"memory weights", "memory gradients", "memory activations"}
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"weights", "gradients", "activations"} <= set(names) and not {"optimizer", "transfers"} & set(names)
 
 
 def test_small_cells_lose_their_labels_and_stay_cells():

@@ -215,6 +215,40 @@ def test_simulate_prints_and_writes_the_timeline(run, tmp_path):
     assert float(slow[1].split()[1]) > 45
 
 
+def test_simulate_says_what_bounds_the_run(run):
+    """The critical path with the share of each kind, and memory by rank where sizes are given."""
+    flush = ["simulate", "--schedule", "flush", "--stages", "2", "--microbatches", "2", "--batches", "1"]
+    out = run(*flush, "--latency", "0.5", "--critical-path", "--activations-size", "4", "--weights-size", "3")[1]
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "rank 0: peak memory 11 at 1 (weights 3, activations 8)" in lines
+    path = lines.index("critical path, 10: F 3 (30.0%), SEND_F 0.5 (5.0%), B 6 (60.0%), SEND_B 0.5 (5.0%)")
+    assert lines[path + 1 :] == [
+        "0 1 rank 0 0F0@0",
+        "1 1.5 rank 0 0SEND_F0",
+        "1.5 7.5 rank 1 1F0@0 1B0@0 1F1@0 1B1@0",
+        "7.5 8 rank 1 1SEND_B1",
+        "8 10 rank 0 0B1@0",
+    ]
+    plain = run(*flush)[1]
+    assert "critical" not in plain and "memory" not in plain
+
+
+def test_a_transfer_may_hold_its_sender(run):
+    """--no-overlap: what is sent takes its time on the rank, too."""
+    spans = [
+        float(run("simulate", *TWO_BW, "--transfer", "0.2", *flag)[1].split()[1]) for flag in ([], ["--no-overlap"])
+    ]
+    assert spans[0] < spans[1]
+
+
+def test_draw_marks_the_path_and_the_memory(run, tmp_path):
+    """In the picture, where they are asked for."""
+    for flags, marks in (([], []), (["--critical-path", "--weights-size", "1"], ["critical", "memory weights"])):
+        assert run("draw", *TWO_BW, "--output", tmp_path / "x.svg", *flags)[0] == 0
+        drawn = (tmp_path / "x.svg").read_text()
+        assert [mark for mark in ("critical", "memory weights") if f'"{mark}"' in drawn] == marks
+
+
 def test_draw_writes_pictures(run, tmp_path):
     """PNG and SVG by suffix, the plan above measured runs."""
     run("simulate", *TWO_BW, "--forward", "1.2", "--json", tmp_path / "measured.json")

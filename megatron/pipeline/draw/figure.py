@@ -12,11 +12,14 @@ matplotlib takes longer to import than all the rest of the room, so it is import
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw.cells import Cell, cells_of, steps_of
-from megatron.pipeline.draw.legend import draw_legend, legend_entries
+from megatron.pipeline.draw.critical import draw_critical_path
+from megatron.pipeline.draw.legend import draw_legend, legend_entries, more_entries
+from megatron.pipeline.draw.memory import draw_memory
 from megatron.pipeline.draw.rows import (
     draw_batches,
     draw_labels,
@@ -26,13 +29,15 @@ from megatron.pipeline.draw.rows import (
     draw_saved,
     draw_steps,
 )
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.memory_curve import MemorySizes, memory_curves
+from megatron.pipeline.timeline import Span, Timeline
+from megatron.pipeline.weights import WeightPolicy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_ROW, _SAVED_ROW = 0.40, 0.24  # inches
+_ROW, _SAVED_ROW, _MEMORY_ROW = 0.40, 0.24, 0.36  # inches
 _LEFT, _RIGHT = 0.85, 0.3  # inches beside the panels
 _NARROWEST, _WIDEST = 7.0, 22.0  # inches
 
@@ -45,6 +50,8 @@ def draw_timeline(
     one_based: bool = False,
     saved_microbatches: bool = False,
     lanes: bool = False,
+    critical_path: Sequence[Span] = (),
+    memory: tuple[MemorySizes, WeightPolicy] | None = None,
     time_label: str = "time",
     time_scale: float = 1.0,
     width: float | None = None,
@@ -59,6 +66,8 @@ def draw_timeline(
         one_based: number microbatches from 1, as the paper does; programs number from 0.
         saved_microbatches: below each timeline, how many microbatches' activations each rank holds.
         lanes: draw transfers as lines between the rows, and reductions as bars below them, where they take time.
+        critical_path: of the first timeline (`critical_path.critical_path`), to be marked there.
+        memory: below each timeline, what each rank holds over time: sizes, and the weight policy of what ran.
         time_label, time_scale: name of the axis, and its units per unit of the timeline (1000 for milliseconds).
         width: inches; default: as wide as the labels need, 7 to 22.
 
@@ -72,21 +81,30 @@ def draw_timeline(
     from matplotlib.figure import Figure
 
     timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    origin = timelines[0].start if timelines else 0.0
+    marked = [
+        replace(span, start=(span.start - origin) * time_scale, end=(span.end - origin) * time_scale)
+        for span in critical_path
+    ]
     timelines = [timeline.shifted(-timeline.start).scaled(time_scale) for timeline in timelines]
     all_cells = [cells_of(timeline) for timeline in timelines]
     span = max((timeline.end for timeline in timelines), default=0.0)
     if not span:
         raise ValueError("there is nothing to draw; give timelines in which a computation takes time")
     width = width or _width(all_cells, span)
+    curves = [memory_curves(timeline, *memory) if memory else None for timeline in timelines]
     entries = legend_entries(timelines, all_cells, lanes=lanes)
+    entries += more_entries(is_critical=bool(marked), curves=curves)
     num_columns = min(len(entries), max(1, int(width / 2.4)))
 
     foot = 0.62 + 0.19 * math.ceil(len(entries) / num_columns)  # the axis with its label, and the legend
     head = (0.3 if title else 0.04) + (0.36 if len(timelines) > 1 else 0.2)
+    num_curves = saved_microbatches + (memory is not None)
     heights, gaps = [], []
     for timeline in timelines:
-        heights += [timeline.num_ranks * _ROW] + [timeline.num_ranks * _SAVED_ROW] * saved_microbatches
-        gaps += [0.3] * saved_microbatches + [0.55]
+        rows = [_ROW] + [_SAVED_ROW] * saved_microbatches + [_MEMORY_ROW] * (memory is not None)
+        heights += [timeline.num_ranks * row for row in rows]
+        gaps += [0.3] * num_curves + [0.55]
     height = head + sum(heights) + sum(gaps[:-1]) + foot
 
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -100,7 +118,7 @@ def draw_timeline(
     _finish_axes(panels, span, time_label)
     points = 72.0 * width * (right - left) / span
     for index, (timeline, cells) in enumerate(zip(timelines, all_cells, strict=True)):
-        axes = panels[index * (1 + saved_microbatches)]
+        axes, *below = panels[index * (1 + num_curves) : (index + 1) * (1 + num_curves)]
         draw_rows(axes, timeline, cells)
         draw_labels(axes, cells, points=points, one_based=one_based)
         draw_moves(axes, timeline, one_based=one_based)
@@ -111,8 +129,12 @@ def draw_timeline(
         draw_steps(axes, steps_of(timeline), points=points)
         if len(timelines) > 1:
             axes.set_title(timeline.name or f"timeline {index}", loc="left", fontsize=9, fontweight="bold", pad=12)
+        if marked and not index:
+            draw_critical_path(axes, marked)
         if saved_microbatches:
-            draw_saved(panels[2 * index + 1], timeline)
+            draw_saved(below[0], timeline)
+        if memory is not None:
+            draw_memory(below[-1], timeline, curves[index])
     if title:
         figure.suptitle(title, fontsize=11, x=left, ha="left", y=1 - 0.08 / height, va="top")
     draw_legend(figure, entries, num_columns=num_columns, left=_RIGHT / width)

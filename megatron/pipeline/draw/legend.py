@@ -1,9 +1,11 @@
 """The colours and signs of a drawing, and the legend that explains those that it uses."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw.cells import NAMES, Cell, steps_of
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.memory_curve import MemoryCurve
 from megatron.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -20,6 +22,14 @@ BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 STEP, HATCH, BORDER = "#c8102e", "#1f5c22", "#222222"
 TRANSFER, REDUCTION = "#555555", "#e58a00"
 SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # of all stages of a rank, then of fewer and fewer
+CRITICAL = "#a3009a"
+MEMORY = {  # by the part of a memory curve
+    "optimizer": "#b9b9b9",
+    "weights": "#7c97c4",
+    "gradients": "#8dbb86",
+    "activations": "#f2b66d",
+    "transfers": "#c65b52",
+}
 MOVE_COLOURS = {Kind.EVICT: "#b3261e", Kind.LOAD: "#1456a0"}
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 REDUCTIONS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM})
@@ -70,6 +80,19 @@ def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, la
             entries.append(((Line2D([], [], color=TRANSFER, linewidth=0.8),), "transfer"))
         if timed & REDUCTIONS:
             entries.append(((Patch(facecolor=REDUCTION),), "reduction in the background"))
+    return entries
+
+
+def more_entries(*, is_critical: bool, curves: Sequence[Sequence[MemoryCurve] | None]) -> list[tuple]:
+    """Handles and labels for a critical path, and for the parts of memory that anybody holds."""
+    from matplotlib.patches import Patch
+
+    entries: list[tuple] = []
+    if is_critical:
+        framed = Patch(facecolor="none", edgecolor=CRITICAL, linewidth=1.6)
+        entries.append(((framed,), "critical path"))
+    held = {part for each in curves if each for curve in each for part, values in curve.parts.items() if any(values)}
+    entries += [((Patch(facecolor=colour),), part) for part, colour in MEMORY.items() if part in held]
     return entries
 
 

@@ -24,16 +24,16 @@ def draw_rows(axes: "Axes", timeline: Timeline, cells: list[Cell]) -> None:
     from matplotlib.collections import PolyCollection
 
     ranks = range(timeline.num_ranks)
-    bars = [_box(0.0, timeline.end, rank) for rank in ranks]
+    bars = [box(0.0, timeline.end, rank) for rank in ranks]
     axes.add_collection(PolyCollection(bars, facecolors=legend.BUBBLE, edgecolors="none", gid="bubble"))
     groups: dict[tuple[Kind, int | None, int], list] = {}
     for cell in cells:
-        groups.setdefault((cell.kind, cell.version, cell.shade), []).append(_box(cell.start, cell.end, cell.rank))
+        groups.setdefault((cell.kind, cell.version, cell.shade), []).append(box(cell.start, cell.end, cell.rank))
     for (kind, version, shade), boxes in groups.items():
         name = kind.value if version is None else f"{kind.value}@{version}"
         colour = legend.shade_of(kind, shade)
         axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors=legend.EDGE, linewidths=0.5, gid=name))
-    completing = [_box(cell.start, cell.end, cell.rank) for cell in cells if cell.completes_batch]
+    completing = [box(cell.start, cell.end, cell.rank) for cell in cells if cell.completes_batch]
     hatching = {"facecolors": "none", "edgecolors": legend.HATCH, "linewidths": 0.0, "hatch": "xxxx", "alpha": 0.3}
     axes.add_collection(PolyCollection(completing, gid="completes", **hatching))
     axes.set_ylim(timeline.num_ranks - 0.45, -0.55)
@@ -86,7 +86,7 @@ def draw_steps(axes: "Axes", steps: list[Step], *, points: float) -> None:
 
     least = 2.2 / points
     starts = [min(step.start, step.end - least) for step in steps]
-    boxes = [_box(start, step.end, step.rank) for start, step in zip(starts, steps, strict=True)]
+    boxes = [box(start, step.end, step.rank) for start, step in zip(starts, steps, strict=True)]
     axes.add_collection(PolyCollection(boxes, facecolors=legend.STEP, edgecolors="none", gid="step", zorder=5))
     halo = [withStroke(linewidth=1.5, foreground="white")]
     small = {"fontsize": _SMALL, "fontweight": "bold", "color": legend.STEP, "path_effects": halo}
@@ -179,6 +179,7 @@ def draw_saved(axes: "Axes", timeline: Timeline) -> None:
     axes.set_title(title, loc="left", fontsize=8, pad=2)
 
 
-def _box(start: float, end: float, rank: int) -> list[tuple[float, float]]:
+def box(start: float, end: float, rank: int) -> list[tuple[float, float]]:
+    """The corners of a cell."""
     low, high = rank - _INNER / 2, rank + _INNER / 2
     return [(start, low), (end, low), (end, high), (start, high)]

@@ -178,6 +178,7 @@ class EmulatedUpdate:
         self._job_group = job_group
         self._step_seconds = step_seconds
         self._reports: dict[int, BatchReport] = {}
+        self._unfinished: dict[int, int] = {}  # version -> how many of step and norm are to come
 
     @staticmethod
     def _buffer(reduction: EmulatedReduction | None) -> Tensor | None:
@@ -187,6 +188,7 @@ class EmulatedUpdate:
 
     def begin_batch(self, info: BatchInfo) -> None:
         self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
+        self._unfinished[info.index + 1] = 2
 
     def begin_backward(self, info: BatchInfo) -> None:
         """No gradients."""
@@ -200,7 +202,7 @@ class EmulatedUpdate:
             self._embed.run(self._embed_buffer)
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        report = self._reports[version]
+        report = self._report(version)
         sums = all_reduce_norm(
             norm_squared=1.0,
             overflow=False,
@@ -215,4 +217,12 @@ class EmulatedUpdate:
 
     def step(self, version: int) -> BatchReport:
         sleep_for(self._step_seconds)
+        return self._report(version)
+
+    def _report(self, version: int) -> BatchReport:
+        """The report that the step and the norm share, whichever comes last."""
+        self._unfinished[version] -= 1
+        if self._unfinished[version]:
+            return self._reports[version]
+        del self._unfinished[version]
         return self._reports.pop(version)

@@ -115,7 +115,7 @@ class _Worker:
             self.num_finished += 1
 
 
-class _GlooReceive:
+class GlooReceive:
     """A receive that the link's thread posts; `make` makes the memory that it fills."""
 
     __slots__ = ("_error", "_group", "_make", "_posted", "_tag", "_tensor", "_work")
@@ -166,7 +166,7 @@ class _GlooEnd(abc.ABC):
         self._timeout = timeout
         self._device = device
         self._sends = sends
-        self._worker = _Worker(name, self._finish_send if sends else _GlooReceive.post, on_error)
+        self._worker = _Worker(name, self._finish_send if sends else GlooReceive.post, on_error)
 
     @abc.abstractmethod
     def _finish_send(self, item: Any) -> None:
@@ -190,7 +190,7 @@ class GlooLink(_GlooEnd):
         self._group.send([alias], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        receive = _GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
+        receive = GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
         self._worker.put(receive)
         return receive
 
@@ -221,7 +221,7 @@ class HostStagedLink(_GlooEnd):
         return receive
 
 
-class _HostStagedReceive(_GlooReceive):
+class _HostStagedReceive(GlooReceive):
     """Arrives in pinned memory; waiting copies it to the device."""
 
     __slots__ = ("_device",)

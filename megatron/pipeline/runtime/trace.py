@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.timeline import Span, Timeline
 
 COMPUTE, WAIT, CHAIN, MOVES = "compute", "wait", "chain", "moves"
@@ -146,7 +146,8 @@ def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | N
 def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
     """The first pipeline's traces as a Timeline of the batches that are wholly there, in seconds from their first span.
 
-    The span of a reduction or a move is that of the background thread; that of a send or receive is its posting.
+    The span of a reduction or a move is that of the background thread. A transfer for which a computation had to wait
+    lasts until that could go on, at both ends; the span of any other is its posting, for nobody knows when it arrived.
     Raises ValueError when nothing was traced or ranks of the pipeline are missing.
     """
     traces = list(traces)
@@ -161,6 +162,7 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
         )
     extents = traces[0].batches
     first = extents[0]
+    exposed = _exposed_transfers([of_rank[rank] for rank in pipeline])
     spans = []
     for pipeline_rank, rank in enumerate(pipeline):
         background = {span.instruction: span for span in of_rank[rank].spans if span.track in (CHAIN, MOVES)}
@@ -168,7 +170,8 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
             instruction = span.instruction
             if span.track == COMPUTE and _is_from(first, instruction):
                 shown = background.get(instruction, span)
-                spans.append(Span(pipeline_rank, instruction, shown.start, shown.end))
+                start, end = exposed.get(_tensor(instruction), (shown.start, shown.end))
+                spans.append(Span(pipeline_rank, instruction, start, end))
     origin = min((span.start for span in spans), default=0.0)
     return Timeline.from_spans(
         spans,
@@ -178,6 +181,31 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
         first_microbatch=first.first_microbatch,
         name=name,
     ).shifted(-origin)
+
+
+_TENSORS = {Kind.SEND_F: ("F", 1), Kind.RECV_F: ("F", 0), Kind.SEND_B: ("B", -1), Kind.RECV_B: ("B", 0)}
+_NEEDS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "B"}
+
+
+def _tensor(instruction: Instruction) -> tuple[str, int, int] | None:
+    """What a transfer brings: an activation or gradient, the stage that needs it, the microbatch."""
+    if instruction.kind not in _TENSORS:
+        return None
+    letter, distance = _TENSORS[instruction.kind]
+    return letter, instruction.stage + distance, instruction.microbatch
+
+
+def _exposed_transfers(traces: Sequence[RankTrace]) -> dict[tuple[str, int, int] | None, tuple[float, float]]:
+    """Start and end of the transfers that a computation waited for: posted by both ends, until it could go on."""
+    posted: dict[tuple[str, int, int], float] = {}
+    waited: dict[tuple[str, int, int], float] = {}
+    for span in (span for trace in traces for span in trace.spans):
+        instruction = span.instruction
+        if span.track == WAIT and instruction.kind in _NEEDS:
+            waited[_NEEDS[instruction.kind], instruction.stage, instruction.microbatch] = span.end
+        elif span.track == COMPUTE and (tensor := _tensor(instruction)) is not None:
+            posted[tensor] = max(span.end, posted.get(tensor, span.end))
+    return {tensor: (posted[tensor], end) for tensor, end in waited.items() if posted.get(tensor, end) < end}
 
 
 def _is_from(first: BatchExtent, instruction: Instruction) -> bool:

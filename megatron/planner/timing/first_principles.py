@@ -171,7 +171,9 @@ class FirstPrinciples:
             own = count / d if state.distributed_optimizer else count
             # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights.
             step.append((own * (6 * 4 + 2 * state.gradient_bytes + state.weight_bytes)) / bandwidth)
-            gathered = state.weight_bytes if state.distributed_optimizer else state.gradient_bytes
-            sent = (d - 1) / d * count * (state.gradient_bytes + gathered)
-            reduce.append(0.0 if self.software.overlaps_gradients else sent / link)
+            # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP.
+            once = 0.0 if self.software.overlaps_gradients else (d - 1) / d * count / link
+            if state.distributed_optimizer:
+                step[-1] += once * state.weight_bytes
+            reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
         return step, reduce

@@ -17,9 +17,11 @@ reductions behind the next batch: only what exceeds the (m - p + 1) w + s f of a
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.planner.configuration import Configuration
@@ -33,6 +35,11 @@ class IterationTime:
 
     seconds: float
     bubble: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds for which that rank computes or steps."""
+        return (1 - self.bubble) * self.seconds
 
 
 class _Stages:
@@ -133,13 +140,24 @@ def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) ->
 
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
     """Seconds of a batch, and those in which the busiest rank computes."""
+    programs, periods = _programs(schedule, num_microbatches)
+    timelines = [simulate(program, costs) for program in programs]
+    ranks = range(schedule.num_ranks)
+    if len(timelines) == 1:
+        return timelines[0].end, max(map(timelines[0].busy, ranks))
+    first, second = timelines
+    busy = [second.busy(rank) - first.busy(rank) for rank in ranks]
+    return (second.end - first.end) / periods, max(busy) / periods
+
+
+@lru_cache(maxsize=2)
+def _programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
+    """A batch; or two runs of several that do not drain, and by how many periods the second is longer. Kept for those
+    who ask on several costs in turn.
+    """
     if schedule.weights.rule.drains:
-        timeline = simulate(schedule.build((num_microbatches,)), costs)
-        return timeline.end, max(timeline.busy(rank) for rank in range(timeline.num_ranks))
+        return (schedule.build((num_microbatches,)),), 1
     periodic = schedule.build_periodic(num_microbatches)
     # One period more, of batches that follow each other; pipedream's batches are single microbatches.
     counts = (2, 3) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
-    first, second = (simulate(periodic.unroll(count), costs) for count in counts)
-    periods = counts[1] - counts[0]
-    busy = [second.busy(rank) - first.busy(rank) for rank in range(second.num_ranks)]
-    return (second.end - first.end) / periods, max(busy) / periods
+    return tuple(map(periodic.unroll, counts)), counts[1] - counts[0]

@@ -14,7 +14,7 @@ def run(preset: str, batches: tuple[int, ...], forward: float, backward: float):
     rank, p = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(p))) for _ in range(3)]
     engine = PipelineEngine(
-        Schedule.preset(preset, num_stages=p, data_parallel=True, tied_embeddings=True),
+        Schedule.preset(preset, num_stages=p, data_parallel=True, tied_embeddings=preset != "pipedream"),
         EmulatedStage(index=rank, num_stages=p, times=EmulatedTimes(forward, backward), payload_bytes=1 << 16),
         EmulatedUpdate(
             grad=EmulatedReduction(1 << 16, groups[0], seconds=0.002),

@@ -12,18 +12,20 @@ CASE = "tests.pipeline.runtime.emulated_cases:run"
 FORWARD, BACKWARD = 0.02, 0.04
 
 
-@pytest.mark.parametrize("preset", ["flush", "2bw"])
-def test_emulated_stages_take_their_time_and_execute_the_program(preset):
-    """Every forward and backward lasts at least as long as told, chains of real all-reduces included."""
-    batches = (2, 3, 2)
+@pytest.mark.parametrize(("preset", "batches"), [("flush", (2, 3, 2)), ("2bw", (2, 3, 2)), ("pipedream", (1,) * 5)])
+def test_emulated_stages_take_their_time_and_execute_the_program(preset, batches):
+    """Every forward and backward lasts at least as long as told, chains of real all-reduces included, whether the norm
+    comes before the step or after it.
+    """
     outcomes = workers.run(2, CASE, preset=preset, batches=batches, forward=FORWARD, backward=BACKWARD)
-    program = Schedule.preset(preset, num_stages=2, data_parallel=True, tied_embeddings=True).build(batches)
+    ties = preset != "pipedream"
+    program = Schedule.preset(preset, num_stages=2, data_parallel=True, tied_embeddings=ties).build(batches)
     for rank, (spans, reports) in enumerate(outcomes):
         assert [text for text, _ in spans] == [str(instruction) for instruction in program.rows[rank]]
         least = {"F": FORWARD, "B": BACKWARD}
         for instruction, (_, seconds) in zip(program.rows[rank], spans, strict=True):
             assert seconds >= least.get(instruction.kind.value, 0.0)
-        assert [report.batch for report in reports] == [0, 1, 2]
+        assert [report.batch for report in reports] == list(range(len(batches)))
         assert all(report.grad_norm > 0 for report in reports)
 
 

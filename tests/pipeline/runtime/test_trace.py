@@ -41,6 +41,26 @@ def test_a_measured_run_is_a_timeline_of_its_program(tmp_path):
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
 
 
+def test_a_transfer_that_is_waited_for_lasts_as_long():
+    """From when both ends have posted it until the computation that needs it goes on, at both ends; one that arrives
+    in time is its posting.
+    """
+
+    def rank(number, *spans):
+        made = tuple(trace.TraceSpan(track, Instruction.parse(text), start, end) for track, text, start, end in spans)
+        return trace.RankTrace(number, (0, 1), (0, 1), (trace.BatchExtent(0, 0, 2),), made)
+
+    sender = rank(0, ("compute", "0F0@0", 0.0, 1.0), ("compute", "0SEND_F0", 1.0, 1.1), ("compute", "0F1@0", 1.1, 2.0),
+                  ("compute", "0SEND_F1", 2.0, 2.1))  # fmt: skip
+    receiver = rank(1, ("compute", "1RECV_F0", 0.0, 0.1), ("compute", "1RECV_F1", 0.1, 0.2),
+                    ("wait", "1F0@0", 0.2, 1.5), ("compute", "1F0@0", 1.5, 4.0),
+                    ("compute", "1F1@0", 4.0, 6.0))  # fmt: skip
+    measured = trace.timeline([sender, receiver])
+    spans = {str(span.instruction): (span.start, span.end) for span in measured.spans}
+    assert spans["0SEND_F0"] == spans["1RECV_F0"] == (1.1, 1.5)
+    assert spans["0SEND_F1"] == (2.0, 2.1) and spans["1RECV_F1"] == (0.1, 0.2)
+
+
 def test_only_the_last_batches_are_kept():
     """Memory is bounded; of the batch before the first kept one, the tail does not reach the timeline."""
     tracer = trace.Tracer(num_batches=2)

@@ -1,0 +1,117 @@
+"""Links of a given bandwidth and latency between processes of one computer, for the benchmarks.
+
+Problem: the loopback device is fast, and what makes it slow (bytes that two cores copy for eight processes) would be
+measured instead of the schedule.
+
+Solution: the bytes that are sent are few and real, and the time is kept. All processes of a computer read one clock, so
+the sender can say when a transfer would have started (both ends have posted it and the link is free), when it lets go
+of the link, and when it arrives; the receiver hands it out then. As long as the real bytes travel faster than that,
+delays of the machine do not add up. This is what `megatron.pipeline.simulate` takes a channel for. Register the classes
+in `LINKS` and `MOVE_LINKS` under a backend's name; the engine does the rest.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.pipeline.runtime.emulated_stage import sleep_for
+from megatron.pipeline.runtime.links import FOREVER, NUM_TAGS, GlooLink, GlooReceive, Receive
+from megatron.pipeline.runtime.move_links import GlooMoveLink
+from megatron.pipeline.runtime.stage import TensorSpec
+
+_SENDER, _RECEIVER = 0, 1
+_POSTED, _DUE = NUM_TAGS, 2 * NUM_TAGS  # added to a microbatch's tag
+
+
+class PacedLink(GlooLink):
+    """A link between two stages; `forward`, `backward` and `latency` are those of all edges, in seconds.
+
+    The name that `Channels` gives a link ends in source and destination stage, which say the edge and the direction.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        *,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        latency: Sequence[float],
+        **options: Any,
+    ) -> None:
+        source, destination = map(int, name.rsplit("/", 1)[1].split("-"))
+        edge = min(source, destination)
+        self._occupation = (forward if source == edge else backward)[edge]
+        self._latency = latency[edge]
+        self._free_at = 0.0
+        super().__init__(name, store, **options)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        self._worker.put((tensor.detach(), tag % NUM_TAGS, time.monotonic()))
+
+    def _finish_send(self, item: tuple[torch.Tensor, int, float]) -> None:
+        alias, tag, posted = item
+        posted_there = torch.empty(1, dtype=torch.float64)
+        self._group.recv([posted_there], _RECEIVER, tag + _POSTED).wait(FOREVER)
+        self._free_at = max(posted, posted_there.item(), self._free_at) + self._occupation
+        due = torch.tensor([self._free_at + self._latency], dtype=torch.float64)
+        sends = [self._group.send([due], _RECEIVER, tag + _DUE), self._group.send([alias], _RECEIVER, tag)]
+        for send in sends:
+            send.wait(self._timeout)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        receive = _PacedReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
+        self._worker.put(receive)
+        return receive
+
+
+class _PacedReceive(GlooReceive):
+    __slots__ = ("_due", "_due_work", "_time", "_told")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._time = torch.tensor([time.monotonic()], dtype=torch.float64)
+        self._due = torch.empty(1, dtype=torch.float64)
+
+    def _post(self) -> None:
+        try:
+            self._told = self._group.send([self._time], _SENDER, self._tag + _POSTED)
+            self._due_work = self._group.recv([self._due], _SENDER, self._tag + _DUE)
+        except RuntimeError as error:
+            self._error = error
+        else:
+            super()._post()
+
+    def wait(self, timeout: timedelta) -> torch.Tensor:
+        tensor = super().wait(timeout)
+        self._due_work.wait(timeout)
+        self._told.wait(timeout)
+        sleep_for(self._due.item() - time.monotonic())
+        return tensor
+
+
+class PacedMoveLink(GlooMoveLink):
+    """Sends at once and holds the connection, at both ends, until `seconds` after both have come to the move."""
+
+    def __init__(self, name: str, store: dist.Store, *, seconds: float, **options: Any) -> None:
+        super().__init__(name, store, **options)
+        self._seconds = seconds
+
+    def send(self, buffer: torch.Tensor, tag: int) -> None:
+        super().send(torch.empty(1), tag)  # both have come
+        start = time.monotonic()
+        super().send(buffer, tag)
+        self._hold(start)
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> None:
+        super().receive(torch.empty(1), tag)
+        start = time.monotonic()
+        super().receive(buffer, tag)
+        self._hold(start)
+
+    def _hold(self, start: float) -> None:
+        time.sleep(max(0.0, start + self._seconds - time.monotonic()))

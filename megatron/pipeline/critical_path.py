@@ -1,0 +1,266 @@
+"""What bounds a simulated run: the chain of instructions and transfers in which each starts when the one before ends.
+
+A run gets faster only if something on this chain does. It is followed back from the end of the last computation: of all
+that an instruction waited for, the last to come is on the chain. What it can have waited for is what
+`megatron.pipeline.simulate` says; a start that none of it explains means that the timeline is no simulation on these
+costs, and is refused. Of several that come at the same moment the rank's own work is named, so that the chain changes
+ranks no more often than it has to.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import MOVES, Instruction, Kind
+from megatron.pipeline.moves import awaited_moves, counterpart
+from megatron.pipeline.timeline import BUSY, Span, Timeline
+
+_SEND_OF = {Kind.FORWARD: Kind.SEND_F, Kind.BACKWARD: Kind.SEND_B, Kind.BACKWARD_INPUT: Kind.SEND_B}
+_RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+_MADE_BY = {Kind.SEND_F: (Kind.FORWARD,), Kind.SEND_B: (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+_BROUGHT_BY = {Kind.FORWARD: (Kind.SEND_F, -1), Kind.BACKWARD: (Kind.SEND_B, 1), Kind.BACKWARD_INPUT: (Kind.SEND_B, 1)}
+_SHARED = frozenset({Kind.REDUCE_NORM, Kind.REDUCE_EMBED})
+_REDUCTIONS = _SHARED | {Kind.REDUCE_GRAD}
+_TOLERANCE = 1e-9  # of the makespan
+
+
+def critical_path(timeline: Timeline, costs: Costs, *, synchronous_moves: bool = False) -> tuple[Span, ...]:
+    """The chain that bounds a simulated timeline, from its start to its end, without gaps.
+
+    Args:
+        timeline: what `simulate` returned.
+        costs, synchronous_moves: what it was given.
+
+    Returns:
+        Spans that take time, in their order; each starts where the one before ends. A transfer stands at its sender:
+        from its start to its arrival, or until its channel or its sender is free, whichever was waited for.
+
+    Raises:
+        ValueError: the timeline is no simulation on these costs.
+    """
+    chain = list(_Waits(timeline, costs, synchronous_moves=synchronous_moves).follow())
+    return tuple(span for span in reversed(chain) if span.end > span.start)
+
+
+def critical_path_text(path: Sequence[Span]) -> str:
+    """A path in words: a line for each stretch on one rank or between two, then what each kind of work takes of it."""
+    lines, totals = [], defaultdict(float)
+    length = path[-1].end - path[0].start if path else 0.0
+    for (rank, _), spans in groupby(path, key=lambda span: (span.rank, span.instruction.kind in BUSY)):
+        stretch = list(spans)
+        words = [str(span.instruction) for span in stretch]
+        if len(words) > 6:
+            words = [*words[:3], f"... {len(words) - 6} more ...", *words[-3:]]
+        lines.append(f"{stretch[0].start:>10g} {stretch[-1].end:>10g}  rank {rank}  {'  '.join(words)}")
+        for span in stretch:
+            totals[span.instruction.kind.value] += span.end - span.start
+    parts = [f"{name} {seconds:g} ({seconds / length:.1%})" for name, seconds in totals.items()]
+    return "\n".join([f"critical path, {length:g}: {', '.join(parts)}", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """Work that may have been waited for: when it started and ended, and what it had waited for itself."""
+
+    start: float
+    end: float
+    rank: int
+    instruction: Instruction
+    waits: Callable[[], Iterable["_Cause"]]
+
+
+class _Waits:
+    """Of everything in a timeline, what it waited for."""
+
+    def __init__(self, timeline: Timeline, costs: Costs, *, synchronous_moves: bool) -> None:
+        self.timeline, self.overlap, self.synchronous_moves = timeline, costs.overlap, synchronous_moves
+        self.rows, self.starts, self.ends = timeline.rows, timeline.starts, timeline.ends
+        forward, backward, self.latency = costs.edges(timeline.num_stages)
+        self.occupation = {Kind.SEND_F: forward, Kind.SEND_B: backward}
+        self.place: dict[tuple[Kind, int, int], tuple[int, int]] = {}  # of what has a microbatch: rank, position
+        self.sent: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # microbatches in the order of their channel
+        self.members: dict[tuple[Kind, int | None], list[tuple[int, int]]] = defaultdict(list)
+        self.reductions: dict[tuple[int, bool], list[int]] = defaultdict(list)  # of a rank, after their STEP or not
+        self.moves: list[list[int]] = []  # positions of each rank's moves
+        self.awaited: list[dict[int, int]] = []
+        self.sends = any(each.kind in _RECEIVE_OF for row in self.rows for each in row)
+        for rank in range(len(self.rows)):
+            self._read(rank)
+        self.queue_place = {
+            (rank, position): (late, number)
+            for (rank, late), positions in self.reductions.items()
+            for number, position in enumerate(positions)
+        }
+        self.channel_place = {
+            (*channel, microbatch): number
+            for channel, microbatches in self.sent.items()
+            for number, microbatch in enumerate(microbatches)
+        }
+        self.transfer_starts: dict[tuple[Kind, int], list[float]] = {}
+
+    def _read(self, rank: int) -> None:
+        stepped, moves, row = set(), [], self.rows[rank]
+        for position, each in enumerate(row):
+            kind = each.kind
+            if kind is Kind.STEP:
+                stepped.add(each.version)
+            elif kind in _REDUCTIONS:
+                self.members[kind, each.version].append((rank, position))
+                self.reductions[rank, each.version in stepped].append(position)
+            else:
+                self.place[kind, each.stage, each.microbatch] = rank, position
+                if kind in MOVES:
+                    moves.append(position)
+                channel = (kind if kind in _RECEIVE_OF else None) if self.sends else _SEND_OF.get(kind)
+                if channel is not None:
+                    self.sent[channel, each.stage].append(each.microbatch)
+        self.moves.append(moves)
+        self.awaited.append(awaited_moves(row, synchronous=self.synchronous_moves) if moves else {})
+
+    def follow(self) -> Iterator[Span]:
+        """The spans of the chain, from the last one back."""
+        ends = [cause for rank, row in enumerate(self.rows) for cause in self._before(rank, len(row))]
+        cause = max(ends, key=lambda each: each.end, default=None)
+        tolerance = _TOLERANCE * self.timeline.end
+        while cause is not None:
+            yield Span(cause.rank, cause.instruction, cause.start, cause.end)
+            before = max(cause.waits(), key=lambda each: each.end, default=None)
+            came = 0.0 if before is None else before.end
+            if abs(came - cause.start) > tolerance:
+                raise ValueError(
+                    f"rank {cause.rank}: {cause.instruction} starts at {cause.start:g}, and what it waits for has come "
+                    f"at {came:g}; give a simulated timeline, and the costs that it was simulated on"
+                )
+            cause = before
+
+    # --- the rank itself
+
+    def _computed(self, rank: int, position: int) -> _Cause:
+        """A computation or a STEP."""
+        start, end, instruction = self.starts[rank][position], self.ends[rank][position], self.rows[rank][position]
+        return _Cause(start, end, rank, instruction, lambda: self._before_computed(rank, position, instruction))
+
+    def _before_computed(self, rank: int, position: int, instruction: Instruction) -> Iterator[_Cause]:
+        yield from self._before(rank, position)
+        if instruction.kind is Kind.STEP:
+            yield from self._reductions_of(rank, position, instruction.version)
+        if instruction.kind in _BROUGHT_BY:
+            send, distance = _BROUGHT_BY[instruction.kind]
+            source = instruction.stage + distance
+            if 0 <= source < self.timeline.num_stages:
+                yield self._arrived(send, source, instruction.microbatch)
+        if position in self.awaited[rank]:
+            yield self._moved(rank, self.awaited[rank][position] - 1)
+
+    def _before(self, rank: int, position: int) -> Iterator[_Cause]:
+        """What held the rank until it came to a position: the computation before, or a SEND without overlap."""
+        for earlier in range(position - 1, -1, -1):
+            instruction = self.rows[rank][earlier]
+            if instruction.kind in BUSY:
+                computed = self._computed(rank, earlier)
+                yield computed if self.overlap or self.sends else self._held(computed)
+                return
+            if instruction.kind in _RECEIVE_OF and not self.overlap:
+                held = self._occupation(instruction.kind, instruction.stage)
+                posted = max((each.end for each in self._before(rank, earlier)), default=0.0)
+                yield _Cause(
+                    posted, posted + held, rank, instruction, lambda place=earlier: self._before(rank, place)
+                )  # fmt: skip
+                return
+
+    def _held(self, computed: _Cause) -> _Cause:
+        """Of a program without transfers: the computation, and the sending of what it made."""
+        made = computed.instruction
+        send = _SEND_OF.get(made.kind)
+        held = self._occupation(send, made.stage) if send else 0.0
+        if not held:
+            return computed
+        sending = Instruction(send, made.stage, made.microbatch)
+        return _Cause(computed.end, computed.end + held, computed.rank, sending, lambda: [computed])
+
+    # --- transfers
+
+    def _occupation(self, send: Kind, stage: int) -> float:
+        """Seconds for which a transfer from a stage holds its channel; none within a rank."""
+        edge, ranks = stage if send is Kind.SEND_F else stage - 1, self.timeline.rank_of_stage
+        crosses = 0 <= edge < len(ranks) - 1 and ranks[edge] != ranks[edge + 1]
+        return self.occupation[send][edge] if crosses else 0.0
+
+    def _arrived(self, send: Kind, stage: int, microbatch: int) -> _Cause:
+        """The arrival of what a stage made."""
+        edge, ranks = stage if send is Kind.SEND_F else stage - 1, self.timeline.rank_of_stage
+        if ranks[edge] == ranks[edge + 1]:
+            return self._maker(send, stage, microbatch)
+        return self._transfer(send, stage, microbatch, self.latency[edge])
+
+    def _maker(self, send: Kind, stage: int, microbatch: int) -> _Cause:
+        made = ((kind, stage, microbatch) for kind in _MADE_BY[send])
+        return self._computed(*next(self.place[each] for each in made if each in self.place))
+
+    def _transfer(self, send: Kind, stage: int, microbatch: int, latency: float) -> _Cause:
+        """A transfer over a channel, and `latency` behind it."""
+        number = self.channel_place[send, stage, microbatch]
+        start = self._transfer_start(send, stage, number)
+        end = start + self._occupation(send, stage) + latency
+        rank, instruction = self.timeline.rank_of_stage[stage], Instruction(send, stage, microbatch)
+        return _Cause(start, end, rank, instruction, lambda: self._before_transfer(send, stage, number))
+
+    def _before_transfer(self, send: Kind, stage: int, number: int) -> Iterator[_Cause]:
+        microbatch = self.sent[send, stage][number]
+        if self.sends:
+            destination = stage + (1 if send is Kind.SEND_F else -1)
+            for end in ((send, stage, microbatch), (_RECEIVE_OF[send], destination, microbatch)):
+                yield from self._before(*self.place[end])
+        else:
+            yield self._maker(send, stage, microbatch)
+        if number:
+            yield self._transfer(send, stage, self.sent[send, stage][number - 1], 0.0)
+
+    def _transfer_start(self, send: Kind, stage: int, number: int) -> float:
+        if self.sends:
+            rank, position = self.place[send, stage, self.sent[send, stage][number]]
+            return self.starts[rank][position]
+        if (send, stage) not in self.transfer_starts:
+            starts, free_at, occupation = [], 0.0, self._occupation(send, stage)
+            for microbatch in self.sent[send, stage]:
+                starts.append(max(self._maker(send, stage, microbatch).end, free_at))
+                free_at = starts[-1] + occupation
+            self.transfer_starts[send, stage] = starts
+        return self.transfer_starts[send, stage][number]
+
+    # --- in the background
+
+    def _moved(self, rank: int, nth: int) -> _Cause:
+        """The end of a rank's move; it starts when both ends have come to it."""
+        position = self.moves[rank][nth]
+        move = self.rows[rank][position]
+        partner = self.timeline.rank_of_stage[counterpart(move, self.timeline.num_stages).stage]
+        start = max(self.starts[each][self.moves[each][nth]] for each in (rank, partner))
+        return _Cause(start, self.ends[rank][position], rank, move, lambda: self._before_move((rank, partner), nth))
+
+    def _before_move(self, pair: tuple[int, int], nth: int) -> Iterator[_Cause]:
+        for each in pair:
+            yield from self._before(each, self.moves[each][nth])
+        if nth:  # both ends have completed it at once
+            yield self._moved(pair[0], nth - 1)
+
+    def _reductions_of(self, rank: int, position: int, version: int | None) -> Iterator[_Cause]:
+        """The reductions that a STEP waits for."""
+        for earlier in self.reductions[rank, False]:
+            if earlier < position and self.rows[rank][earlier].version == version:
+                yield self._reduced(rank, earlier)
+
+    def _reduced(self, rank: int, position: int) -> _Cause:
+        start, end, instruction = self.starts[rank][position], self.ends[rank][position], self.rows[rank][position]
+        shared = instruction.kind in _SHARED
+        members = self.members[instruction.kind, instruction.version] if shared else [(rank, position)]
+        return _Cause(start, end, rank, instruction, lambda: self._before_reduced(members))
+
+    def _before_reduced(self, members: list[tuple[int, int]]) -> Iterator[_Cause]:
+        for rank, position in members:
+            yield from self._before(rank, position)
+            late, number = self.queue_place[rank, position]
+            if number:
+                yield self._reduced(rank, self.reductions[rank, late][number - 1])

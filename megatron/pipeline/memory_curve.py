@@ -1,0 +1,187 @@
+"""How much memory each rank of a timeline holds at every moment, and what for.
+
+The checker proves peaks in microbatches and versions, for any timing. This multiplies them with bytes and lays them on
+a timeline, simulated or measured, so that one sees when memory is short and what fills it:
+
+- activations: of each microbatch from the start of its forward, or of its LOAD or ACCEPT, to the end of its backward
+  (of its weight half, where it is split), or of its EVICT or RETURN;
+- weights: a buffer for each version that the weight policy keeps. A STEP writes its version into one that is free, or
+  takes another; buffers are kept, as in the runtime;
+- gradients: a buffer for each batch from its first backward to the end of its STEP; they are kept, too;
+- transfers: what is received, from when the receive is posted to the start of the computation that takes it, and what
+  is sent, until it has arrived;
+- optimizer: what stays from the beginning.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron.pipeline.costs import PerStage, spread
+from megatron.pipeline.instruction import COMPUTATIONS, Kind
+from megatron.pipeline.moves import pair_of
+from megatron.pipeline.timeline import BUSY, Timeline
+from megatron.pipeline.weights import WeightPolicy
+
+PARTS = ("optimizer", "weights", "gradients", "activations", "transfers")
+_RECEIVED_BY = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
+_EDGE = {Kind.SEND_F: 0, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 0}  # added to the stage
+_Event = tuple[float, float]  # when, how many bytes more
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySizes:
+    """Bytes; a number for all stages (or edges), or a sequence with one for each.
+
+    Attributes:
+        activations: that a stage saves of one microbatch.
+        weights: of one version of a stage's weights.
+        gradients: of one buffer of a stage's gradients.
+        optimizer: of a stage's optimizer state.
+        transfers: of an activation or its gradient, per edge.
+    """
+
+    activations: PerStage = 0.0
+    weights: PerStage = 0.0
+    gradients: PerStage = 0.0
+    optimizer: PerStage = 0.0
+    transfers: PerStage = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`. Times ascend."""
+
+    times: tuple[float, ...]
+    parts: dict[str, tuple[float, ...]]
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        return tuple(map(sum, zip(*self.parts.values(), strict=True)))
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that are held at once."""
+        return max(self.total)
+
+    @property
+    def at_peak(self) -> tuple[float, dict[str, float]]:
+        """When that is for the first time, and of what it is made."""
+        total = self.total
+        index = total.index(max(total))
+        return self.times[index], {name: values[index] for name, values in self.parts.items()}
+
+
+def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy) -> tuple[MemoryCurve, ...]:
+    """The curve of each rank, from the start of the timeline on. `weights`: the policy of the program that ran.
+
+    Raises:
+        ValueError: sizes of another length, negative or not finite.
+    """
+    num_stages = timeline.num_stages
+    counts = dict.fromkeys(PARTS, num_stages) | {"transfers": num_stages - 1}
+    by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
+    return tuple(_Rank(timeline, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
+
+
+class _Rank:
+    """One rank's events: what takes memory and what frees it."""
+
+    def __init__(self, timeline: Timeline, rank: int, sizes: dict[str, list[float]], weights: WeightPolicy) -> None:
+        self.timeline, self.sizes, self.rule = timeline, sizes, weights.rule
+        self.stages = timeline.stages_of(rank)
+        self.spans = list(zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True))
+
+    def curve(self) -> MemoryCurve:
+        events = {
+            "optimizer": [(self.timeline.start, self._of_rank("optimizer"))],
+            "weights": self._kept("weights", self._versions()),
+            "gradients": self._kept("gradients", self._open_batches()),
+            "activations": list(self._activations()),
+            "transfers": list(self._transfers()),
+        }
+        times = sorted({time for part in events.values() for time, _ in part})
+        parts = {}
+        for name in PARTS:
+            changes = dict.fromkeys(times, 0.0)  # at one time, what is freed makes room for what is taken
+            for time, change in events[name]:
+                changes[time] += change
+            parts[name] = tuple(accumulate(changes.values()))
+        return MemoryCurve(tuple(times), parts)
+
+    def _of_rank(self, name: str) -> float:
+        return sum(self.sizes[name][stage] for stage in self.stages)
+
+    def _kept(self, name: str, needed: Iterator[tuple[float, int]]) -> list[_Event]:
+        """Buffers that are taken when more are needed than there are, and then kept."""
+        events, count = [], 0
+        for time, number in needed:
+            if number > count:
+                events.append((time, (number - count) * self._of_rank(name)))
+                count = number
+        return events
+
+    def _versions(self) -> Iterator[tuple[float, int]]:
+        """When versions are made, how many buffers that takes."""
+        entered = self.rule.entry_versions(self.timeline.first_batch)
+        yield self.timeline.start, len(entered)
+        last_use = dict.fromkeys(entered, -math.inf)
+        for each, _, end in self.spans:
+            if each.kind in COMPUTATIONS and each.version is not None:
+                last_use[each.version] = end
+        for each, time, _ in self.spans:
+            if each.kind is Kind.STEP:
+                older = [version for version in last_use if version < each.version]
+                if self.rule.updates_alone:
+                    yield time, 1 + sum(last_use[version] > time for version in older)
+                else:
+                    yield (
+                        time,
+                        min(1 + len(older), self.rule.max_live_versions(self.stages[0], len(self.sizes["weights"]))),
+                    )
+
+    def _open_batches(self) -> Iterator[tuple[float, int]]:
+        """When batches get their first gradients, how many there are whose STEP is still to come."""
+        borders, first = self.timeline.batch_borders(), self.timeline.first_batch
+        begins: dict[int, float] = {}
+        ends = {each.version - 1: end for each, _, end in self.spans if each.kind is Kind.STEP}
+        for each, start, _ in self.spans:
+            if each.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                begins.setdefault(first + bisect_right(borders, each.microbatch) - 1, start)
+        if not ends:  # a program that does not update
+            begins = dict([min(begins.items(), key=lambda each: each[1])]) if begins else {}
+        for start in begins.values():
+            yield start, sum(begin <= start < ends.get(batch, math.inf) for batch, begin in begins.items())
+
+    def _activations(self) -> Iterator[_Event]:
+        sizes, last = self.sizes["activations"], Kind.BACKWARD
+        if any(each.kind is Kind.BACKWARD_WEIGHT for each, _, _ in self.spans):
+            last = Kind.BACKWARD_WEIGHT
+        for each, start, end in self.spans:
+            kind, own, of_pair = each.kind, sizes[each.stage], sizes[pair_of(each.stage, len(sizes))]
+            if kind is Kind.FORWARD or kind is Kind.LOAD:
+                yield start, own
+            elif kind is last or kind is Kind.EVICT:
+                yield end, -own
+            elif kind is Kind.ACCEPT:
+                yield start, of_pair
+            elif kind is Kind.RETURN:
+                yield end, -of_pair
+
+    def _transfers(self) -> Iterator[_Event]:
+        sizes, posted, now = self.sizes["transfers"], {}, self.timeline.start
+        for each, start, end in self.spans:
+            kind, key = each.kind, (each.kind, each.stage, each.microbatch)
+            if kind in _EDGE:
+                size = sizes[each.stage + _EDGE[kind]]
+                yield now, size
+                if kind is Kind.SEND_F or kind is Kind.SEND_B:
+                    yield max(now, end), -size
+                else:
+                    posted[key] = size
+            elif kind in _RECEIVED_BY and (size := posted.pop((_RECEIVED_BY[kind], *key[1:]), None)) is not None:
+                yield start, -size
+            if kind in BUSY:
+                now = end

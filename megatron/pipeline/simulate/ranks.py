@@ -1,0 +1,176 @@
+"""The ranks of a simulation: each goes through its row until it waits for a time that is not known yet."""
+
+import math
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program import Program
+from megatron.pipeline.simulate.channels import Channels
+from megatron.pipeline.simulate.pair_moves import PairMoves
+from megatron.pipeline.simulate.reductions import Reductions
+from megatron.pipeline.simulate.state import UNKNOWN, SimulationError, State
+from megatron.pipeline.timeline import Timeline
+
+_COMPUTE, _SEND, _RECEIVE, _MOVE, _STEP, _REDUCE = range(6)
+_ACTIONS = {
+    Kind.FORWARD: _COMPUTE,
+    Kind.BACKWARD: _COMPUTE,
+    Kind.BACKWARD_INPUT: _COMPUTE,
+    Kind.BACKWARD_WEIGHT: _COMPUTE,
+    Kind.RECOMPUTE: _COMPUTE,
+    Kind.SEND_F: _SEND,
+    Kind.RECV_F: _RECEIVE,
+    Kind.SEND_B: _SEND,
+    Kind.RECV_B: _RECEIVE,
+    Kind.EVICT: _MOVE,
+    Kind.ACCEPT: _MOVE,
+    Kind.RETURN: _MOVE,
+    Kind.LOAD: _MOVE,
+    Kind.STEP: _STEP,
+    Kind.REDUCE_GRAD: _REDUCE,
+    Kind.REDUCE_EMBED: _REDUCE,
+    Kind.REDUCE_NORM: _REDUCE,
+}
+
+
+class Simulation:
+    """One execution of a program."""
+
+    def __init__(self, program: Program, costs: Costs, *, synchronous_moves: bool) -> None:
+        self.state = State(program)
+        num_stages = len(program.rank_of_stage)
+        seconds = costs.seconds(num_stages)
+        for kind in (Kind.STEP, Kind.REDUCE_GRAD):  # a rank's, for all its stages; it stands at the lowest
+            times = seconds[kind]
+            seconds[kind] = [
+                math.fsum(times[each] for each in program.stages_of(rank)) for rank in program.rank_of_stage
+            ]
+        self.overlap = costs.overlap
+        self.num_microbatches = sum(program.batches)
+        self.channels = Channels(self.state, costs)
+        self.moves = PairMoves(self.state, seconds, synchronous=synchronous_moves)
+        self.reductions = Reductions(self.state, seconds)
+        self.clock = [0.0] * len(program.rows)
+        self.position = [0] * len(program.rows)
+        self.meanings = self._meanings(seconds)
+
+    def _meanings(self, seconds: dict[Kind, list[float]]) -> dict[Kind, tuple[int, list]]:
+        """What each kind does, and of each stage what it takes: one look-up for each instruction.
+
+        A computation takes seconds, the channel that brings what it needs and the one that takes what it makes; a
+        transfer its channel; a STEP seconds.
+        """
+        channels, nothing = self.channels, [None] * len(self.state.program.rank_of_stage)
+        needs = dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT), channels.gradients) | {
+            Kind.FORWARD: channels.inputs
+        }
+        meanings = {}
+        for kind, action in _ACTIONS.items():
+            of_stage = nothing
+            if action == _COMPUTE:
+                parts = (seconds[kind], needs.get(kind, nothing), channels.delivered.get(kind, nothing))
+                of_stage = list(zip(*parts, strict=True))
+            elif action == _STEP:
+                of_stage = seconds[kind]
+            elif action in (_SEND, _RECEIVE):
+                of_stage = channels.posted[kind]
+            meanings[kind] = action, of_stage
+        return meanings
+
+    def run(self) -> Timeline:
+        state, runnable = self.state, self.state.runnable
+        while runnable:
+            self._run_rank(runnable.pop())
+        self._require_end()
+        if not all(map(math.isfinite, self.clock)):
+            raise SimulationError("the times of the program are more than a number can hold; give smaller costs")
+        program = state.program
+        return Timeline(
+            program.rows, tuple(state.starts), tuple(state.ends), tuple(program.rank_of_stage), tuple(program.batches),
+            program.first_batch, program.first_microbatch, "simulated",
+        )  # fmt: skip
+
+    def _run_rank(self, rank: int) -> None:
+        """Execute a rank's row until it waits for a time that is not known, or ends."""
+        state, meanings, awaited_moves = self.state, self.meanings, self.moves.awaited[rank]
+        row, starts, ends, now = state.rows[rank], state.starts[rank], state.ends[rank], self.clock[rank]
+        first, limit, overlap = state.program.first_microbatch, self.num_microbatches, self.overlap
+        for position in range(self.position[rank], len(row)):
+            instruction = row[position]
+            try:
+                action, of_stage = meanings[instruction.kind]
+            except KeyError:
+                raise state.error(rank, position, f"the simulator does not know {instruction.kind.value}") from None
+            if action < _MOVE:
+                microbatch = instruction.microbatch - first
+                if not 0 <= microbatch < limit:
+                    raise state.error(rank, position, "there is no such microbatch")
+                if action == _COMPUTE:
+                    seconds, needs, makes = of_stage[instruction.stage]
+                    if awaited_moves and position in awaited_moves:
+                        moved = self.moves.complete_at(rank, awaited_moves[position])
+                        if moved == UNKNOWN:
+                            break
+                        now = max(now, moved)
+                    if needs is not None:
+                        arrival = needs.arrivals[microbatch]
+                        if arrival == UNKNOWN:
+                            needs.awaited = microbatch
+                            break
+                        if arrival > now:
+                            now = arrival
+                    starts[position] = now
+                    now += seconds
+                    ends[position] = now
+                    if makes is not None:
+                        makes.transfer(now, microbatch)
+                        if not overlap:
+                            now += makes.occupation
+                else:
+                    channel = of_stage[instruction.stage]
+                    if channel is None:
+                        raise state.error(rank, position, "no channel leads there")
+                    sends = action == _SEND
+                    own, other = (channel.sends, channel.receives) if sends else (channel.receives, channel.sends)
+                    if other:
+                        posted, there, counterpart = other.popleft()
+                        if counterpart != microbatch:
+                            reason = f"the other end of the channel has microbatch {counterpart + first} next"
+                            raise state.error(rank, position, reason)
+                        start = channel.transfer(posted if posted > now else now, microbatch)
+                        peer = channel.receiver if sends else channel.sender
+                        starts[position] = state.starts[peer][there] = start
+                        ends[position] = state.ends[peer][there] = channel.arrivals[microbatch]
+                    else:
+                        own.append((now, position, microbatch))
+                    if sends and not overlap:
+                        now += channel.occupation
+            elif action == _MOVE:
+                self.moves.request(rank, position, now)
+            elif action == _STEP:
+                reduced = self.reductions.complete_at(rank, instruction.version)
+                if reduced == UNKNOWN:
+                    break
+                starts[position] = now = max(now, reduced)
+                now += of_stage[instruction.stage]
+                ends[position] = now
+                self.reductions.step(rank, instruction.version)
+            else:
+                self.reductions.post(rank, position, now)
+        else:
+            position = len(row)
+        self.position[rank], self.clock[rank] = position, now
+
+    def _require_end(self) -> None:
+        """Raise if a rank has not reached the end of its row, or a transfer or reduction has lost a member."""
+        state = self.state
+        for rank, row in enumerate(state.rows):
+            position = self.position[rank]
+            if position == len(row):
+                continue
+            what = "the reductions of its version" if row[position].kind is Kind.STEP else "its input or gradient"
+            what = "the moves that it waits for" if self.moves.is_awaited(rank) else what
+            raise state.error(rank, position, f"a deadlock: {what} can never come")
+        for rank, ends in enumerate(state.ends):
+            if UNKNOWN in ends:
+                raise state.error(rank, ends.index(UNKNOWN), "the other members never post it")

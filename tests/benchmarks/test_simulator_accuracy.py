@@ -1,0 +1,90 @@
+"""The simulator beside real runs, without a clock: what ran is the program, and nothing beats its costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.timeline import Timeline
+from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
+from tests.tools.in_process import load_tool, runner
+
+SCHEDULES = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "2bw-balanced", "2bw-recompute")
+FORWARD = 0.004 / 2  # seconds of a mean virtual stage in the quick form
+
+
+def test_a_run_is_the_simulated_one_and_takes_no_less(tmp_path):
+    """Balanced interleaving on uneven stages and slow links: the run executes the simulated program, takes no less
+    time than simulated, and both timelines are drawn.
+    """
+    (row,) = rows_of("simulator_accuracy", f"--smoke --pictures {tmp_path}", tmp_path)
+    assert row["case"] == "interleaved, balance, uneven, slow links"
+    check_row(row)
+    assert row["error_batch"] == row["simulated_batch"] / row["measured_batch"] - 1
+    assert 0 < row["busy"] <= 1
+    assert len(list(tmp_path.glob("*.png"))) == 1
+    (path,) = tmp_path.glob("*measured.json")
+    check_links(Timeline.load(path))
+
+
+@pytest.mark.full
+def test_every_schedule_runs_as_simulated(tmp_path):
+    """The same for all schedules of the benchmark."""
+    rows = rows_of("simulator_accuracy", f"--smoke --only {' '.join(SCHEDULES)}", tmp_path)
+    assert len(rows) == len(SCHEDULES)
+    for row in rows:
+        check_row(row)
+
+
+def check_row(row):
+    assert row["executed_is_program"]
+    assert row["measured_run"] >= row["simulated_run"] * 0.999
+
+
+def check_links(measured):
+    """A tensor over edge 0 takes 0.3 forwards and arrives 0.2 later; the computation that needs it starts after that,
+    and the next one on the edge is not earlier than the first has let go.
+    """
+    spans = {
+        (span.instruction.kind, span.instruction.stage, span.instruction.microbatch): span for span in measured.spans
+    }
+    free_at = 0.0
+    for microbatch in sorted({microbatch for _, _, microbatch in spans if microbatch is not None}):
+        made, needed = spans[Kind.FORWARD, 0, microbatch], spans[Kind.FORWARD, 1, microbatch]
+        free_at = max(free_at, made.end) + 0.3 * FORWARD
+        assert needed.start >= free_at + 0.2 * FORWARD - 2e-5
+
+
+def test_one_command_draws_a_run_below_its_plan(tmp_path, capsys):
+    """A plan that is given as a measurement makes the same picture twice: same cells, borders, steps and scale."""
+    from megatron.pipeline.draw import draw_timeline
+
+    run = runner(load_tool("schedule"), capsys)
+    program = ["--schedule", "bpipe", "--microbatches", "8", "--evict", "0.5"]
+    assert run("simulate", *program, "--json", tmp_path / "run.json")[0] == 0
+    assert run("draw", *program, "--measured", tmp_path / "run.json", "--output", tmp_path / "both.svg")[0] == 0
+    assert (tmp_path / "both.svg").stat().st_size > 10_000
+    measured = Timeline.load(tmp_path / "run.json")
+    figure = draw_timeline([measured.named("planned"), measured.shifted(7.0).named("measured")], lanes=True)
+    first, second = (contents(axes) for axes in figure.axes)
+    assert first == second
+
+
+def contents(axes):
+    shapes = [
+        (each.get_gid(), [path.vertices.round(6).tolist() for path in each.get_paths()]) for each in axes.collections
+    ]
+    lines = [(line.get_gid(), line.get_xydata().round(6).tolist()) for line in axes.lines]
+    return shapes, lines, [(text.get_text(), text.get_gid()) for text in axes.texts], axes.get_xlim()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [("--stages 2", "nothing to balance"), ("--batches 2", "nothing is steady"), ("--stretch 0", "more than 0")],
+)
+def test_settings_out_of_range_are_refused(arguments, reason):
+    """A wrong setting ends in one sentence."""
+    command = [sys.executable, str(BENCHMARKS / "simulator_accuracy.py"), *arguments.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and reason in ended.stderr

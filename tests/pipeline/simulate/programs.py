@@ -1,0 +1,24 @@
+"""Programs for the tests of the simulator, and of what is derived from its timelines."""
+
+from dataclasses import replace
+
+from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.schedules import Schedule
+
+F, B = 1.0, 2.0
+
+
+def build(name, num_stages, batches, **flags):
+    return Schedule.preset(name, num_stages=num_stages, **flags).build(tuple(batches))
+
+
+def program(*rows, batches=(1,), stages=None):
+    """A program from the text of its rows."""
+    parsed = tuple(tuple(map(Instruction.parse, row.split())) for row in rows)
+    return Program(parsed, tuple(range(stages or len(rows))), tuple(batches), WeightPolicy.FLUSH)
+
+
+def without_transfers(program):
+    rows = tuple(tuple(each for each in row if not each.kind.is_transfer) for row in program.rows)
+    return replace(program, rows=rows)

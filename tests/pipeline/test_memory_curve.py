@@ -1,0 +1,101 @@
+"""Memory over time: its peaks are what the checker proves, its shape what the timeline shows."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.check import check
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.memory_curve import MemorySizes, memory_curves
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.weights import WeightPolicy
+from megatron.planner.demand import demand_of
+from tests.pipeline.simulate.programs import build, program
+
+FLUSH = WeightPolicy.FLUSH
+UNITS = MemorySizes(activations=1, weights=1, gradients=1, optimizer=1, transfers=1)
+CASES = (
+    ("gpipe", 3, (4, 5), {}),
+    ("flush", 4, (6, 3), {"recompute": True}),
+    ("2bw", 4, (5, 6, 5), {}),
+    ("2bw", 5, (7, 8, 7), {"balance": True}),
+    ("bpipe", 6, (8, 8), {}),
+    ("pipedream", 4, (1,) * 9, {}),
+    ("interleaved", 6, (6, 3), {"num_virtual_stages": 2}),
+    ("interleaved", 8, (8,), {"num_virtual_stages": 2, "balance": True}),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=st.sampled_from(CASES), data=st.data())
+def test_peaks_are_what_the_checker_proves(case, data):
+    """At any speed: as many versions and gradient buffers, and where nothing moves as many activations; with moves, and
+    of receives, no more.
+    """
+    name, num_stages, batches, flags = case
+    lowered = build(name, num_stages, batches, **flags)
+    seconds = st.lists(st.floats(0.1, 4.0), min_size=num_stages, max_size=num_stages)
+    costs = Costs(
+        forward=data.draw(seconds),
+        backward=data.draw(seconds),
+        evict=data.draw(seconds),
+        latency=data.draw(seconds)[1:],
+    )
+    report = check(lowered)
+    demand = demand_of(lowered, report)
+    curves = memory_curves(simulate(lowered, costs), UNITS, lowered.weights)
+    for rank, curve in enumerate(curves):
+        stages = len(lowered.stages_of(rank))
+        peaks = {name: max(values) for name, values in curve.parts.items()}
+        assert peaks["weights"] == stages * demand.live_versions[rank]
+        assert peaks["gradients"] == stages * demand.gradient_buffers[rank]
+        assert peaks["optimizer"] == stages
+        moves = any(demand.evicts) or any(demand.accepts)
+        assert peaks["activations"] <= demand.saved_on_rank[rank]
+        assert moves or peaks["activations"] == demand.saved_on_rank[rank]
+        assert curve.parts["activations"][-1] == curve.parts["transfers"][-1] == 0
+        assert curve.peak == max(curve.total) <= sum(peaks.values())
+
+
+def test_sizes_are_those_of_the_stage_that_saved():
+    """An acceptor holds its partner's microbatches at their size: 2 of its own 1 byte, and one of 10."""
+    timeline = simulate(build("bpipe", 4, (8,)), Costs(evict=0.5))
+    sizes = MemorySizes(activations=(10, 1, 1, 1))
+    first, _, _, last = memory_curves(timeline, sizes, FLUSH)
+    assert first.peak == 30  # ceil((4 + 2) / 2) microbatches
+    assert last.peak == 21
+    time, parts = last.at_peak
+    assert parts == {"optimizer": 0, "weights": 0, "gradients": 0, "activations": 21, "transfers": 0}
+    assert last.times[last.total.index(21)] == time
+
+
+def test_the_curve_of_two_stages_by_hand():
+    """Forward 1, backward 2, latency 0.5: what stage 0 holds, from what to what moment."""
+    timeline = simulate(build("flush", 2, (2,)), Costs(latency=0.5))
+    curve = memory_curves(timeline, MemorySizes(activations=4, weights=100, gradients=10, transfers=1), FLUSH)[0]
+    held = {name: dict(zip(curve.times, values, strict=True)) for name, values in curve.parts.items()}
+    # F0 at 0, F1 at 1, B0 at 5 (1.5 + 1 + 2 + 0.5), B1 at 8 (4.5 + 1 + 2 + 0.5)
+    assert held["activations"][0] == 4 and held["activations"][1] == 8
+    assert held["activations"][7.0] == 4 and held["activations"][10.0] == 0
+    assert held["gradients"][5.0] == 10 and held["gradients"][1] == 0
+    assert set(held["weights"].values()) == {100}
+    # while F1 runs, the receive of the first gradient waits and the first activation is under way
+    assert held["transfers"][1] == 2 and held["transfers"][10.0] == 0
+
+
+def test_a_compute_only_program_has_one_of_each():
+    """Without versions and updates: the weights, and one gradient buffer."""
+    timeline = simulate(program("0F0 0F1 0B0 0B1", batches=(1, 1)))
+    (curve,) = memory_curves(timeline, UNITS, FLUSH)
+    assert {name: max(values) for name, values in curve.parts.items()} == {
+        "optimizer": 1, "weights": 1, "gradients": 1, "activations": 2, "transfers": 0,
+    }  # fmt: skip
+
+
+def test_wrong_sizes_are_refused():
+    """A number for each stage, and for transfers one for each edge."""
+    timeline = simulate(build("flush", 2, (2,)))
+    with pytest.raises(ValueError, match="weights has 3 numbers; give one for all, or one for each of 2"):
+        memory_curves(timeline, MemorySizes(weights=(1, 2, 3)), FLUSH)
+    with pytest.raises(ValueError, match="transfers has 2 numbers; give one for all, or one for each of 1"):
+        memory_curves(timeline, MemorySizes(transfers=(1, 2)), FLUSH)

@@ -1,0 +1,77 @@
+"""What tools/schedule.py is told that instructions take and stages hold."""
+
+import argparse
+
+from command_line import time, times
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.memory_curve import PARTS, MemorySizes
+
+NAMES = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
+         "reduce_grad", "reduce_embed", "reduce_norm")  # fmt: skip
+SIZES = tuple(f"{part}_size" for part in PARTS)
+
+
+def costs(options: argparse.Namespace) -> Costs:
+    return Costs(
+        forward=options.forward,
+        backward=options.backward,
+        recompute=options.recompute_time,
+        step=options.step,
+        latency=options.latency,
+        forward_bytes=options.transfer,
+        bandwidth=1.0,
+        overlap=not options.no_overlap,
+        evict=options.evict,
+        load=options.load,
+        reduce_grad=options.reduce_grad,
+        reduce_embed=options.reduce_embed,
+        reduce_norm=options.reduce_norm,
+    )
+
+
+def sizes(options: argparse.Namespace) -> MemorySizes | None:
+    """None where no size is given."""
+    given = {part: getattr(options, f"{part}_size") for part in PARTS}
+    return MemorySizes(**given) if any(given.values()) else None
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group("costs", "In any unit of time; one number, or one for each stage or edge.")
+    for name, default, meaning in (
+        ("--forward", 1.0, "of a microbatch through a stage (default: 1)"),
+        ("--backward", 2.0, "likewise, without the recompute (default: 2)"),
+        ("--recompute-time", None, "of a recompute (default: as --forward)"),
+        ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
+        ("--transfer", 0.0, "for which a transfer occupies its edge"),
+        ("--latency", 0.0, "from the end of the sending to the arrival"),
+        ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),
+        ("--load", None, "of moving them back (default: as --evict)"),
+        ("--reduce-grad", 0.0, "of the reduction over replicas"),
+    ):
+        costs.add_argument(name, type=times, default=default, metavar="T[,T...]", help=meaning)
+    costs.add_argument("--reduce-embed", type=time, default=0.0, metavar="T", help="of the tied embeddings' reduction")
+    costs.add_argument("--reduce-norm", type=time, default=0.0, metavar="T", help="of the norm's reduction")
+    costs.add_argument(
+        "--no-overlap", action="store_true", help="a transfer holds its sender, too: it sends instead of computing"
+    )
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """For the memory of each rank over time."""
+    memory = parser.add_argument_group(
+        "memory",
+        "In any unit, such as GiB; one number, or one for each stage or edge. With any of them, memory is shown.",
+    )
+    for part, meaning in zip(
+        PARTS,
+        (
+            "of a stage's optimizer state",
+            "of one version of a stage's weights",
+            "of one buffer of its gradients",
+            "that it saves of one microbatch",
+            "of an activation or gradient between stages",
+        ),
+        strict=True,
+    ):
+        memory.add_argument(f"--{part}-size", type=times, default=0.0, metavar="X[,X...]", help=meaning)
