@@ -47,7 +47,9 @@ def run(*command: str, cwd: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("option", ["--editable", None], ids=["editable", "regular"])
+@pytest.mark.parametrize(
+    "option", [pytest.param("--editable", marks=pytest.mark.full), None], ids=["editable", "regular"]
+)
 def test_both_packages_can_be_imported(copy, python, tmp_path, option):
     """After `pip install` in either way, megatron.pipeline is the project's and megatron.core the wheel's."""
     source = [option, str(copy)] if option else [str(copy)]

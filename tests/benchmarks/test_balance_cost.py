@@ -9,6 +9,7 @@ import pytest
 from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
 
 
+@pytest.mark.full
 def test_every_contender_has_a_prediction_and_its_times(tmp_path):
     """The quick form: `flush` and `bpipe` in pairs, asynchronous and synchronous, execute their programs within the
     bound, and what overlaps is predicted to add nothing, what does not to add something.

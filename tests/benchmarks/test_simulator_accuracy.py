@@ -14,6 +14,7 @@ SCHEDULES = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "2bw-
 FORWARD = 0.004 / 2  # seconds of a mean virtual stage in the quick form
 
 
+@pytest.mark.full
 def test_a_run_is_the_simulated_one_and_takes_no_less(tmp_path):
     """Balanced interleaving on uneven stages and slow links: the run executes the simulated program, takes no less
     time than simulated, and both timelines are drawn.

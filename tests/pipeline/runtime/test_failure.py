@@ -103,10 +103,8 @@ def test_a_transfer_that_never_comes_names_who_waits_for_whom():
     assert all(re.match(pattern, cause) for cause in told.values()), output
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "bad_rank"),
-    [(4, 3), pytest.param(4, 0, marks=pytest.mark.full), pytest.param(8, 6, marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("num_ranks", "bad_rank"), [(4, 3), (4, 0), (8, 6)])
 def test_a_rank_that_is_killed_in_a_move_is_named_by_the_others(num_ranks, bad_rank):
     """kill -9 while saved activations are on their way: all others end in time, with the same story of who it was and
     what it was doing, be it evictor or acceptor.
