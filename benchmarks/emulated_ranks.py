@@ -5,6 +5,7 @@ and is drained and at rest while another one is measured.
 """
 
 import contextlib
+import gc
 import json
 import random
 import time
@@ -268,6 +269,8 @@ def run_rank(rank: int, port: int, job: Job, result: Path, rank_class: type[Rank
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, job.world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size)
+    gc.collect()
+    gc.freeze()  # as in training: a collection of everything that is imported takes longer than a computation
     found = rank_class(job).run()
     if rank == 0:
         result.write_text(json.dumps(found))

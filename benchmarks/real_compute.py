@@ -21,6 +21,7 @@ stage, is adjusted until the stages' times differ by less than 3%; the table sho
 """
 
 import argparse
+import gc
 import json
 import random
 import socket
@@ -164,6 +165,8 @@ def compare(args) -> tuple[object, Result]:
     if args.vocab_size is None:
         model = balance(model, args)
     entrants = contenders(model)
+    gc.collect()
+    gc.freeze()  # as in training: a collection of everything takes longer than a microbatch
     seconds: dict[int, dict[str, list[float]]] = {}
     own: list[list[Own]] = []
     order = random.Random(0)

@@ -1,5 +1,6 @@
 """What the processes of `simulator_accuracy.py` run: cases, each traced from a drained state to a drained state."""
 
+import gc
 import os
 import time
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ class AccuracyRank(Rank):
         for num_microbatches in case.batches:
             stream.start_batch(num_microbatches)
         stream.drain()
+        gc.collect()
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         self._run_batches(engine, case, case.num_batches)

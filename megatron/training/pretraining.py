@@ -1,6 +1,7 @@
 """`pretrain`: one training job on this rank, from checked flags to the last checkpoint."""
 
 import argparse
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -50,6 +51,9 @@ def pretrain(
                            datasets_provider=datasets_provider, **options)  # fmt: skip
             for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
                 run.reporter.say(line)
+            # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
+            gc.collect()
+            gc.freeze()
             run_to_the_end(run, stop, started=started)
         except ValueError as error:
             try:
