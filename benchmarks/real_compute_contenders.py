@@ -90,11 +90,11 @@ class StageAlone(Contender):
 class Engine(Contender):
     """This project's engine."""
 
-    def __init__(self, model: Model, preset: str, *, extra_warmup: bool = False) -> None:
+    def __init__(self, model: Model, preset: str) -> None:
         super().__init__(model)
-        self.name = f"{preset}, extra warm-up" if extra_warmup else preset
+        self.name = preset
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        schedule = Schedule.preset(preset, num_stages=2, extra_warmup=extra_warmup)
+        schedule = Schedule.preset(preset, num_stages=2)
         chunk, optimizer = chunk_with_optimizer(model)
         update = MegatronWeightUpdate([chunk], optimizer, weights=schedule.weights, num_stages=2, stage=rank)
         stage = MegatronStage(
@@ -196,7 +196,6 @@ def contenders(model: Model) -> list[Contender]:
     return [
         StageAlone(model),
         Engine(model, "2bw"),
-        Engine(model, "2bw", extra_warmup=True),
         Engine(model, "flush"),
         MegatronCore(model),
         TorchPipelining(model, Schedule1F1B),
