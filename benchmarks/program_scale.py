@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--schedule", default="2bw", help="preset: gpipe, flush, 2bw")
+    parser.add_argument("--schedule", default="2bw", choices=["gpipe", "flush", "2bw", "bpipe"], help="preset")
     parser.add_argument("--stages", type=int, nargs="+", default=[8, 16, 32, 64], help="pipeline stages p")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[128, 256, 512], help="microbatches per batch m")
     parser.add_argument("--batches", type=int, default=3, help="batches that a program spans")

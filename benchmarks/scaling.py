@@ -50,6 +50,17 @@ def rounded(value: object) -> object:
     return value
 
 
+def text_of(data: dict) -> str:
+    """JSON with a line for each row, so that a change of one shows as one."""
+    parts = []
+    for name, value in data.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "\n".join(["[", ",\n".join(map(json.dumps, value)), "]"])
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "\n".join(["{", ",\n".join(parts), "}", ""])
+
+
 def page_with(tables: dict[str, str], page: str) -> str:
     """The page with each table between its two marks, `<!-- table: NAME -->` and `<!-- end -->`.
 
@@ -77,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = json.loads(options.source.read_text()) if options.source else compute(chosen)
     tables = {name: table(data) for name, table in TABLES.items()}
     for path in [options.json] * bool(options.json) + [DATA] * options.write:
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        path.write_text(text_of(data))
     if options.write:
         from scaling_pictures import draw_all
 

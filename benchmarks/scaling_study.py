@@ -108,7 +108,7 @@ def grown(model: Model) -> Iterator[dict]:
 
 
 def cell(model: Model, schedule: str, data: int) -> dict:
-    """Time, where it goes, memory and traffic of one configuration; or why it cannot run."""
+    """Time, where it goes, and traffic of one configuration; or why it cannot run."""
     num_gpus = model.gpus(data)
     row = {"model": model.name, "gpus": num_gpus, "replicas": data, "schedule": schedule}
     planner = planner_of(model, num_gpus)
@@ -120,8 +120,7 @@ def cell(model: Model, schedule: str, data: int) -> dict:
         return {**row, "refused": str(error)}
     layers = planner.layers(configuration)
     costs = planner.cost_model.costs(configuration, layers)
-    fullest = max(rank.total for rank in planner.memory(configuration, layers))
-    row |= {"microbatches": configuration.num_microbatches, "memory_gib": fullest / GIB}
+    row["microbatches"] = configuration.num_microbatches
     row |= times(costs, configuration, built)
     peak = num_gpus * planner.cluster.device.peak_teraflops * 1e12
     row["mfu"] = model.architecture.operations(configuration.global_batch_size) / (row["seconds"] * peak)
@@ -245,7 +244,7 @@ def best(model: Model, num_gpus: int) -> list[dict]:
         if near:
             simulated = (planner.estimate(each.configuration, simulate=True) for each in near)
             rows.append(_best_row(model, schedule, min(simulated, key=lambda each: each.seconds)))
-    return sorted(rows, key=lambda row: row["seconds"])
+    return rows
 
 
 def _best_row(model: Model, schedule: str, estimate: Estimate) -> dict:

@@ -75,7 +75,7 @@ def _simulate(options: argparse.Namespace) -> int:
     costs = schedule_costs.costs(options)
     timeline = simulate(program, costs)
     rows = [("makespan", f"{timeline.makespan:g}"), ("bubble, all ranks", f"{timeline.bubble:.1%}")]
-    if len(program.batches) > 2:
+    if len(set(program.batches)) == 1 and len(timeline.steady_starts()) > 1:
         rows.append(("time per batch, steady", f"{timeline.steady_time_per_batch():g}"))
     for rank in range(timeline.num_ranks):
         rows.append((f"rank {rank}: busy, idle", f"{timeline.busy(rank):g}, {timeline.idle(rank):g}"))

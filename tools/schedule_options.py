@@ -10,7 +10,7 @@ from command_line import count, positive
 
 from megatron.pipeline.program import Program, WeightPolicy
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.orders import ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import BALANCED_PRESETS, ORDERS, PRESETS
 
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
@@ -125,6 +125,14 @@ def _require_effect(options: argparse.Namespace) -> None:
         ignored += [(name, "text; add --output FILE") for name in _PICTURE_ONLY if not options.output]
     elif options.command == "show" and not options.timeline:
         ignored += [(name, "the rows; add --timeline") for name in (*schedule_costs.NAMES, "one_based", *_TEXT_ONLY)]
+    if options.schedule is not None and options.command != "check":
+        without = {"recompute_time": "recompute", "reduce_grad": "data_parallel", "reduce_embed": "tied_embeddings"}
+        without |= dict.fromkeys(("evict", "load"), "balance") if options.schedule not in BALANCED_PRESETS else {}
+        ignored += [
+            (name, f"a program without it; add --{flag.replace('_', '-')}")
+            for name, flag in without.items()
+            if not getattr(options, flag)
+        ]
     for name, where in ignored:
         if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} says nothing about {where}")

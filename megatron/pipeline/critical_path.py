@@ -83,6 +83,7 @@ class _Waits:
         self.sent: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # microbatches in the order of their channel
         self.members: dict[tuple[Kind, int | None], list[tuple[int, int]]] = defaultdict(list)
         self.reductions: dict[tuple[int, bool], list[int]] = defaultdict(list)  # of a rank, after their STEP or not
+        self.reductions_to: dict[tuple[int, int | None], list[int]] = defaultdict(list)  # of a rank, a version
         self.moves: list[list[int]] = []  # positions of each rank's moves
         self.awaited: list[dict[int, int]] = []
         self.sends = any(each.kind in _RECEIVE_OF for row in self.rows for each in row)
@@ -109,6 +110,7 @@ class _Waits:
             elif kind in _REDUCTIONS:
                 self.members[kind, each.version].append((rank, position))
                 self.reductions[rank, each.version in stepped].append(position)
+                self.reductions_to[rank, each.version].append(position)
             else:
                 self.place[kind, each.stage, each.microbatch] = rank, position
                 if kind in MOVES:
@@ -248,8 +250,8 @@ class _Waits:
 
     def _reductions_of(self, rank: int, position: int, version: int | None) -> Iterator[_Cause]:
         """The reductions that a STEP waits for."""
-        for earlier in self.reductions[rank, False]:
-            if earlier < position and self.rows[rank][earlier].version == version:
+        for earlier in self.reductions_to[rank, version]:
+            if earlier < position:
                 yield self._reduced(rank, earlier)
 
     def _reduced(self, rank: int, position: int) -> _Cause:

@@ -15,6 +15,7 @@ a timeline, simulated or measured, so that one sees when memory is short and wha
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,7 +23,7 @@ from itertools import accumulate
 from megatron.pipeline.costs import PerStage, spread
 from megatron.pipeline.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.moves import pair_of
-from megatron.pipeline.timeline import BUSY, Timeline
+from megatron.pipeline.timeline import BUSY, LAST_BACKWARD, Timeline
 from megatron.pipeline.weights import WeightPolicy
 
 PARTS = ("optimizer", "weights", "gradients", "activations", "transfers")
@@ -131,16 +132,17 @@ class _Rank:
         for each, _, end in self.spans:
             if each.kind in COMPUTATIONS and each.version is not None:
                 last_use[each.version] = end
+        known, older = deque(sorted(last_use)), []
         for each, time, _ in self.spans:
             if each.kind is Kind.STEP:
-                older = [version for version in last_use if version < each.version]
+                while known and known[0] < each.version:
+                    older.append(known.popleft())
                 if self.rule.updates_alone:
-                    yield time, 1 + sum(last_use[version] > time for version in older)
+                    older = [version for version in older if last_use[version] > time]
+                    yield time, 1 + len(older)
                 else:
-                    yield (
-                        time,
-                        min(1 + len(older), self.rule.max_live_versions(self.stages[0], len(self.sizes["weights"]))),
-                    )
+                    most = self.rule.max_live_versions(self.stages[0], len(self.sizes["weights"]))
+                    yield time, min(1 + len(older), most)
 
     def _open_batches(self) -> Iterator[tuple[float, int]]:
         """When batches get their first gradients, how many there are whose STEP is still to come."""
@@ -152,18 +154,17 @@ class _Rank:
                 begins.setdefault(first + bisect_right(borders, each.microbatch) - 1, start)
         if not ends:  # a program that does not update
             begins = dict([min(begins.items(), key=lambda each: each[1])]) if begins else {}
-        for start in begins.values():
-            yield start, sum(begin <= start < ends.get(batch, math.inf) for batch, begin in begins.items())
+        over = sorted(ends[batch] for batch in begins if batch in ends)
+        for begun, start in enumerate(sorted(begins.values()), start=1):
+            yield start, begun - bisect_right(over, start)
 
     def _activations(self) -> Iterator[_Event]:
-        sizes, last = self.sizes["activations"], Kind.BACKWARD
-        if any(each.kind is Kind.BACKWARD_WEIGHT for each, _, _ in self.spans):
-            last = Kind.BACKWARD_WEIGHT
+        sizes = self.sizes["activations"]
         for each, start, end in self.spans:
             kind, own, of_pair = each.kind, sizes[each.stage], sizes[pair_of(each.stage, len(sizes))]
             if kind is Kind.FORWARD or kind is Kind.LOAD:
                 yield start, own
-            elif kind is last or kind is Kind.EVICT:
+            elif kind in LAST_BACKWARD or kind is Kind.EVICT:
                 yield end, -own
             elif kind is Kind.ACCEPT:
                 yield start, of_pair

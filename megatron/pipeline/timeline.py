@@ -31,7 +31,7 @@ FORMAT = "megatron.pipeline.timeline/1"
 BUSY = COMPUTATIONS | {
     Kind.STEP
 }  # what occupies a rank's compute lane; transfers and reductions have lanes of their own
-_LAST_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what lets go of a microbatch's activations
+LAST_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what lets go of a microbatch's activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +164,32 @@ class Timeline:
                 starts[borders[instruction.microbatch]] = span.start
         return starts
 
-    def steady_time_per_batch(self) -> float:
-        """Seconds from the start of a batch to the start of the next on stage 0, averaged over the second half of the
-            run.
+    def steady_starts(self) -> list[float]:
+        """Starts of the batches in the second half of the run, from which the time of a steady batch is taken.
 
-        The first half lets the pipeline fill and settle; starts are not disturbed by the drain at the end.
+        The first half lets the pipeline fill and settle; starts are not disturbed by the drain at the end. Where
+        batches are smaller than the pipeline is deep, those that stage 0 starts before its first backward fill it, too.
+        """
+        starts = self.batch_starts()
+        backwards = (span.end for span in self.computations(self.rank_of_stage[0]) if span.instruction.stage == 0
+                     and span.instruction.kind in LAST_BACKWARD)  # fmt: skip
+        filled = next(backwards, 0.0)
+        first = max(1, len(starts) // 2 - 1)
+        return [start for start in starts[first:] if start >= filled]
+
+    def steady_time_per_batch(self) -> float:
+        """Seconds from the start of a batch to the start of the next on stage 0, averaged over `steady_starts`.
 
         Raises:
-            ValueError: fewer than 3 batches, in which nothing is steady.
+            ValueError: too few batches, in which nothing is steady.
         """
-        if len(self.batches) < 3:
-            raise ValueError(f"a timeline of {len(self.batches)} batches has no steady state; it takes 3 and more")
-        starts = self.batch_starts()
-        half = max(1, len(starts) // 2 - 1)
-        return (starts[-1] - starts[half]) / (len(starts) - 1 - half)
+        starts = self.steady_starts()
+        if len(starts) < 2:
+            raise ValueError(
+                f"a timeline of {len(self.batches)} batches has no steady state; it takes 3 and more, and two that "
+                "start when the pipeline is full"
+            )
+        return (starts[-1] - starts[0]) / (len(starts) - 1)
 
     # --- memory
 
@@ -201,15 +213,14 @@ class Timeline:
 
     def _saved(self, rank: int, stages: set[int]) -> list[tuple[float, int]]:
         row = self.rows[rank]
-        splits = any(each.kind is Kind.BACKWARD_WEIGHT for each in row)
-        release, moves, events = _LAST_BACKWARD if splits else {Kind.BACKWARD}, False, []
+        moves, events = False, []
         for instruction, start, end in zip(row, self.starts[rank], self.ends[rank], strict=True):
             kind = instruction.kind
             if instruction.stage not in stages:
                 continue
             if kind is Kind.FORWARD or kind in (Kind.LOAD, Kind.ACCEPT):
                 events.append((start, 1))
-            elif kind in release or kind in (Kind.EVICT, Kind.RETURN):
+            elif kind in LAST_BACKWARD or kind in (Kind.EVICT, Kind.RETURN):
                 events.append((end, -1))
             moves |= kind in MOVES
         if moves:
@@ -307,8 +318,10 @@ class Timeline:
             rows = tuple([Instruction.parse(text) for text, _, _ in row] for row in data["rows"])
             starts = tuple([float(start) for _, start, _ in row] for row in data["rows"])
             ends = tuple([float(end) for _, _, end in row] for row in data["rows"])
+            rank_of_stage = tuple(data["rank_of_stage"])
+            _require_owners(rows, rank_of_stage)
             return cls(
-                rows, starts, ends, tuple(data["rank_of_stage"]), tuple(data["batches"]),
+                rows, starts, ends, rank_of_stage, tuple(data["batches"]),
                 data["first_batch"], data["first_microbatch"], data["name"],
             )  # fmt: skip
         except (KeyError, TypeError) as error:
@@ -326,3 +339,14 @@ class Timeline:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:
             raise ValueError(f"{path} is no timeline: {error}") from error
+
+
+def _require_owners(rows: Sequence[Sequence[Instruction]], rank_of_stage: Sequence[int]) -> None:
+    """Raise ValueError unless each rank has a stage, and nothing in its row but of its stages."""
+    if sorted(set(rank_of_stage)) != list(range(len(rows))) or not rows:
+        raise ValueError(f"its stages are on ranks {list(rank_of_stage)}, and it has rows of {len(rows)} ranks")
+    for rank, row in enumerate(rows):
+        own = {stage for stage, owner in enumerate(rank_of_stage) if owner == rank}
+        strange = next((each for each in row if each.stage not in own), None)
+        if strange is not None:
+            raise ValueError(f"rank {rank} has {strange}, and its stages are {sorted(own)}")

@@ -10,8 +10,9 @@ from tests.benchmarks.test_emulated import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
 import scaling
+import scaling_pictures
 import scaling_study as study
-from scaling_tables import TABLES
+from scaling_tables import TABLES, lost
 
 DATA = json.loads(scaling.DATA.read_text())
 MODELS = {model.name: model for model in study.MODELS}
@@ -25,6 +26,40 @@ def test_tables_and_pictures_are_those_of_the_data():
     shown = re.findall(r"\(images/(scaling_\w+\.png)\)", page)
     assert sorted(shown) == sorted(path.name for path in scaling.IMAGES.glob("scaling_*.png"))
     assert len(shown) == 5
+
+
+def test_pictures_show_the_data():
+    """Every line of the pictures of times and MFU is a schedule's rows; nothing is drawn to disk, so fonts and
+    versions of matplotlib do not matter.
+    """
+    for draw, schedules, value in (
+        (scaling_pictures._lost, ("flush", "interleaved", "2bw"), lambda row: 100 * lost(row)),
+        (scaling_pictures._best, study.SEARCHED, lambda row: 100 * row["mfu"]),
+    ):
+        rows = ROWS if draw is scaling_pictures._lost else DATA["best"]
+        for model, axes in zip(MODELS, draw(DATA).axes, strict=True):
+            for line, schedule in zip(axes.get_lines(), schedules, strict=True):
+                found = [row for row in rows if (row["model"], row["schedule"]) == (model, schedule)]
+                assert list(line.get_xdata()) == [row["gpus"] for row in found]
+                assert list(line.get_ydata()) == [value(row) for row in found]
+
+
+def test_the_file_has_a_line_for_each_row():
+    """It reads back equal, and is written as it is committed."""
+    text = scaling.DATA.read_text()
+    assert scaling.text_of(DATA) == text
+    assert sum(map(len, (DATA["grown"], DATA["memory"], DATA["best"]))) < text.count("\n") < 300
+
+
+def test_what_the_page_says_of_a_flush():
+    """The bubble of `flush` costs more than its reductions; for 13B and 175B, not for the others, that of `interleaved`
+    less.
+    """
+    of = {(row["model"], row["schedule"], row["gpus"]): row["parts"] for row in ROWS}
+    for model, num_gpus in (("13B", 2048), ("175B", 12_288), ("530B", 10_080), ("1T", 12_288)):
+        parts = [of[model, schedule, num_gpus] for schedule in ("flush", "interleaved")]
+        more = [each["fill and drain"] > each["reductions"] for each in parts]
+        assert more == [True, model in ("530B", "1T")]
 
 
 @pytest.mark.parametrize(

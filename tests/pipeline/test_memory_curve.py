@@ -83,6 +83,14 @@ def test_the_curve_of_two_stages_by_hand():
     assert held["transfers"][1] == 2 and held["transfers"][10.0] == 0
 
 
+def test_whole_and_split_backwards_may_stand_in_one_row():
+    """A whole backward frees its microbatch, and of a split one the weight half, as the checker counts."""
+    mixed = program("0F0 0F1 0B0 0I1 0W1 0F2 0B2", batches=(3,))
+    (curve,) = memory_curves(simulate(mixed), UNITS, FLUSH)
+    assert dict(zip(curve.times, curve.parts["activations"], strict=True)) == {0: 1, 1: 2, 2: 2, 4: 1, 6: 1, 9: 0}
+    assert check(mixed).peak_saved_microbatches == (2,)
+
+
 def test_a_compute_only_program_has_one_of_each():
     """Without versions and updates: the weights, and one gradient buffer."""
     timeline = simulate(program("0F0 0F1 0B0 0B1", batches=(1, 1)))

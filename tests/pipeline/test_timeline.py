@@ -38,6 +38,9 @@ def test_spans_make_the_same_timeline(timeline):
         (lambda data: data.pop("batches"), "no complete timeline"),
         (lambda data: data["rows"][1].append(["1F99garbage", 0.0, 1.0]), "1F99garbage"),
         (lambda data: data["rows"][0].append(["0F99@0", 2.0, 1.0]), "0F99@0 starts at 2.0 and ends at 1.0"),
+        (lambda data: data["rows"].clear(), "on ranks \\[0, 1, 2, 3\\], and it has rows of 0 ranks"),
+        (lambda data: data["rank_of_stage"].append(7), "on ranks \\[0, 1, 2, 3, 7\\], and it has rows of 4"),
+        (lambda data: data["rows"][0].append(["3F9@0", 1.0, 2.0]), "rank 0 has 3F9@0, and its stages are \\[0\\]"),
         (lambda data: data["rows"][0].append(["0F99@0", math.nan, 1.0]), "starts at nan"),
     ],
 )

@@ -173,6 +173,13 @@ def test_binary_and_missing_files(run, tmp_path):
             "--columns says nothing about a picture",
         ),
         (["show", "--schedule", "2bw", "--evict", "1"], "--evict says nothing about the rows; add --timeline"),
+        (
+            ["simulate", "--schedule", "flush", "--reduce-grad", "1"],
+            "--reduce-grad says nothing about a program without it; add --data-parallel",
+        ),
+        (["draw", "--schedule", "2bw", "--text", "--recompute-time", "2"], "without it; add --recompute"),
+        (["simulate", "--schedule", "2bw", "--reduce-embed", "1"], "without it; add --tied-embeddings"),
+        (["simulate", "--schedule", "2bw", "--load", "1"], "--load says nothing about a program without it; add --bal"),
         (["show", "--schedule", "2bw", "--csv", "-", "--one-based"], "--one-based says nothing about the rows"),
     ],
 )
@@ -209,6 +216,9 @@ def test_simulate_prints_and_writes_the_timeline(run, tmp_path):
     assert status == 0
     assert lines[0] == "makespan 45"
     assert "time per batch, steady 12" in lines
+    assert "steady" not in run("simulate", "--schedule", "2bw", "--microbatches", "4,6,9")[1]  # a ramp-up never is
+    assert re.search(r"steady +3\n", run("simulate", "--schedule", "pipedream")[1])  # f + b, without the fill
+    assert "steady" not in run("simulate", "--schedule", "pipedream", "--batches", "5")[1]
     assert Timeline.load(tmp_path / "t.json").to_dict() == simulate(build()).to_dict()
     slow = run("simulate", *TWO_BW, "--backward", "2,2,2,4", "--transfer", "0.1", "--latency", "0.1", "--step", "1")
     assert slow[0] == 0

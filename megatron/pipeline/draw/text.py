@@ -53,7 +53,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
     scale = (max(map(len, labels), default=1) + 1) / min(lengths, default=1.0)
     total = round(timeline.makespan * scale) + 1
     if total > _LONGEST:
-        raise ValueError(f"as text this timeline is {total} characters long; draw fewer batches, or a picture")
+        raise ValueError(f"as text this timeline is {total:.3g} characters long; draw fewer batches, or a picture")
     rows = [_Row(total) for _ in range(timeline.num_ranks)]
     for cell, label in zip(cells, labels, strict=True):
         first, last = (round((time - timeline.start) * scale) for time in (cell.start, cell.end))

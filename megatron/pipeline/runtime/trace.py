@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,29 +62,31 @@ class HostClock:
 
     now = staticmethod(time.perf_counter)
 
-    def seconds(self, mark: float) -> float:
-        return mark
+    def reader(self) -> Callable[[float], float]:
+        """What tells the seconds of a mark."""
+        return float
 
 
 class CudaClock:
     """Marks are CUDA events on the current stream, so spans show when the device did the work, not when it was
     queued.
-    """
 
-    def __init__(self) -> None:
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
-        self._origin.synchronize()
-        self._origin_seconds = time.perf_counter()
+    CUDA tells the time between two events in milliseconds with 24 bits: after a day, in steps of 8 ms. So marks are
+    told from an event that is recorded when they are read, and not from one at the beginning of the run.
+    """
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
-        mark.synchronize()
-        return self._origin_seconds + self._origin.elapsed_time(mark) / 1000
+    def reader(self) -> Callable[[torch.cuda.Event], float]:
+        """What tells the seconds of a mark that was made before; waits until the device has come to all of them."""
+        torch.cuda.synchronize()
+        end = self.now()
+        end.synchronize()
+        seconds = time.perf_counter()
+        return lambda mark: seconds - mark.elapsed_time(end) / 1000
 
 
 class Tracer:
@@ -115,8 +117,7 @@ class Tracer:
 
     def spans(self) -> tuple[TraceSpan, ...]:
         """The kept spans; hosts with synchronised clocks line up."""
-        offset = time.time() - time.perf_counter()
-        seconds = self._clock.seconds
+        seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
         spans = []
         for _, leg in list(self._legs):
             for instruction, start, ready, end in list(leg):

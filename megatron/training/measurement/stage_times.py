@@ -32,11 +32,12 @@ def time_stage(
     clock = CudaClock() if backend.is_cuda() else HostClock()
     start()
     batches = [_run_batch(placed, batch, num_microbatches, clock.now) for batch in range(num_warmup + num_batches)]
+    seconds_at = clock.reader()
     samples: Samples = defaultdict(list)
     for marks in batches[num_warmup:]:
         times = defaultdict(list)
         for name, first, last in marks:
-            times[name].append(clock.seconds(last) - clock.seconds(first))
+            times[name].append(seconds_at(last) - seconds_at(first))
         for name, seconds in times.items():
             samples[name].append(fmean(seconds))
     return dict(samples)

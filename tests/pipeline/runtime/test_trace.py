@@ -1,6 +1,7 @@
 """Traces: bounded, gathered, and in both forms."""
 
 import json
+import struct
 from itertools import pairwise
 
 import pytest
@@ -59,6 +60,40 @@ def test_a_transfer_that_is_waited_for_lasts_as_long():
     spans = {str(span.instruction): (span.start, span.end) for span in measured.spans}
     assert spans["0SEND_F0"] == spans["1RECV_F0"] == (1.1, 1.5)
     assert spans["0SEND_F1"] == (2.0, 2.1) and spans["1RECV_F1"] == (0.1, 0.2)
+
+
+class _Event:
+    """A CUDA event of a device whose clock the test sets."""
+
+    device_ms = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.ms = self.device_ms
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return struct.unpack("f", struct.pack("f", end.ms - self.ms))[0]
+
+
+def test_marks_of_a_device_are_exact_after_days(monkeypatch):
+    """CUDA tells times between events with 24 bits; a span of a run of two days is exact to a microsecond."""
+    monkeypatch.setattr(trace.torch.cuda, "Event", _Event)
+    monkeypatch.setattr(trace.torch.cuda, "synchronize", lambda: None)
+    tracer = trace.Tracer(clock=trace.CudaClock())
+    tracer.begin_batch(trace.BatchExtent(0, 0, 1))
+    marks = []
+    for milliseconds in (0.0, 1.5, 4.25):
+        monkeypatch.setattr(_Event, "device_ms", 48 * 3.6e6 + milliseconds)
+        marks.append(tracer.now())
+    tracer.record((Instruction.parse("0F0@0"), *marks))
+    waited, computed = tracer.spans()
+    assert waited.end - waited.start == pytest.approx(1.5e-3, abs=1e-6)
+    assert computed.end - computed.start == pytest.approx(2.75e-3, abs=1e-6)
 
 
 def test_only_the_last_batches_are_kept():
