@@ -52,6 +52,10 @@ class Cluster(BaseModel):
             raise ValueError(f"'{self.gpu}' is no GPU that is known; choose from {', '.join(DEVICES)}, cpu")
         if len(self.topology.nodes) > 1 and self.bandwidth.between_nodes is None:
             raise ValueError("there are several nodes; give bandwidth.between_nodes, GB/s of one node to the network")
+        names = [node.name for node in self.topology.nodes]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two nodes are called {twice}; give each its host name")
 
     @property
     def is_cpu(self) -> bool:
@@ -87,9 +91,29 @@ class Cluster(BaseModel):
 
 def load_cluster(path: str | Path) -> Cluster:
     """A cluster from its file. Raises ValueError, naming the file and the field."""
+    document = read_document(path)
     try:
-        return Cluster.model_validate(read_document(path))
+        return Cluster.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{path}: {f'{where}: ' if where else ''}{first['msg']}") from error
+        raise ValueError(f"{path}: {_problem(error, document)}") from error
+
+
+def _problem(error: ValidationError, document: object) -> str:
+    """The first thing that is wrong, in one sentence."""
+    form = "see docs/grid_search.md for the form of a cluster"
+    errors = error.errors(include_url=False)
+    if isinstance(document, dict) and isinstance(document.get("nodes"), list):  # a list that is no number is fine
+        errors = [each for each in errors if each["loc"][:2] != ("nodes", _NUMBER)]
+    first = errors[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    where = ".".join(str(part) for part in first["loc"] if str(part) != _NUMBER and "[" not in str(part))
+    said = {"missing": "is missing", "extra_forbidden": "is not known", "model_type": "is no mapping"}.get(
+        first["type"]
+    )
+    if said is None:
+        said = f"{first['msg'].removeprefix('Input ')}, not {first['input']!r:.60}"
+    return f"{where or 'the file'} {said}; {form}"
+
+
+_NUMBER = "constrained-int"  # what pydantic calls a number of nodes, where a list would do, too

@@ -213,6 +213,50 @@ def test_clusters_that_come_along(run):
         assert status == 0 and best["tensor"] * best["pipeline"] * best["data"] == 8
 
 
+TWO = "bandwidth: {between_nodes: 100}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("gpu: a100\nnodes: 1", "'a100' is no GPU that is known; choose from A100-80, "),
+        ("gpu: A100-80\nnodes: 6", "there are several nodes; give bandwidth.between_nodes, "),
+        ("gpu: A100-80", "nodes is missing; see docs/grid_search.md"),
+        ("nodes: 1", "gpu is missing; see docs/grid_search.md"),
+        ("gpu: A100-80\nnodes: '6'", "nodes should be a valid integer, not '6'; see"),
+        ("gpu: A100-80\nnodes: 0", "nodes should be greater than or equal to 1, not 0; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwith: 3", "bandwith is not known; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwidth: 100", "bandwidth is no mapping; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwidth: {between_nodes: -1}",
+         "bandwidth.between_nodes should be greater than 0, not -1; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwidth: {between_nodes: fast}",
+         "bandwidth.between_nodes should be a valid number, not 'fast'; see"),
+        (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{name: a, gpus: 8}}]\n{TWO}", "two nodes are called a; give"),
+        (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{nam: b, gpus: 8}}]\n{TWO}", "nodes.1.name is missing; see"),
+        (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{name: b, gpus: 4}}]\n{TWO}", "8 and 4 GPUs; give nodes that"),
+        ("", "the file is no mapping; see"),
+        ("- 1", "the file is no mapping; see"),
+        ("gpu: [A100-80", "line 1, column 14: expected ',' or ']'"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_is_wrong(run, tmp_path, text, reason):
+    """One sentence names the file, the field and what to do."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    status, _, err = run(*GPT, "--cluster", path)
+    message = err.splitlines()[-1]
+    assert status == 1 and message.startswith(f"error: {path}") and reason in message
+
+
+def test_nodes_that_a_file_does_not_connect(run, tmp_path):
+    """More nodes than the file has need a network."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("gpu: A100-80\nnodes: 1")
+    status, _, err = run(*GPT, "--cluster", path, "--nodes", 4)
+    assert status == 1 and "says nothing of the network between 4 nodes; give --network" in err
+    assert run(*GPT, *QUICK, "--cluster", path, "--nodes", 2, "--network", 50)[0] == 0
+
+
 @pytest.mark.parametrize("architecture", PROGRAMS)
 def test_programs_have_these_defaults(architecture):
     """What a job assumes of its program is what the program says."""

@@ -142,7 +142,7 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
     split = {"yes": (True,), "no": (False,), "both": (True, False)}[options.distributed_optimizer]
     return Space(
         num_gpus=cluster.num_gpus,
-        gpus_per_node=min(node.gpus for node in cluster.topology.nodes),
+        gpus_per_node=cluster.topology.nodes[0].gpus,
         global_batch_size=least,
         safe_batch_size=options.max_safe_batch,
         schedules=options.schedules,
@@ -163,7 +163,7 @@ def _names(known: tuple[str, ...] | list[str]):
     """A type of argument: a list of some of these."""
 
     def names(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(","))
+        chosen = tuple(dict.fromkeys(text.split(",")))
         for name in chosen:
             if name not in known:
                 raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(known)}")

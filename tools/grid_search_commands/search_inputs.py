@@ -40,7 +40,17 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
         changes["gpus_per_node"] = options.gpus_per_node
     if options.network is not None:
         changes["bandwidth"] = {**cluster.bandwidth.model_dump(exclude_none=True), "between_nodes": options.network}
-    return Cluster(**{**cluster.model_dump(exclude_none=True), **changes})
+    nodes = changes.get("nodes", 1)
+    if nodes > 1 and cluster.bandwidth.between_nodes is None and options.network is None:
+        raise ValueError(f"{path} says nothing of the network between {nodes} nodes; give --network, GB/s of a node")
+    cluster = Cluster(**{**cluster.model_dump(exclude_none=True), **changes})
+    counts = dict.fromkeys(node.gpus for node in cluster.topology.nodes)
+    if len(counts) > 1:
+        raise ValueError(
+            f"{path}: nodes have {' and '.join(map(str, counts))} GPUs; give nodes that have equally many, for which "
+            "times are modelled and launchers written"
+        )
+    return cluster
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ def _for_processor(words: list[str], options: argparse.Namespace, cluster: Clust
     if precision is not None:
         words = [word for word in words if word not in ("--fp16", "--bf16")]
         words += [f"--{precision}"] if precision != "fp32" else []
-    if cluster.gpu in _WITHOUT_ENGINE and "--transformer-impl" not in words:
+    if cluster.gpu in _WITHOUT_ENGINE and "--transformer-impl" not in {word.partition("=")[0] for word in words}:
         words = [*words, "--transformer-impl", "local"]
     return words, notes
 

@@ -7,9 +7,11 @@ Solution: choices are made one after another, and what excludes a configuration 
 far. Memory comes before time, in closed form: first what every schedule needs at least, one saved microbatch on one
 weight version, which only grows with the microbatch; then the schedule's own. For each of the rest scopes are tried in
 the order of BPipe, section 4.2, until one fits, and balance only where its schedule does not fit without. A scope that
-fits near the limit of memory, where throughput falls, does not end the trial. Only what fits is timed.
+fits near the limit of memory, where throughput falls, does not end the trial; nor does one whose saved activations
+move, since over a slow link fewer of them may save more time than it takes to recompute them. Only what fits is timed.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -21,7 +23,15 @@ from megatron.planner.planner import Planner
 from megatron.planner.search import rules
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
-from megatron.planner.search.space import SCOPES, Space, interleaves, moves_activations, preset_of, without_moves
+from megatron.planner.search.space import (
+    RANK_MAPPINGS,
+    SCOPES,
+    Space,
+    interleaves,
+    moves_activations,
+    preset_of,
+    without_moves,
+)
 
 Refusal = Callable[[Configuration], str | None]
 """Why the training program would refuse a configuration, in a clause."""
@@ -116,7 +126,7 @@ class _Degrees:
         layers = self.model.num_layers // choice.pipeline
         virtual = self.space.stages_of_ranks(choice.schedule, layers)
         if not virtual:
-            yield Rejected(choice=choice, reason=f"{layers} layers of a rank do not divide into so many stages")
+            yield Rejected(choice=choice, reason=self._no_stages(layers))
         for v in virtual:
             stages = replace(choice, virtual=v)
             batch = self._batch_size(stages)
@@ -124,6 +134,15 @@ class _Degrees:
                 yield Rejected(choice=stages, reason=batch)
             else:
                 yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes, missed, slow)
+
+    def _no_stages(self, layers: int) -> str:
+        """Why a rank with so many layers has no v."""
+        if layers == 1:
+            return "the single layer of a rank makes no second stage"
+        wanted = " or ".join(str(v) for v in self.space.virtual if v > 1)
+        if not wanted:
+            return "interleaving takes 2 stages or more on a rank"
+        return f"{layers} layers of a rank do not divide into {wanted} stages"
 
     def _batch_size(self, choice: Choice) -> int | str:
         """Sequences in a batch, the most that are safe; or why no batch will do."""
@@ -137,7 +156,7 @@ class _Degrees:
         if not least <= count * per_round <= most or not count:
             wanted = f"a batch of {least}" if least == most else f"no batch from {least} to {most}"
             does = "does not divide" if least == most else "divides"
-            return f"{wanted} {does} into microbatches of {choice.micro_batch_size} on {choice.data} replicas"
+            return f"{wanted} {does} into microbatches of {choice.micro_batch_size}{_on_replicas(choice.data)}"
         whole = replace(choice, global_batch_size=count * per_round, recompute=SCOPES[0])
         schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         return rules.refuse_batch(schedule, count) or count * per_round
@@ -145,26 +164,36 @@ class _Degrees:
     def _try_scopes(
         self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
     ) -> Iterator[Kept | Rejected]:
-        stops, plain = None, without_moves(choice.schedule)
-        moves = moves_activations(choice.schedule)
+        stops, fits, seconds = None, "", {}
+        moves, plain = moves_activations(choice.schedule), without_moves(choice.schedule)
+        competes = moves and self.space.early_stopping and plain in self.space.schedules
         for scope in scopes:
             trial = replace(choice, recompute=scope)
             if stops:
                 yield Rejected(choice=trial, reason=f"{stops}, and recomputing more is slower")
                 continue
-            if moves and self.space.early_stopping and self._fits_easily(replace(trial, schedule=plain)):
+            if competes and self._fits_easily(replace(trial, schedule=plain)):
                 stops = f"{plain} with recompute {scope.value} fits"
                 yield Rejected(choice=trial, reason=f"{plain} fits, and balance does not make it faster")
                 continue
             key = (choice.schedule, choice.virtual, scope)
             rejected = _again(trial, missed.get(key)) or self._miss(trial)
             if rejected:
-                if not moves:  # memory grows with the microbatch
+                if not moves and self.space.safe_batch_size is None:  # memory grows with the microbatch
                     missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
                 yield rejected
                 continue
-            yield from self._keep(trial, slow)
-            if self.space.early_stopping and self._fits_easily(trial):
+            kept = False
+            for each in self._keep(trial, slow):
+                if isinstance(each, Kept):
+                    kept, mapping = True, each.choice.rank_mapping
+                    if each.estimate.seconds >= seconds.get(mapping, math.inf):
+                        yield Rejected(choice=each.choice, reason=f"{fits}, and recomputing more is slower")
+                        continue
+                    if moves and self.space.early_stopping and self._fits_easily(trial):
+                        seconds[mapping], fits = each.estimate.seconds, f"recompute {scope.value} fits"
+                yield each
+            if kept and not moves and self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
 
     def _miss(self, choice: Choice, *, shown: Choice | None = None, what: str = "misses") -> Rejected | None:
@@ -183,6 +212,7 @@ class _Degrees:
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
+        slowest = math.inf
         for mapping in self._mappings(choice):
             mapped = replace(choice, rank_mapping=mapping)
             try:
@@ -190,14 +220,19 @@ class _Degrees:
             except ValueError as error:
                 yield Rejected(choice=mapped, reason=rules.clause(error))
                 continue
+            if estimate.seconds >= slowest:
+                yield Rejected(choice=mapped, reason="the standard rank order is as fast")
+                continue
+            if self.space.early_stopping and not moves_activations(choice.schedule):
+                slowest = estimate.seconds
             notes = (*([slow] if slow else []), *([near] if presses else []))
             yield Kept(choice=mapped, estimate=estimate, notes=notes)
 
     def _mappings(self, choice: Choice) -> list[str]:
-        """`pair-adjacent` is for pairs that move activations; `optimized` comes later (search.py), unless alone."""
-        names = [name for name in self.space.rank_mappings if name != "optimized"] or ["optimized"]
-        matters = self.space.mapping_matters(choice.tensor) and moves_activations(choice.schedule)
-        return names if matters or len(names) == 1 else ["standard"]
+        """`optimized` comes later (search.py), unless alone."""
+        names = [name for name in RANK_MAPPINGS if name in self.space.rank_mappings and name != "optimized"]
+        names = names or ["optimized"]
+        return names if self.space.mapping_matters(choice.tensor) or len(names) == 1 else ["standard"]
 
     def _configuration(self, choice: Choice) -> Configuration:
         return choice.configuration(sequence_parallel=self.sequence_parallel)
@@ -222,6 +257,10 @@ class _Degrees:
 def _again(choice: Choice, reason: str | None) -> Rejected | None:
     """What a smaller microbatch did not have room for."""
     return None if reason is None else Rejected(choice=choice, reason=reason)
+
+
+def _on_replicas(count: int) -> str:
+    return f" on {count} replicas" if count > 1 else ""
 
 
 def _place(verdict: Verdict, choice: Choice) -> str:

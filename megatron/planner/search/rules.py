@@ -49,9 +49,16 @@ def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | 
     """L mod p = 0, and a batch that d divides (BPipe, 4.2)."""
     if model.num_layers % p:
         return f"{model.num_layers} layers do not divide into {p} stages"
-    if not space.microbatches(d):
-        return f"a batch of {space.global_batch_size} does not divide over {d} replicas"
-    return None
+    if space.microbatches(d):
+        return None
+    batch, most = space.global_batch_size, space.largest_batch_size // d
+    if space.safe_batch_size is None and batch % d:
+        return f"a batch of {batch} does not divide over {d} replicas"
+    if most == 0:
+        return f"a batch of {space.safe_batch_size} is less than a sequence for each of {d} replicas"
+    sizes = " or ".join(map(str, space.micro_batch_sizes or ()))
+    do = "do not divide into" if space.safe_batch_size is None else "leave no room for"
+    return f"the {most} sequences of a replica {do} microbatches of {sizes}"
 
 
 def refuse_schedule(model: Architecture, training: Training, schedule: str, p: int) -> str | None:

@@ -9,7 +9,7 @@ from megatron.planner.configuration import Configuration
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules
 from megatron.planner.search.explore import Explorer, Refusal
-from megatron.planner.search.outcome import Kept, Outcome, Rejected
+from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.space import Space
 
@@ -61,7 +61,8 @@ def search(
 
 
 def _rank(each: Kept) -> tuple:
-    return -each.sequences_per_second, each.choice.key
+    """The fastest first; of those that differ by what sums round off, the one that needs least memory."""
+    return -float(f"{each.sequences_per_second:.9g}"), each.memory_gib, each.choice.key
 
 
 class _Simulation:
@@ -70,6 +71,7 @@ class _Simulation:
     def __init__(self, space: Space, planner_of: Callable[[int], Planner], report: Progress) -> None:
         self.space, self.planner_of, self.report = space, planner_of, report
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
+        self._tried: set[Choice] = set()
 
     def best(self, kept: list[Kept], count: int | None) -> tuple[list[Kept], list[Rejected]]:
         """All by their times, of which the first `count` are simulated; and what cannot be simulated.
@@ -115,14 +117,15 @@ class _Simulation:
 
     def _optimized(self, each: Kept) -> list[Kept]:
         """The same with the mapping that takes least transfer time, where the closed form expects a gain."""
-        choice = each.choice
-        if not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
+        choice = replace(each.choice, rank_mapping="optimized")
+        if choice in self._tried or not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
             return []
         configuration = replace(each.estimate.configuration, rank_mapping="optimized")
         estimate = self.planner_of(choice.tensor).estimate(configuration)
         if estimate.seconds > each.estimate.seconds * (1 - _WORTH_A_FILE):
             return []
-        return [replace(each, choice=replace(choice, rank_mapping="optimized"), estimate=estimate)]
+        self._tried.add(choice)
+        return [replace(each, choice=choice, estimate=estimate)]
 
 
 def _computations(configuration: Configuration) -> int:

@@ -62,6 +62,12 @@ class Space:
             for name in names:
                 if name not in known:
                     raise ValueError(f"there is no {what} {name!r}; choose from {', '.join(known)}")
+        if next(self.degrees(), None) is None:
+            wanted = [f"{name} {' or '.join(map(str, sizes))}" for name, sizes in (
+                ("tensor", self.tensor), ("pipeline", self.pipeline)) if sizes is not None]  # fmt: skip
+            raise ValueError(
+                f"{self.num_gpus} GPUs do not divide by {' times '.join(wanted)}; give parallel sizes that divide them"
+            )
         if self.safe_batch_size is not None and self.safe_batch_size < self.global_batch_size:
             raise ValueError(
                 f"the maximum safe batch of {self.safe_batch_size} sequences is below the batch of "
@@ -87,13 +93,16 @@ class Space:
     def microbatches(self, data: int) -> list[int]:
         """Sizes of microbatches that make up a batch on so many replicas, ascending.
 
-        Where the batch is given, those that divide it; where it may grow, powers of two besides.
+        Where the batch is given, those that divide it; where it may grow, powers of two and those of
+        `micro_batch_sizes` besides.
         """
         found = set()
         if self.global_batch_size % data == 0:
             found |= set(divisors(self.global_batch_size // data))
         if self.safe_batch_size is not None:
-            found |= {2**power for power in range((self.largest_batch_size // data).bit_length())}
+            most = self.largest_batch_size // data
+            found |= {2**power for power in range(most.bit_length())}
+            found |= {size for size in self.micro_batch_sizes or () if size <= most}
         return sorted(found if self.micro_batch_sizes is None else found & set(self.micro_batch_sizes))
 
     def stages_of_ranks(self, schedule: str, layers_of_rank: int) -> list[int]:

@@ -87,7 +87,7 @@ def test_bert_24_of_pipedream_2bw(gpu, nodes, depth, fastest_first, rounds):
     for size, scope in fastest_first:
         outcome = run(
             BERT_24, cluster, schedules=("2bw",), tensor=(1,), pipeline=(depth,), micro_batch_sizes=(size,),
-            scopes=(RecomputeScope(scope),), distributed_optimizer=(False,),
+            scopes=(RecomputeScope(scope),), distributed_optimizer=(False,), rank_mappings=("standard",),
             global_batch_size=size * 8 * depth * rounds,
         )  # fmt: skip
         (kept,) = outcome.kept

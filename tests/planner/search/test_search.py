@@ -4,12 +4,12 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.planner import Architecture, Cluster, Configuration, judge
 from megatron.planner.search import SCHEDULES, SCOPES, Space, Training, search
-from megatron.planner.search.space import preset_of
+from megatron.planner.search.space import moves_activations, preset_of
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
 SMALL = Architecture.gpt3(
@@ -29,7 +29,17 @@ def cluster(memory_gib: float, *, nodes: int = 2, gpus: int = 6) -> Cluster:
     )
 
 
-def every_combination(model: Architecture, machines: Cluster, batch: int) -> dict:
+def batch_of(batch: int, safe: int | None, size: int, d: int, group: int) -> int | None:
+    """The batch that microbatches of this size make up, the largest that is safe; None where there is none."""
+    if safe is None:
+        return batch if batch % (size * d) == 0 else None
+    if size & (size - 1) and batch % (size * d):  # powers of two are tried, and what divides the least batch
+        return None
+    count = safe // (size * d) // group * group
+    return count * size * d if count * size * d >= batch else None
+
+
+def every_combination(model: Architecture, machines: Cluster, batch: int, safe: int | None) -> dict:
     """What fits of the whole product, as far as schedules run it: by its choices, the verdict."""
     found = {}
     chosen = planner(model, machines, PAPER)
@@ -43,10 +53,13 @@ def every_combination(model: Architecture, machines: Cluster, batch: int) -> dic
         preset, balance = preset_of(name)
         if (preset == "interleaved") != (v > 1) or (split and d == 1) or (p == 1 and preset not in ("flush", "2bw")):
             continue
-        for size in range(1, batch + 1):
+        for size in range(1, (safe or batch) + 1):
+            whole = batch_of(batch, safe, size, d, group=p if v > 1 else 1)
+            if whole is None:
+                continue
             try:
                 configuration = Configuration(
-                    tensor=t, pipeline=p, data=d, virtual=v, micro_batch_size=size, global_batch_size=batch,
+                    tensor=t, pipeline=p, data=d, virtual=v, micro_batch_size=size, global_batch_size=whole,
                     recompute=scope, schedule=preset, balance=balance, distributed_optimizer=split,
                     sequence_parallel=t > 1 and model.sequence_length % t == 0,
                 )  # fmt: skip
@@ -72,13 +85,17 @@ def choices(outcome) -> dict:
     }  # fmt: skip
 
 
-@settings(max_examples=3, deadline=None)
-@given(memory=st.floats(0.15, 0.8), batch=st.sampled_from([12, 24, 30]))
+@settings(max_examples=2, deadline=None)
+@given(memory=st.floats(0.15, 0.8), batch=st.sampled_from([(12, None), (24, None), (30, None), (6, 50)]))
+@example(memory=0.4, batch=(6, 50))  # a larger microbatch may make up a smaller batch, and so need less memory
 def test_nothing_that_fits_is_missed(memory, batch):
     """Without early stopping the search keeps exactly what fits of the product of all choices, whatever it skips."""
-    machines = cluster(memory)
-    found = run(SMALL, machines, global_batch_size=batch, early_stopping=False, rank_mappings=("standard",))
-    expected = every_combination(SMALL, machines, batch)
+    machines, (least, safe) = cluster(memory), batch
+    found = run(
+        SMALL, machines, global_batch_size=least, safe_batch_size=safe, early_stopping=False,
+        rank_mappings=("standard",),
+    )  # fmt: skip
+    expected = every_combination(SMALL, machines, least, safe)
     assert choices(found).keys() == expected.keys()
     assert memory > 0.4 or any(" misses " in each.reason for each in found.rejected)
 
@@ -86,24 +103,51 @@ def test_nothing_that_fits_is_missed(memory, batch):
 @settings(max_examples=2, deadline=None)
 @given(memory=st.floats(0.15, 0.8))
 def test_early_stopping_loses_no_speed(memory):
-    """BPipe, 4.2: what early stopping leaves out recomputes or balances more than it needs, so the fastest stays."""
+    """BPipe, 4.2: what early stopping leaves out recomputes or balances more than it needs, so the fastest stays. What
+    recomputes more than another one is kept beside it only where moves of less are faster."""
     machines = cluster(memory)
     all_of_them = run(SMALL, machines, global_batch_size=24, early_stopping=False, num_simulated=1)
     found = run(SMALL, machines, global_batch_size=24, num_simulated=1)
     assert choices(found).keys() <= choices(all_of_them).keys()
     assert found.best is None or found.best.choice == all_of_them.best.choice
-    for key in choices(found):
-        less = [scope for scope in SCOPES if SCOPES.index(scope) < SCOPES.index(key[5])]
-        for scope in less:
-            without = choices(all_of_them).get((*key[:5], scope, *key[6:]))
-            assert without is None or without.estimate.under_pressure
+    considered = {each.choice: each for each in all_of_them.kept}
+    for each in found.kept:
+        for scope in SCOPES[: SCOPES.index(each.choice.recompute)]:
+            without = considered.get(replace(each.choice, recompute=scope))
+            faster = without and moves_activations(each.choice.schedule) and each.estimate.seconds
+            assert not without or without.estimate.under_pressure or faster < without.estimate.seconds
+
+
+def test_moves_over_slow_links_do_not_end_the_trial_of_scopes():
+    """Where moves are slow, recomputing more may be faster with balance; and balance that is asked for alone is not
+    left out because its schedule fits without."""
+    slow = Cluster(
+        gpu="V100-16", nodes=4, gpus_per_node=4, memory_gib=0.4,
+        bandwidth={"within_node": 1.0, "between_nodes": 0.1},
+    )  # fmt: skip
+    space = {
+        "global_batch_size": 32, "schedules": ("bpipe",), "tensor": (2,), "pipeline": (4,),
+        "rank_mappings": ("standard",), "num_simulated": 0,
+    }  # fmt: skip
+    found, all_of_them = (run(SMALL, slow, early_stopping=early, **space) for early in (True, False))
+    assert found.best.choice == all_of_them.best.choice and found.best.choice.recompute is SCOPES[2]
+    assert replace(found.best.choice, recompute=SCOPES[0]) in {each.choice for each in found.kept}
+    both = run(SMALL, slow, **space | {"schedules": ("flush", "bpipe")})
+    assert {each.choice.schedule for each in both.kept} == {"flush"}
+
+
+def test_equal_times_are_ranked_by_memory():
+    """On one GPU two weight versions gain nothing, so flush stands before 2bw."""
+    outcome = run(SMALL, cluster(4.0, nodes=1, gpus=1), global_batch_size=8, num_simulated=0)
+    assert [each.choice.schedule for each in outcome.kept[:2]] == ["flush", "2bw"]
+    assert outcome.kept[0].sequences_per_second == pytest.approx(outcome.kept[1].sequences_per_second, rel=1e-12)
 
 
 def test_order_is_the_same_every_time():
     """From the fastest on; as many as were asked for are simulated, and nothing that is not stands before them."""
     first, second = (run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=3) for _ in range(2))
     assert first == second and first.rejected
-    speeds = [each.sequences_per_second for each in first.kept]
+    speeds = [float(f"{each.sequences_per_second:.9g}") for each in first.kept]
     assert speeds == sorted(speeds, reverse=True)
     assert all(each.is_simulated for each in first.kept[:3])
     assert sum(each.is_simulated for each in first.kept) <= 12
@@ -144,6 +188,33 @@ def test_reasons():
     assert any(reason == "recompute none fits, and recomputing more is slower" for reason in said)
     heads = run(gpt3(40, 5200, 26), a100(1), global_batch_size=8, num_simulated=1)
     assert "26 attention heads do not divide by tensor parallel size 4" in {each.reason for each in heads.rejected}
+
+
+@pytest.mark.parametrize(
+    ("space", "reason"),
+    [
+        ({"micro_batch_sizes": (3, 5)}, "the 4 sequences of a replica do not divide into microbatches of 3 or 5"),
+        ({"micro_batch_sizes": (9,), "safe_batch_size": 12}, "the 6 sequences of a replica leave no room for "),
+        ({"tensor": (1,), "pipeline": (1,), "global_batch_size": 1, "safe_batch_size": 7},
+         "a batch of 7 is less than a sequence for each of 8 replicas"),
+        ({"virtual": (5,)}, "3 layers of a rank do not divide into 5 stages"),
+        ({"virtual": (1,)}, "interleaving takes 2 stages or more on a rank"),
+        ({"pipeline": (4,), "layers": 4}, "the single layer of a rank makes no second stage"),
+    ],
+)  # fmt: skip
+def test_reasons_of_a_narrow_space(space, reason):
+    """What the user's own choices leave nothing of is said as it is."""
+    space = {"tensor": (1,), "pipeline": (4,), "global_batch_size": 8, "num_simulated": 0} | space
+    model = replace(SMALL, num_layers=space.pop("layers", 12))
+    outcome = run(model, cluster(16.0, nodes=1, gpus=8), **space)
+    assert any(each.reason.startswith(reason) for each in outcome.rejected)
+
+
+def test_sizes_that_are_asked_for_are_tried_in_a_growing_batch():
+    """Where a batch may grow, microbatches need not divide the least one."""
+    space = {"global_batch_size": 8, "safe_batch_size": 50, "tensor": (1,), "pipeline": (4,), "num_simulated": 0}
+    outcome = run(SMALL, cluster(16.0, nodes=1, gpus=8), micro_batch_sizes=(3,), schedules=("flush",), **space)
+    assert {(each.choice.micro_batch_size, each.choice.global_batch_size) for each in outcome.kept} == {(3, 48)}
 
 
 def test_the_fused_softmax():
@@ -200,15 +271,21 @@ def test_pressure_can_be_avoided():
 
 
 def test_mappings():
-    """Pairs are put side by side where they move activations between nodes; the optimized mapping is tried for the
-    best, and kept where it gains; on one node, or where tensor ranks fill it, there is nothing to choose."""
+    """Pairs are put side by side where there are several nodes, and that is kept where they move activations or where
+    it is faster, as for tied embeddings; the optimized mapping is tried for the best, and kept where it gains; on one
+    node, or where tensor ranks fill it, there is nothing to choose."""
     model, machines = gpt3(16, 4096, 32), a100(4)
     space = {"global_batch_size": 32, "schedules": ("bpipe", "flush"), "early_stopping": False, "num_simulated": 1}
     mappings: dict = {}
     for each in run(model, machines, **space, tensor=(4, 8), pipeline=(4,)).kept:
         mappings.setdefault((each.choice.tensor, each.choice.schedule), set()).add(each.choice.rank_mapping)
     assert {"standard", "pair-adjacent"} <= mappings[4, "bpipe"]
-    assert "pair-adjacent" not in mappings[4, "flush"]
+    assert "pair-adjacent" in mappings[4, "flush"]
+    tied = run(SMALL, cluster(0.9), global_batch_size=24, schedules=("flush",), tensor=(1,), num_simulated=0)
+    rates = {each.choice: each.sequences_per_second for each in tied.kept}
+    adjacent = [choice for choice in rates if choice.rank_mapping == "pair-adjacent"]
+    assert adjacent and all(rates[each] > rates[replace(each, rank_mapping="standard")] for each in adjacent)
+    assert "the standard rank order is as fast" in {each.reason for each in tied.rejected}
     assert mappings[8, "bpipe"] == mappings[8, "flush"] == {"standard"}
     one = run(model, a100(1), **space, tensor=(2,), pipeline=(4,))
     assert {each.choice.rank_mapping for each in one.kept} == {"standard"}
@@ -236,6 +313,17 @@ def test_the_program_has_the_last_word():
     assert {each.choice.pipeline for each in outcome.rejected if each.reason == "no two stages today"} == {2}
 
 
+def test_what_the_program_refuses_does_not_end_the_trial_of_scopes():
+    space = Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, schedules=("flush",))
+    machines = cluster(16.0, nodes=1, gpus=8)
+
+    def refuse(configuration: Configuration) -> str | None:
+        return "recompute something" if configuration.recompute is SCOPES[0] else None
+
+    outcome = search(space, lambda _: planner(SMALL, machines, PAPER), Training(), num_simulated=0, refuse=refuse)
+    assert {each.choice.recompute for each in outcome.kept} == {SCOPES[1]}
+
+
 def test_a_search_says_how_far_it_is():
     """Progress ends with all of it, in few calls."""
     calls = []
@@ -255,6 +343,8 @@ def test_a_search_says_how_far_it_is():
         ({"schedules": ("zigzag",)}, "there is no schedule 'zigzag'; choose from gpipe, "),
         ({"rank_mappings": ("random",)}, "there is no rank mapping 'random'; choose from standard, "),
         ({"safe_batch_size": 4}, "below the batch of 8"),
+        ({"tensor": (3, 5)}, "8 GPUs do not divide by tensor 3 or 5; give"),
+        ({"tensor": (4,), "pipeline": (4,)}, "8 GPUs do not divide by tensor 4 times pipeline 4; give"),
     ],
 )
 def test_refusals(changes, reason):
