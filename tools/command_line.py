@@ -10,8 +10,10 @@ import argparse
 import importlib.util
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _ROOMS = ("megatron", "megatron.pipeline", "megatron.placement")
@@ -35,6 +37,32 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
     except OSError as error:
         print(f"error: {error.filename or ''}: {error.strerror}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def unwinding(hint: str) -> Iterator[None]:
+    """While processes are at work: on a signal that asks for an end, leave through every `finally`, which ends them.
+
+    Args:
+        hint: for the user, after the signal's name.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # nothing is to interrupt that
+        print(f"ended by {signal.Signals(number).name}; {hint}", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as of nohup
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:

@@ -86,11 +86,20 @@ def _listed(kind: type[Enum], allowed: Sequence[Enum] = ()) -> Callable[[str], t
 
 
 def _run(options: argparse.Namespace) -> int:
-    profile = _measure(_session(options))
+    session = _session(options)
+    _refuse_output(options.output)  # now, and not when all is measured
+    with command_line.unwinding("no profile is written"):
+        profile = _measure(session)
     profile.save(options.output)
     _show(profile)
     print(f"Profile: {options.output}")
     return 0
+
+
+def _refuse_output(path: Path) -> None:
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--output {path} cannot be written; name a file in a folder of yours")
 
 
 def _session(options: argparse.Namespace) -> Session:
@@ -101,7 +110,7 @@ def _session(options: argparse.Namespace) -> Session:
         architecture=architecture,
         words=model_words(words, architecture=architecture),
         sequence_parallel="--sequence-parallel" in words,
-        processes=options.processes or _default_processes(),
+        processes=_processes(options.processes),
         threads=options.threads,
         tensors=tuple(dict.fromkeys(options.tensor_sizes)),
         micro_batch_sizes=tuple(sorted(set(options.micro_batch_sizes))),
@@ -113,14 +122,18 @@ def _session(options: argparse.Namespace) -> Session:
     )
 
 
-def _default_processes() -> int:
+def _processes(wanted: int | None) -> int:
+    """As many as GPUs, or 2 without one. Raises ValueError where some would share a GPU, as ranks never do."""
     from megatron import backend  # imports torch
 
     if not backend.is_cuda():
-        return 2
+        return wanted or 2
     import torch
 
-    return torch.cuda.device_count()
+    num_devices = torch.cuda.device_count()
+    if wanted is not None and wanted > num_devices:
+        raise ValueError(f"--processes {wanted} are more than the {num_devices} GPUs here; give {num_devices} or fewer")
+    return wanted or num_devices
 
 
 def _measure(session: Session) -> Profile:
@@ -141,7 +154,7 @@ def _measure(session: Session) -> Profile:
 
 def _show(profile: Profile) -> None:
     """The blocks as they were timed; medians, and between which times eight of ten lie."""
-    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    console = Console() if sys.stdout.isatty() else Console(width=200, no_color=True)
     machine = profile.machine
     console.print(
         f"{machine.device}, {profile.processes} processes of {machine.threads} threads, torch {machine.torch}, "

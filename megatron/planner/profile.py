@@ -141,7 +141,7 @@ class Profile(_Record):
     architecture: Literal["gpt", "bert"]
     flags: tuple[str, ...]
     model: Architecture
-    dtype: str
+    dtype: Literal["float32", "float16", "bfloat16"]
     transformer_impl: str
     sequence_parallel: bool
     processes: _Count
@@ -163,7 +163,7 @@ def load_profile(path: str | Path) -> Profile:
     """A profile from its file. Raises ValueError, naming the file and the field, and OSError."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}; write a profile with tools/profile_model.py") from error
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:

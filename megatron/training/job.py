@@ -127,6 +127,11 @@ class Job:
     def scales_loss(self) -> bool:
         return self._alone.fp16
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Of --vocab-size."""
+        return self._given.vocab_size
+
     # --- words for a script
 
     def words_of(self, *groups: str) -> list[tuple[str, ...]]:

@@ -39,6 +39,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         (lambda content: content | {"version": 2}, r"no profile of version 1 \(2\)"),
         (lambda content: content | {"colour": "red"}, "colour"),
         (lambda content: content | {"processes": 0}, "processes"),
+        (lambda content: content | {"dtype": "float64"}, "dtype"),
         (lambda content: [content], "no profile of version 1"),
         (lambda content: {key: value for key, value in content.items() if key != "model"}, "model"),
     ],
@@ -53,9 +54,10 @@ def test_another_form_is_refused_by_name(tmp_path, change, message):
 
 def test_a_torn_file_is_refused(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(profile().model_dump_json()[:1000])
-    with pytest.raises(ValueError, match="is no JSON"):
-        load_profile(path)
+    for content in (profile().model_dump_json()[:1000].encode(), b"", b"\x80\x02}q"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"profile.json is no JSON.*profile_model.py"):
+            load_profile(path)
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=50))

@@ -70,6 +70,7 @@ def test_two_processes_profile_what_a_pipeline_and_tensor_ranks_need(run, tmp_pa
     [
         (["--tensor-sizes", "4", "--processes", "2"], 1, "tensor degree 4 needs as many processes, and there are 2"),
         (["--layers", "3", "3", "--processes", "2"], 1, "--layers 3 3"),
+        (["--processes", "2", "--output", "."], 1, "--output . cannot be written"),
         (["--recompute", "some"], 2, "'some' is none of none, attention, layer"),
         (["--weights", "stash"], 2, "'stash' is none of flush, 2bw"),
         (["--micro-batch-sizes", "0"], 2, "no positive whole number"),

@@ -16,7 +16,8 @@ a script for each, and --collect takes their results once they have run.
 import argparse
 import os
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
 
 import command_line
@@ -28,7 +29,9 @@ from megatron.planner.measure.predict import predicted_seconds
 from megatron.planner.measure.records import Entry, Result, ResultsFile, Status, read_entries
 from megatron.planner.measure.report import draw, table_of
 from megatron.planner.measure.runs import Runs, collect, measure
-from megatron.planner.profile import load_profile
+from megatron.planner.measure.settings import differences
+from megatron.planner.profile import Profile, load_profile
+from megatron.training.arguments import parse_args
 from megatron.training.job import PROGRAMS
 from megatron.training.model_words import model_words
 
@@ -75,21 +78,36 @@ def run(options: argparse.Namespace) -> int:
     runs = Runs(
         program=ROOT / PROGRAMS[architecture][0], words=model_words(words, architecture=architecture),
         output=options.output, iterations=options.iterations, warmup=options.warmup, timeout=options.timeout,
-        threads=options.threads,
+        threads=options.threads, topology=_topology(words, architecture, options.search),
     )  # fmt: skip
     entries = _entries(options, runs)
+    results = ResultsFile(options.output / RESULTS)
+    results.refuse_others(entries, runs.settings)
+    assumes = options.search is not None and options.predict_from is None and not {"--bf16", "--fp16"} & set(runs.words)
+    if assumes and (options.write_scripts or _is_cuda()):
+        print("note: no precision is given, so runs compute in FP32; `search` assumes what suits the GPU, and its "
+              "predictions are then for --bf16 or --fp16", file=sys.stderr)  # fmt: skip
     if options.write_scripts:
         for entry in entries:
             print(runs.write_script(entry, options.write_scripts))
         return 0
-    results = ResultsFile(options.output / RESULTS)
     if options.collect:
-        collect(runs, entries, results)
+        for entry in collect(runs, entries, results):
+            print(f"note: {entry.name} has not trained to its end", file=sys.stderr)
     else:
         _refuse_too_large(entries, options.processes or _num_places())
         again = frozenset(Status) - {Status.DONE} if options.again else frozenset()
-        measure(runs, entries, results, again=again, said=_say(len(entries)))
+        with command_line.unwinding("the same command goes on"):
+            measure(runs, entries, results, again=again, said=_say(len(entries)))
     return _report(results.of(entries), options)
+
+
+def _topology(words: list[str], architecture: str, search: Path | None) -> Path | None:
+    """The file that optimized rank mappings need: that of --rank-topology, or what a search wrote beside its own."""
+    program, defaults = PROGRAMS[architecture]
+    given = parse_args(words, prog=program, defaults=defaults).rank_topology
+    beside = None if search is None else search.parent / "topology.yaml"
+    return Path(given) if given else beside if beside is not None and beside.exists() else None
 
 
 def _configuration(text: str) -> Configuration:
@@ -127,33 +145,46 @@ def _entries(options: argparse.Namespace, runs: Runs) -> list[Entry]:
     if options.predict_from is None:
         return entries
     profile = load_profile(options.predict_from)
-    if profile.flags != runs.words:
-        raise ValueError(f"{options.predict_from} was taken with other flags: {_difference(profile.flags, runs.words)}")
+    _refuse_other_profile(profile, options.predict_from, runs)
     num_layers = int(runs.words[runs.words.index("--num-layers") + 1])
-    return [
-        Entry(
-            configuration=entry.configuration,
-            predicted_seconds=predicted_seconds(profile, entry.configuration, num_layers=num_layers),
-        )
-        for entry in entries
-    ]
+    return [_predicted(entry, profile, num_layers) for entry in entries]
 
 
-def _difference(profiled: tuple[str, ...], given: tuple[str, ...]) -> str:
-    missing = " ".join(word for word in profiled if word not in given)
-    more = " ".join(word for word in given if word not in profiled)
-    return (
-        "; ".join(
-            text for text in (missing and f"'{missing}' is missing here", more and f"'{more}' is not in it") if text
+def _predicted(entry: Entry, profile: Profile, num_layers: int) -> Entry:
+    try:
+        seconds = predicted_seconds(profile, entry.configuration, num_layers=num_layers)
+    except ValueError as error:
+        raise ValueError(f"{entry.name} cannot be predicted: {error}") from error
+    return replace(entry, predicted_seconds=seconds)
+
+
+def _refuse_other_profile(profile: Profile, path: Path, runs: Runs) -> None:
+    """Raises ValueError where a profile was taken of another model or with other threads; tells of other software."""
+    told = differences(profile.flags, runs.words, but=frozenset({"--num-layers"}))
+    if told:
+        raise ValueError(f"{path} was taken with other flags: {told}; give those, or profile with these")
+    if profile.shares_processor and profile.machine.threads != runs.threads:
+        raise ValueError(
+            f"{path} was taken with {profile.machine.threads} threads a process, not {runs.threads}; give --threads "
+            f"{profile.machine.threads}, or profile with --threads {runs.threads}"
         )
-        or "in another order or with other values"
-    )
+    for name, then in (("torch", profile.machine.torch), ("megatron-core", profile.machine.megatron_core)):
+        try:
+            now = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # scripts may be written where nothing is trained
+        if now != then:
+            print(f"note: {path} was taken with {name} {then}, and here is {now}", file=sys.stderr)
+
+
+def _is_cuda() -> bool:
+    from megatron import backend  # imports torch
+
+    return backend.is_cuda()
 
 
 def _num_places() -> int:
-    from megatron import backend  # imports torch
-
-    if backend.is_cuda():
+    if _is_cuda():
         import torch
 
         return torch.cuda.device_count()

@@ -16,22 +16,24 @@ import shlex
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import command_line
 
 from grid_search_commands.search_inputs import ModelInput, add_model_arguments, cluster_names, read_cluster, read_model
 from grid_search_commands.search_script import script_text
-from megatron.planner import Cluster
+from megatron.planner import Architecture, Cluster
 from megatron.planner.files import write_whole
 from megatron.planner.planner import Planner
-from megatron.planner.profile import load_profile
+from megatron.planner.profile import Profile, load_profile
 from megatron.planner.search import RANK_MAPPINGS, SCHEDULES, SCOPES, Outcome, Space, Training, search
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.timing.calibration import DEFAULT_NAME, NAMES, load_calibration
 from megatron.planner.timing.first_principles import FirstPrinciples
-from megatron.planner.timing.profiled import ProfiledCosts
+from megatron.planner.timing.profiled import ProfiledCosts, shape_of, vocab_size_of
+from megatron.training.job import Job
 
 TAKES_FLAGS = True  # those of the training programs
 
@@ -100,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
     def planner_of(tensor: int) -> Planner:
         if tensor not in planners:
-            shape = job.shape(tensor)
+            shape = _shape(job, profile, tensor)
             cost_model = (
                 FirstPrinciples(shape, cluster, job.software, constants)
                 if profile is None
@@ -132,6 +134,15 @@ def run(options: argparse.Namespace) -> int:
     if outcome.best is None:
         raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}")
     return 0
+
+
+def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
+    """The model; its vocabulary as the profile has it, which asked the tokenizer, unless it is said to be another."""
+    shape = job.shape(tensor)
+    if profile is None or job.vocab_size not in (None, vocab_size_of(profile)):
+        return shape
+    rows = shape_of(profile, num_layers=shape.num_layers, tensor=tensor).vocabulary_size
+    return replace(shape, vocabulary_size=rows)
 
 
 def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> Space:
@@ -267,7 +278,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     if outcome.best:
         script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
         write_whole(folder / "best.sh", script)
-        if outcome.best.choice.rank_mapping == "optimized":
+        if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
             topology = cluster.topology.model_dump(mode="json", exclude_none=True)
             write_whole(folder / "topology.yaml", json.dumps(topology, indent=1) + "\n")
     figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)

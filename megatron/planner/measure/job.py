@@ -4,6 +4,9 @@ Problem: a launcher starts ranks in sessions of their own, and ranks start proce
 answers no signal. Ending the launcher alone would leave them behind, and on a shared machine no other process may be
 touched. Solution: the job carries a mark in its environment, which every process that descends from it inherits,
 whoever its parent is by then; those and no others are ended.
+
+The mark is the number of the process that measures and the folder it measures in. So the next one in that folder finds
+what one that was killed has left; and that another is still at work there, for then the launcher is its child.
 """
 
 import contextlib
@@ -12,8 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,32 +36,57 @@ class End:
 
 
 def run_job(
-    command: Sequence[str], *, log: Path, timeout: float, directory: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    log: Path,
+    timeout: float,
+    directory: Path,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
 ) -> End:
     """Run a command to its end, or for `timeout` seconds; no process of it is left when this returns.
 
     Args:
         log: file for all that it prints.
+        folder: where this process measures; one job at a time.
         directory: where it runs.
         environment: variables beside this process's.
     """
-    mark = uuid.uuid4().hex
+    mark = f"{os.getpid()}:{folder}"
     variables = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     started = time.monotonic()
-    with open(log, "w", encoding="utf-8") as stream:
-        process = subprocess.Popen(
-            list(command), cwd=directory, env={**variables, **(environment or {}), MARK: mark},
-            stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )  # fmt: skip
+    process = None
     try:
+        with open(log, "w", encoding="utf-8") as stream:
+            process = subprocess.Popen(
+                list(command), cwd=directory, env={**variables, **(environment or {}), MARK: mark},
+                stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )  # fmt: skip
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:
         status = None
     finally:
-        _end_marked(mark)
-        process.wait()
+        _end_marked(mark.__eq__)
+        if process is not None:
+            process.wait()
     return End(status, time.monotonic() - started)
+
+
+def end_left(folder: Path) -> None:
+    """End what a measuring that was killed left in `folder`. Raises ValueError where one is at work there."""
+
+    def is_of_folder(mark: str) -> bool:
+        return mark.partition(":")[2] == str(folder)
+
+    for process, mark in _marked(is_of_folder):
+        with contextlib.suppress(psutil.Error):
+            if str(process.ppid()) == mark.partition(":")[0]:
+                raise ValueError(
+                    f"process {process.ppid()} measures in {folder} right now; wait for its end, or give another "
+                    "--output"
+                )
+    _end_marked(is_of_folder)
 
 
 def _end_with_parent() -> None:
@@ -69,20 +96,22 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _end_marked(mark: str, patience: float = 10.0) -> None:
-    """Kill every process with the mark, again until none is left: they may be starting others meanwhile."""
+def _end_marked(is_wanted: Callable[[str], bool], patience: float = 10.0) -> None:
+    """Kill every process with such a mark, again until none is left: they may be starting others meanwhile."""
     deadline = time.monotonic() + patience
-    while (found := _marked(mark)) and time.monotonic() < deadline:
-        for process in found:
+    while (found := _marked(is_wanted)) and time.monotonic() < deadline:
+        for process, _ in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(_POLL)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def _marked(is_wanted: Callable[[str], bool]) -> list[tuple[psutil.Process, str]]:
+    """Processes and their marks."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
+            mark = process.environ().get(MARK)
+            if mark is not None and is_wanted(mark) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process, mark))
     return found

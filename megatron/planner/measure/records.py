@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.planner.configuration import Configuration
 from megatron.planner.files import write_whole
+from megatron.planner.measure.settings import Settings, differences
 from megatron.planner.search.space import preset_of
 
 _FIELDS = tuple(field.name for field in fields(Configuration))
@@ -69,6 +70,7 @@ class Result(BaseModel):
     Attributes:
         name: the entry's.
         configuration: its fields.
+        settings: with which it was run.
         predicted_seconds: of an iteration.
         status: how the run ended.
         seconds, low, high: of an iteration, without those of the warm-up: median, and between which eight of ten lie.
@@ -81,6 +83,7 @@ class Result(BaseModel):
 
     name: str
     configuration: dict[str, bool | int | str | list[int] | None]
+    settings: Settings
     predicted_seconds: float | None = None
     status: Status
     seconds: float | None = None
@@ -146,6 +149,13 @@ class ResultsFile:
 
     def get(self, name: str) -> Result | None:
         return self._results.get(name)
+
+    def refuse_others(self, entries: Sequence[Entry], settings: Settings) -> None:
+        """Raises ValueError where an entry was run with other settings: its result says nothing about a run now."""
+        for result in self.of(entries):
+            told = differences(result.settings.words(), settings.words())
+            if told:
+                raise ValueError(f"{self._path} has {result.name} with {told}; give another --output, or remove it")
 
     def add(self, result: Result) -> None:
         """Keep a result, in place of one of the same name."""

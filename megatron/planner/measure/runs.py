@@ -10,8 +10,9 @@ from pathlib import Path
 
 from megatron.planner.flags import configuration_words
 from megatron.planner.measure.failures import classify
-from megatron.planner.measure.job import End, run_job
+from megatron.planner.measure.job import End, end_left, run_job
 from megatron.planner.measure.records import Entry, Result, ResultsFile, Status, configuration_fields
+from megatron.planner.measure.settings import Settings
 from megatron.planner.profile import Spread
 
 METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"
@@ -28,6 +29,7 @@ class Runs:
         iterations, warmup: how many are trained, and how many of them are not measured.
         timeout: seconds of a run, from its start to its end.
         threads: of each rank in the operators of a CPU.
+        topology: file with the nodes and their bandwidths, for optimized rank mappings.
     """
 
     program: Path
@@ -37,13 +39,32 @@ class Runs:
     warmup: int = 3
     timeout: float = 600.0
     threads: int = 1
+    topology: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.warmup >= self.iterations:
-            raise ValueError(f"of {self.iterations} iterations {self.warmup} are warm-up; train more, or warm up less")
+        if not 0 <= self.warmup < self.iterations:
+            raise ValueError(
+                f"of {self.iterations} iterations {self.warmup} are warm-up; give 0 or more, and fewer than all"
+            )
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(flags=self.words, iterations=self.iterations, warmup=self.warmup, threads=self.threads)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self.threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    @property
+    def _exports(self) -> str:
+        return "export " + " ".join(f"{name}={value}" for name, value in self.environment.items())
+
+    @property
+    def folder(self) -> Path:
+        return self.output.absolute()
 
     def directory(self, entry: Entry) -> Path:
-        return self.output.absolute() / entry.name
+        return self.folder / entry.name
 
     def training_words(self, entry: Entry) -> list[str]:
         """Program and flags. A transfer that does not come ends the run, with the rank's own words, in half its
@@ -55,6 +76,10 @@ class Runs:
             "--distributed-timeout-minutes": f"{self.timeout / 120:g}",
             "--metrics-file": self.directory(entry) / METRICS,
         }
+        if entry.configuration.rank_mapping == "optimized":
+            if self.topology is None:
+                raise ValueError(f"{entry.name} needs the cluster's nodes; give --rank-topology FILE")
+            flags["--rank-topology"] = self.topology.absolute()
         own = [str(part) for pair in flags.items() for part in pair]
         return [str(self.program), *self.words, *configuration_words(entry.configuration), *own]
 
@@ -65,9 +90,14 @@ class Runs:
         (directory / METRICS).unlink(missing_ok=True)  # of a run that was killed with the process that measured it
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.configuration.num_gpus)]
         command = [sys.executable, *launch, *self.training_words(entry)]
-        _write_script(directory / SCRIPT, f"cd {shlex.quote(str(Path.cwd()))}", shlex.join(command))
-        environment = {"OMP_NUM_THREADS": str(self.threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        end = run_job(command, log=directory / LOG, timeout=self.timeout, directory=Path.cwd(), environment=environment)
+        _write_script(
+            directory / SCRIPT, f"cd {shlex.quote(str(Path.cwd()))}", self._exports,
+            f"rm -f {shlex.quote(str(directory / METRICS))}", shlex.join(command),
+        )  # fmt: skip
+        end = run_job(
+            command, log=directory / LOG, timeout=self.timeout, directory=Path.cwd(), folder=self.folder,
+            environment=self.environment,
+        )  # fmt: skip
         return self.result(entry, end)
 
     def result(self, entry: Entry, end: End) -> Result:
@@ -77,6 +107,7 @@ class Runs:
         common = {
             "name": entry.name,
             "configuration": configuration_fields(entry.configuration),
+            "settings": self.settings,
             "predicted_seconds": entry.predicted_seconds,
             "directory": str(directory),
         }
@@ -104,14 +135,32 @@ class Runs:
             f'--node-rank "${{NODE_RANK:-${{SLURM_NODEID:-0}}}}" --nproc-per-node {min(num_gpus, gpus_per_node)} '
             '--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}"'
         )
+        script = directory / SCRIPT
+        if (directory / METRICS).exists() and not self._is_of(script, entry):
+            raise ValueError(f"{directory} holds a run with other flags; give another --output, or remove it")
         _write_script(
-            directory / SCRIPT,
+            script,
             "# Start it on every node at the same time, for example with srun; then: grid_search.py measure --collect",
             f"cd {shlex.quote(str(Path.cwd()))}",
-            f"export OMP_NUM_THREADS={self.threads} CUDA_DEVICE_MAX_CONNECTIONS=1",
+            self._exports,
             f"{launch} \\\n    {shlex.join(self.training_words(entry))} >>{shlex.quote(str(directory / LOG))} 2>&1",
         )
-        return directory / SCRIPT
+        return script
+
+    def _is_of(self, script: Path, entry: Entry) -> bool:
+        """Whether a script that was written before trains what this one would."""
+        return script.exists() and shlex.join(self.training_words(entry)) in script.read_text(encoding="utf-8")
+
+    def collected(self, entry: Entry) -> Result | None:
+        """The result of a run that was started by its script, or None before its end. Raises ValueError where the
+        script was written for other flags."""
+        directory = self.directory(entry)
+        if len(iteration_seconds(directory / METRICS)) < self.iterations:
+            return None
+        if not self._is_of(directory / SCRIPT, entry):
+            raise ValueError(f"{directory / SCRIPT} was written with other flags; collect with those, or write it anew "
+                             "into another --output")  # fmt: skip
+        return self.result(entry, End(0, 0.0))
 
 
 def measure(
@@ -124,8 +173,10 @@ def measure(
 ) -> None:
     """Run what has no result yet, or one whose status is in `again`; every result is kept at once.
 
-    `said(number, entry, result)` is called before each run, with None, and after it.
+    `said(number, entry, result)` is called before each run, with None, and after it. Raises ValueError where another
+    process measures in the same folder.
     """
+    end_left(runs.folder)
     for number, entry in enumerate(entries):
         known = results.get(entry.name)
         if known is not None and known.status not in again:
@@ -138,11 +189,16 @@ def measure(
         said(number, entry, result)
 
 
-def collect(runs: Runs, entries: Sequence[Entry], results: ResultsFile) -> None:
-    """Take the results of runs that were started by their scripts and have trained to their end."""
+def collect(runs: Runs, entries: Sequence[Entry], results: ResultsFile) -> list[Entry]:
+    """Take the results of runs that were started by their scripts and have trained to their end; returns the others."""
+    waiting = []
     for entry in entries:
-        if len(iteration_seconds(runs.directory(entry) / METRICS)) >= runs.iterations:
-            results.add(runs.result(entry, End(0, 0.0)))
+        result = runs.collected(entry)
+        if result is None:
+            waiting.append(entry)
+        else:
+            results.add(result)
+    return waiting
 
 
 def iteration_seconds(path: Path) -> list[float]:

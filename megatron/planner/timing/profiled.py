@@ -21,14 +21,18 @@ _SMALL = 256  # bytes of the norm's reduction
 
 def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
     """The profile's model with so many layers, its vocabulary padded for so many tensor ranks as training pads it."""
-    multiple = _vocabulary_multiple(profile) * tensor
+    multiple = _number(profile, "--make-vocab-size-divisible-by", 128) * tensor
     rows = -(-profile.model.vocabulary_size // multiple) * multiple
     return replace(profile.model, num_layers=num_layers, vocabulary_size=rows)
 
 
-def _vocabulary_multiple(profile: Profile) -> int:
-    flag = "--make-vocab-size-divisible-by"
-    return int(profile.flags[profile.flags.index(flag) + 1]) if flag in profile.flags else 128
+def vocab_size_of(profile: Profile) -> int | None:
+    """Of --vocab-size, where it was given; what a tokenizer adds to it, and the padding, are not in it."""
+    return _number(profile, "--vocab-size", None)
+
+
+def _number(profile: Profile, flag: str, default: int | None) -> int | None:
+    return int(profile.flags[profile.flags.index(flag) + 1]) if flag in profile.flags else default
 
 
 def software_of(profile: Profile) -> Software:

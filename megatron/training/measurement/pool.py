@@ -8,18 +8,23 @@ rank of its job, builds what it needs, and says that it is ready. When all are, 
 ends the pool.
 """
 
+import gc
 import multiprocessing
 import os
+import re
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _START_TIMEOUT = 300.0  # importing torch on a busy machine
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|bad_alloc")
 
 
 class MeasuringError(ValueError):
@@ -54,7 +59,11 @@ class Pool:
         self._connections: list[Connection] = []
         self._processes = []
         context = multiprocessing.get_context("spawn")
-        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
         with _environment(environment):
             for index in range(size):
                 ours, theirs = context.Pipe()
@@ -70,7 +79,8 @@ class Pool:
     def __exit__(self, kind: type | None, *rest: object) -> None:
         if kind is None:
             for connection in self._connections:
-                connection.send(None)
+                with suppress(OSError):
+                    connection.send(None)
             for process in self._processes:
                 process.join(10.0)
         for process in self._processes:
@@ -85,11 +95,24 @@ class Pool:
         for index in range(task.working):
             job, rank = divmod(index, task.num_ranks)
             store = os.path.join(self._stores.name, f"{self._num_tasks}_{job}")
-            self._connections[index].send((task, rank, store))
+            self._send(index, (task, rank, store))
         self._collect(task.working, self._task_timeout + _START_TIMEOUT)  # ready
-        for connection in self._connections[: task.working]:
-            connection.send("start")
+        for index in range(task.working):
+            self._send(index, "start")
         return self._collect(task.working, self._task_timeout)
+
+    def _send(self, index: int, what: object) -> None:
+        try:
+            self._connections[index].send(what)
+        except OSError:
+            raise self._death(index) from None
+
+    def _death(self, index: int) -> MeasuringError:
+        self._processes[index].join(5.0)
+        return MeasuringError(
+            f"process {index} ended without a word (status {self._processes[index].exitcode}); -9 is how the system "
+            "ends one when memory is short"
+        )
 
     def _collect(self, count: int, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -106,9 +129,8 @@ class Pool:
                 index = index_of[connection]
                 try:
                     is_fine, value = connection.recv()
-                except EOFError:
-                    status = self._processes[index].exitcode
-                    raise MeasuringError(f"process {index} ended without a word (status {status})") from None
+                except (EOFError, OSError):
+                    raise self._death(index) from None
                 if not is_fine:
                     raise MeasuringError(f"process {index}: {value}")
                 results[index] = value
@@ -132,6 +154,8 @@ def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
     """The life of a process of the pool."""
     from megatron import backend
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends them
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     backend.install()
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     while (order := connection.recv()) is not None:
@@ -139,15 +163,31 @@ def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
         try:
             connection.send((True, _do(task, rank, store, connection)))
         except BaseException as error:
-            text = " ".join(str(error).split())
-            known = isinstance(error, ValueError)
-            connection.send((False, text if known else f"{type(error).__name__}: {text}\n{traceback.format_exc()}"))
+            connection.send((False, _told(error)))
             return
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError):
+        return text
+    if _OUT_OF_MEMORY.search(f"{type(error).__name__}: {text}"):
+        return (
+            f"out of memory; leave out this microbatch size or recompute scope, or take a larger tensor degree ({text})"
+        )
+    return f"{type(error).__name__}: {text}\n{traceback.format_exc()}"
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its processes; they would go on measuring for nobody."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _do(task: Task, rank: int, store_path: str, connection: Connection) -> Any:
     import torch
 
+    from megatron import backend
     from megatron.training import initialize
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(task.num_ranks))
@@ -161,6 +201,9 @@ def _do(task: Task, rank: int, store_path: str, connection: Connection) -> Any:
         return task.run(store=store or torch.distributed.HashStore(), start=start, **task.arguments)
     finally:
         initialize.shut_down()
+        gc.collect()  # a stage refers to itself; the next one is to find its memory free
+        if backend.is_cuda():
+            torch.cuda.empty_cache()
 
 
 def working_counts(num_ranks: int, processes: int, *, shares_processor: bool) -> Sequence[int]:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 from megatron.pipeline.weights import WeightPolicy
 from megatron.placement.bandwidth import RecomputeScope
@@ -22,7 +23,7 @@ from megatron.planner.profile import (
     TransferTime,
     UpdateTime,
 )
-from megatron.training.measurement.pool import Pool, Task, working_counts
+from megatron.training.measurement.pool import MeasuringError, Pool, Task, working_counts
 from megatron.training.measurement.tasks import StagePlan, TransferPlan
 
 TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
@@ -80,7 +81,7 @@ class Session:
             for done, (_, (plan, working)) in enumerate(itertools.product(range(self.rounds), blocks)):
                 progress(done, total, _describe(plan, working))
                 task = Task(num_ranks=plan.tensor, num_jobs=working // plan.tensor, run=plan.time)
-                for found, count in pool.do(task):
+                for found, count in _done(pool, task, what=_describe(plan, working)):
                     num_parameters[plan, working] = max(count, num_parameters.get((plan, working), 0))
                     for name, values in found.items():
                         samples[plan, working][name] += values
@@ -151,6 +152,13 @@ class Session:
                 AllReduceTime(ranks=ranks, num_bytes=size, seconds=Spread.of(found[size])) for size in TRANSFER_SIZES
             ]
         return transfers, tuple(all_reduces)
+
+
+def _done(pool: Pool, task: Task, *, what: str) -> list[Any]:
+    try:
+        return pool.do(task)
+    except MeasuringError as error:
+        raise MeasuringError(f"{what}: {error}") from error
 
 
 def _describe(plan: StagePlan, working: int) -> str:

@@ -41,10 +41,36 @@ RAISED = (
     '  File "model.py", line 3, in forward\n'
     "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)\n" + LAUNCHER.format(code=1)
 )
+DEAF = RAISED + "W1121 Unable to shutdown process 13 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL\n"
+LATER = (
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    "[rank0]: torch.distributed.DistBackendError: connection closed by peer\n" + LAUNCHER.format(code=1)
+)
+SILENT = "rank 0 (stage 0) stops: rank 1 (stage 1) ended without a word (killed, or crashed); last seen in 1F2@0\n"
+WATCHDOG = (
+    "[rank1]:[E1121 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 300014 milliseconds before timing out.\n" + SILENT
+)
 CASES = {
     "CUDA's allocator": (1, CUDA, Status.OUT_OF_MEMORY, "rank 0 (stage 0) failed in 0F3@0: OutOfMemoryError: CUDA out"),
     "the CPU's": (1, CPU, Status.OUT_OF_MEMORY, "RuntimeError: [enforce fail"),
     "the system killed a rank": (1, KILLED, Status.OUT_OF_MEMORY, "a rank was killed (signal 9)"),
+    "a process that loads data": (
+        1,
+        "RuntimeError: DataLoader worker (pid 5) is killed by signal: Killed. \n",
+        Status.OUT_OF_MEMORY,
+        "a rank was killed (signal 9)",
+    ),
+    "C++'s": (
+        1,
+        "terminate called after throwing an instance of 'std::bad_alloc'\n" + SILENT,
+        Status.OUT_OF_MEMORY,
+        "'std::bad_alloc'",
+    ),
+    "memory of one, a consequence of another": (1, LATER, Status.OUT_OF_MEMORY, "CUDA out of memory"),
+    "an exception, and a launcher that has to kill": (1, DEAF, Status.ERROR, "RuntimeError: mat1 and mat2 shapes"),
+    "NCCL's watchdog": (1, WATCHDOG, Status.HANG, "OpType=ALLREDUCE) ran for 300014 milliseconds"),
+    "a crash": (1, SILENT, Status.ERROR, "rank 1 (stage 1) ended without a word"),
     "a refused flag": (2, REFUSED, Status.ERROR, "--num-attention-heads 3 is not divisible"),
     "a collective that did not end": (1, STUCK, Status.HANG, "0REDUCE_NORM@1 has not ended after 60 s"),
     "an exception": (1, RAISED, Status.ERROR, "RuntimeError: mat1 and mat2 shapes"),

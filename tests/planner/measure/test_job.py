@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from megatron.planner.measure.job import run_job
+from megatron.planner.measure.job import end_left, run_job
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -23,7 +23,7 @@ for _ in range(2):  # in sessions of their own, as a launcher's ranks are, and d
 
 def run(code, tmp_path, timeout=60.0):
     log = tmp_path / "log.txt"
-    end = run_job([sys.executable, "-c", code], log=log, timeout=timeout, directory=tmp_path)
+    end = run_job([sys.executable, "-c", code], log=log, timeout=timeout, directory=tmp_path, folder=tmp_path)
     return end, log.read_text()
 
 
@@ -57,21 +57,46 @@ def test_nothing_of_a_job_is_left(tmp_path, then):
         beside.wait()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is a signal on Linux only")
-def test_a_job_goes_with_the_process_that_measures(tmp_path):
-    """Killed without a chance to clean up, it leaves no launcher behind."""
+def start_measuring(tmp_path, job):
+    """A process that measures in `tmp_path` for ever, and the number of its job's process, which runs `job`."""
     code = (
-        "from pathlib import Path; import sys; from megatron.planner.measure.job import run_job; "
-        "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'; "
-        "run_job([sys.executable, '-c', code], log=Path('log.txt'), timeout=600, directory=Path('.'))"
+        "from pathlib import Path; from sys import argv, executable; "
+        "from megatron.planner.measure.job import run_job; here = Path(argv[2]); "
+        "run_job([executable, '-c', argv[1]], log=here / 'log.txt', timeout=600, directory=here, folder=here)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    job = f"import os, signal, time; {job}; print(os.getpid(), flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code, job, str(tmp_path)], env=environment)
     log, deadline = tmp_path / "log.txt", time.monotonic() + 60
     while not (log.exists() and log.read_text().strip()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    pid = int(log.read_text())
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    return parent, int(log.read_text())
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is a signal on Linux only")
+def test_a_job_goes_with_the_process_that_measures(tmp_path):
+    """Killed without a chance to clean up, it leaves no launcher behind."""
+    parent, pid = start_measuring(tmp_path, "pass")
+    kill(parent)
+    deadline = time.monotonic() + 60
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
+    assert not is_alive(pid)
+
+
+def test_what_a_killed_measuring_left_is_ended_by_the_next(tmp_path):
+    """A job that is deaf stays when its parent is killed; who measures in the same folder after that ends it, and is
+    refused before. One in another folder does neither."""
+    parent, pid = start_measuring(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    with pytest.raises(ValueError, match=f"process {parent.pid} measures in {tmp_path} right now"):
+        end_left(tmp_path)
+    kill(parent)
+    end_left(tmp_path / "other")
+    assert is_alive(pid)
+    end_left(tmp_path)
     assert not is_alive(pid)

@@ -7,6 +7,7 @@ from hypothesis import given
 
 from megatron.planner import Configuration
 from megatron.planner.measure.records import Entry, Result, ResultsFile, Status, configuration_fields, read_entries
+from megatron.planner.measure.settings import Settings
 from tests.planner.measure.strategies import configurations
 
 
@@ -15,7 +16,8 @@ def configuration(**changes):
 
 
 def result(name="a", seconds=1.0, **changes):
-    values = {"configuration": configuration_fields(configuration()), "directory": "x", "status": Status.DONE}
+    values = {"configuration": configuration_fields(configuration()), "directory": "x", "status": Status.DONE,
+              "settings": Settings(flags=(), iterations=10, warmup=3, threads=1)}  # fmt: skip
     return Result(name=name, seconds=seconds, low=seconds, high=seconds, **values | changes)
 
 

@@ -1,6 +1,8 @@
 """What is run, what is not run again, and what is read from a run's files."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +30,7 @@ def started(monkeypatch):
     stages is killed together with the process that measures."""
     names = []
 
-    def run_job(command, *, log, timeout, directory, environment):
+    def run_job(command, *, log, timeout, directory, folder, environment):
         names.append(log.parent.name)
         args = parse_args(command[command.index("pretrain_gpt.py") + 1 :])
         if args.pipeline_model_parallel_size == 2:
@@ -108,17 +110,52 @@ def test_scripts_for_a_cluster(tmp_path):
     )
     assert script.stat().st_mode & 0o100
     results = ResultsFile(tmp_path / "results.jsonl")
-    collect(runs(tmp_path), [entry], results)
-    assert results.of([entry]) == []
+    assert collect(runs(tmp_path), [entry], results) == [entry] and results.of([entry]) == []
     (script.parent / METRICS).write_text(
         "".join(json.dumps({"iteration": i, "iteration_time_ms": 500}) + "\n" for i in range(1, 6))
     )
-    collect(runs(tmp_path), [entry], results)
-    assert results.of([entry])[0].seconds == 0.5
+    assert collect(runs(tmp_path), [entry], results) == [] and results.of([entry])[0].seconds == 0.5
+    runs(tmp_path).write_script(entry, 8)
+    other = replace(runs(tmp_path), words=(*MODEL, "--bf16"))
+    with pytest.raises(ValueError, match=r"run\.sh was written with other flags"):
+        collect(other, [entry], results)
+    with pytest.raises(ValueError, match="holds a run with other flags"):
+        other.write_script(entry, 8)
     with pytest.raises(ValueError, match="do not fill nodes of 5"):
         runs(tmp_path).write_script(entry, 5)
 
 
-def test_more_warm_up_than_iterations_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="5 iterations 5 are warm-up"):
-        Runs(program="pretrain_gpt.py", words=(), output=tmp_path, iterations=5, warmup=5)
+@pytest.mark.parametrize("warmup", [5, -1])
+def test_a_warm_up_leaves_something_to_measure(tmp_path, warmup):
+    """All iterations, or fewer than none, are refused."""
+    with pytest.raises(ValueError, match=f"5 iterations {warmup} are warm-up"):
+        Runs(program="pretrain_gpt.py", words=(), output=tmp_path, iterations=5, warmup=warmup)
+
+
+def test_a_script_starts_the_run_again(tmp_path, started):
+    """With the same environment, and metrics of its own."""
+    lines = Path(runs(tmp_path, threads=3).run(ENTRIES[0]).directory, "run.sh").read_text().splitlines()
+    assert "export OMP_NUM_THREADS=3 CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
+    assert f"rm -f {tmp_path / ENTRIES[0].name / METRICS}" in lines
+
+
+def test_results_of_other_settings_are_refused(tmp_path, started):
+    """What was measured of another model, or for another time, stands for no run now; other entries do not matter."""
+    results = ResultsFile(tmp_path / "results.jsonl")
+    measure(runs(tmp_path), ENTRIES[:2], results)
+    results.refuse_others(ENTRIES, runs(tmp_path, timeout=5.0).settings)
+    other = replace(runs(tmp_path), words=(*MODEL[:3], "128", *MODEL[4:], "--bf16"), warmup=1).settings
+    with pytest.raises(
+        ValueError, match=f"{ENTRIES[1].name} with --hidden-size 64 and not 128, --warmup 2 and not 1, no --bf16; give"
+    ):
+        results.refuse_others(ENTRIES[1:], other)
+    results.refuse_others(ENTRIES[2:], other)
+
+
+def test_an_optimized_mapping_needs_the_nodes(tmp_path):
+    """Their file is handed on; without one the configuration is refused by name."""
+    entry = Entry(configuration=replace(ENTRIES[1].configuration, rank_mapping="optimized"))
+    words = runs(tmp_path, topology=Path("topology.yaml")).training_words(entry)
+    assert words[-2:] == ["--rank-topology", str(Path("topology.yaml").absolute())]
+    with pytest.raises(ValueError, match="optimized needs the cluster's nodes; give --rank-topology"):
+        runs(tmp_path).training_words(entry)

@@ -1,8 +1,12 @@
 """The pool of processes that measure: jobs beside each other, and one clear end when a process fails."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from megatron.training.measurement.pool import MeasuringError, Pool, Task, working_counts
@@ -46,8 +50,41 @@ def test_jobs_and_failures():
 
 @pytest.mark.full
 def test_a_death_is_told():
-    with pytest.raises(MeasuringError, match=r"process 0 ended without a word"), Pool(1, threads=1) as pool:
+    """At work, or while it waits for something to do."""
+    with (
+        pytest.raises(MeasuringError, match=r"process 0 ended without a word \(status 7\)"),
+        Pool(2, threads=1) as pool,
+    ):
         pool.do(Task(num_ranks=1, num_jobs=1, run=dying))
+    with (
+        pytest.raises(MeasuringError, match=r"process 1 ended without a word \(status -9\)"),
+        Pool(2, threads=1) as pool,
+    ):
+        pool.do(Task(num_ranks=1, num_jobs=2, run=together))
+        os.kill(pool._processes[1].pid, signal.SIGKILL)
+        pool._processes[1].join()
+        pool.do(Task(num_ranks=1, num_jobs=2, run=together))
+
+
+def measuring_for_ever():
+    """The program of a process that has a pool, and does not end."""
+    with Pool(1, threads=1) as pool:
+        print(pool.do(Task(num_ranks=1, num_jobs=1, run=together))[0][3], flush=True)
+        pool.do(Task(num_ranks=1, num_jobs=1, run=refusing, arguments={"rank": 1}))
+
+
+@pytest.mark.full
+def test_processes_end_with_a_parent_that_is_killed():
+    """Also in the middle of a task."""
+    code = "from tests.training.measurement.test_pool import measuring_for_ever; measuring_for_ever()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize(
