@@ -113,14 +113,15 @@ class Activations:
         return total
 
     def workspace(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
-        """What a backward holds besides: what it recomputes at once, and the gradient of the logits."""
+        """What a backward holds besides: what it recomputes at once, but for the saved input, and the gradient of the
+        logits."""
         recompute, full = self.setting.recompute, self._layer(frozenset())
         if recompute.whole_stage:
             total = num_layers * full + is_first * self._embedding_mask + is_last * self.head
         elif recompute.method == "uniform":
-            total = min(recompute.num_layers, num_layers) * full
+            total = max(0.0, min(recompute.num_layers, num_layers) * full - self.boundary)
         elif recompute.method == "block":
-            total = full * (num_layers > 0)
+            total = (full - self.boundary) * (num_layers > 0)
         else:
             total = (full - self._layer(recompute.modules)) * (num_layers > 0)
         return total + is_last * self.logits_gradient

@@ -2,33 +2,34 @@
 
 A file holds `{"entries": [...]}` or a list of entries, each with an id and the parts model, hardware, config and
 measured. Papers leave things out, so hardly a field is always there. What follows from another field, or is the same in
-all of a paper's runs, is filled in (`_KNOWN_MODELS`, `_NETWORKS`, `_SOFTWARE`, each with its source); where more is
-missing, the entry cannot be predicted, and says why.
+all of a paper's runs, is filled in (entry_model.py, entry_hardware.py, `_SOFTWARE`, each with its source) and said;
+where more is missing, the entry cannot be predicted, and says why.
 """
 
-import re
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.files import read_document
 from megatron.planner.architecture import Architecture
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
-from megatron.planner.devices import DEVICES
+from megatron.planner.entry_hardware import device_of, node_bandwidth, usual_gpus_per_node
+from megatron.planner.entry_model import Count, ModelRecord
 from megatron.planner.software import (
     MEGATRON_2020,
     MEGATRON_2021,
+    MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
     MEGATRON_V3,
     PIPEDREAM_2BW,
     Software,
 )
-
-GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,24 +77,17 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
-class _Model(_Record):
-    name: str | None = None
-    params_B: float | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    ffn: int | None = None
-    seq: int | None = None
-    vocab: int | None = None
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Text = Annotated[str, BeforeValidator(str)]
 
 
 class _Hardware(_Record):
     gpu: str | None = None
     desc: str | None = None
-    mem_GB: float | None = None
+    mem_GB: _Positive | None = None
+    peak_tflops: _Positive | None = None
     gpus: int | str | None = None
-    gpus_per_node: int = GPUS_PER_NODE
+    gpus_per_node: Count | None = None
     internode: str | None = None
     interconnect: str | None = None
     system: str | None = None
@@ -101,73 +95,86 @@ class _Hardware(_Record):
 
 
 class _Settings(_Record):
-    t: int = 1
-    p: int = 1
-    d: int | None = None
-    v: int = 1
+    t: Count = 1
+    p: Count = 1
+    d: Count | None = None
+    v: Count = 1
     micro_batch: int | str | None = None
-    global_batch: int | None = None
+    global_batch: Count | None = None
     recompute: str | None = None
     schedule: str | None = None
     sequence_parallel: bool = False
     zero1: bool = False
     zero: int = 0
     framework: str | None = None
+    flash_attention: bool | None = None
 
 
 class _Raw(_Record):
-    id: str = "?"
-    source: str = ""
-    model: _Model = _Model()
+    id: _Text = "?"
+    source: _Text = ""
+    model: ModelRecord = ModelRecord()
     hardware: _Hardware = _Hardware()
     config: _Settings = _Settings()
     measured: Mapping[str, object] = Field(default_factory=dict)
-    note: str | None = None
+    note: _Text = ""
 
 
-_KNOWN_MODELS = {  # shapes that papers name only: BERT-large (Devlin et al. 2018), its vocabulary padded to 128
-    "BERT-24": {"hidden": 1024, "heads": 16, "vocab": 30522},
-}
-_NETWORKS = {  # GB/s of a node, where a paper names the machine
-    "Selene": 200.0,  # DGX A100: 8 x HDR InfiniBand
-    "DGX-A100": 200.0,
-    "DGX-2": 100.0,  # 8 x EDR InfiniBand
-    "p3.16xlarge": 3.125,  # 25 Gb/s Ethernet
-}
 _SOFTWARE = (  # what a field or the source names
-    ("Megatron-DeepSpeed", MEGATRON_DEEPSPEED),
-    ("PipeDream-2BW", PIPEDREAM_2BW),
-    ("Megatron-LM v3", MEGATRON_V3),
-    ("Korthikanti", MEGATRON_V3),
-    ("Narayanan", MEGATRON_2021),
-    ("Megatron-LM 2020", MEGATRON_2020),
+    ("megatron-deepspeed", MEGATRON_DEEPSPEED),
+    ("vtrain", MEGATRON_DEEPSPEED),
+    ("pipedream-2bw", PIPEDREAM_2BW),
+    ("megatron-lm v3", MEGATRON_V3),
+    ("korthikanti", MEGATRON_V3),
+    ("bpipe", MEGATRON_V3),
+    ("narayanan", MEGATRON_2021),
+    ("megatron-lm 2020", MEGATRON_2020),
+    ("megatron-core", MEGATRON_CORE),
+    ("megatron.core", MEGATRON_CORE),
 )
-_SCHEDULES = {"1f1b": "flush"}
-_FAMILY = re.compile(r"(A100|H100|H200|V100|2080 ?Ti|1080 ?Ti)", re.IGNORECASE)
-_MEMORY = re.compile(r"(\d+) ?GB")
-_RATE = re.compile(r"(\d+) ?Gb/s( per GPU)?")
-_PADDING = 128
+_SCHEDULES = {
+    "1f1b": "flush", "pipedream-flush": "flush", "pipedream-2bw": "2bw", "interleaved 1f1b": "interleaved",
+    "interleaved-1f1b": "interleaved", "1f1b-interleaved": "interleaved",
+}  # fmt: skip
+_SCOPES = {"full": "layer", "selective": "attention"}  # Megatron-LM's words
+_NOT_MODELLED = (  # in what an entry says of its technique or precision
+    ("fp8", "products in FP8"),
+    ("compile", "compiled models"),
+    ("asynctp", "tensor-parallel collectives in pieces"),
+)
+_GPUS_PER_NODE = 8
 
 
 def load_entries(path: str | Path) -> list[Entry | Unpredictable]:
     """The entries of a file, in its order. Raises ValueError where it is none of this form."""
     document = read_document(path)
     entries = document.get("entries") if isinstance(document, dict) else document
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    if not isinstance(entries, list):
         raise ValueError(f"{path} has no list of entries; give measurements in the form of docs/planner.md")
     return [read_entry(entry) for entry in entries]
 
 
-def read_entry(entry: Mapping[str, object]) -> Entry | Unpredictable:
-    """One entry, or why it cannot be predicted."""
-    name = str(entry.get("id", "?"))
+def read_entry(entry: object) -> Entry | Unpredictable:
+    """One entry, or why it cannot be predicted. What is null counts as not given."""
+    if not isinstance(entry, Mapping):
+        return Unpredictable("?", f"an entry is {entry!r:.40}; give an object")
+    given = _without_nulls(entry)
+    name = str(given.get("id", "?"))
     try:
-        return _Reader(_Raw.model_validate(entry)).entry()
+        return _Reader(_Raw.model_validate(given)).entry()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        return Unpredictable(name, f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}")
+        where = ".".join(map(str, first["loc"]))
+        reason = first["msg"].lower().partition(" or instance")[0]
+        return Unpredictable(name, f"{where} is {first['input']!r:.40}: {reason}")
     except ValueError as error:
         return Unpredictable(name, str(error))
+
+
+def _without_nulls(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nulls(each) for key, each in value.items() if each is not None}
 
 
 class _Reader:
@@ -177,11 +184,11 @@ class _Reader:
 
     def entry(self) -> Entry:
         self._refuse_what_is_not_modelled()
-        settings = self.raw.config
-        model, software = self._model(settings.t), self._software()
+        model = self.raw.model.architecture(self.raw.config.t, self.assumed.append)
         configuration = self._configuration()
-        cluster = self._cluster(configuration.num_gpus)
-        measured = {key: value for key, value in self.raw.measured.items() if isinstance(value, (int, float))}
+        cluster = self._cluster(configuration)
+        software = self._software(cluster)
+        measured = {key: value for key, value in self.raw.measured.items() if _is_measured(value)}
         seconds, published_mfu = self._seconds(measured, model, configuration, cluster)
         return Entry(
             id=self.raw.id,
@@ -196,56 +203,31 @@ class _Reader:
             sequences_per_second=measured.get("throughput"),
             chosen=self.raw.measured.get("chosen_by_planner"),
             source=self.raw.source,
-            model_name=self.raw.model.name or "",
-            note=self.raw.note or "",
+            model_name=self.raw.model.name,
+            note=self.raw.note,
             assumed=tuple(self.assumed),
         )
 
     def _refuse_what_is_not_modelled(self) -> None:
         settings = self.raw.config
         extra = settings.model_extra or {}
-        if "fsdp" in extra or settings.zero == 3:
+        if extra.get("fsdp", 1) != 1 or settings.zero == 3:
             raise ValueError("weights are split over replicas (fully sharded, ZeRO-3), which is not modelled")
+        if settings.zero not in (0, 1):
+            raise ValueError(f"config.zero is {settings.zero}, which is not modelled (0 and 1 are)")
         if extra.get("cp", 1) != 1:
             raise ValueError("sequences are split over context parallel ranks, which is not modelled")
-
-    def _model(self, tensor: int) -> Architecture:
-        given = self.raw.model
-        known = _KNOWN_MODELS.get((given.name or "").rstrip("?"), {})
-        sizes = {}
-        for field in ("layers", "hidden", "heads", "seq", "vocab"):
-            value = getattr(given, field)
-            if value is None and field in known:
-                value = known[field]
-                self.assumed.append(f"{field} {value}")
-            if value is None and field == "vocab":
-                value = 51200
-                self.assumed.append(f"vocabulary {value}")
-            sizes[field] = _required(value, f"model.{field}")
-        h, multiple = sizes["hidden"], _PADDING * tensor
-        if h % sizes["heads"]:
-            raise ValueError(f"hidden size {h} does not divide into {sizes['heads']} heads")
-        return Architecture(
-            num_layers=sizes["layers"],
-            hidden_size=h,
-            ffn_hidden_size=given.ffn or 4 * h,
-            num_attention_heads=sizes["heads"],
-            num_query_groups=given.kv_heads or sizes["heads"],
-            kv_channels=h // sizes["heads"],
-            sequence_length=sizes["seq"],
-            vocabulary_size=-(-sizes["vocab"] // multiple) * multiple,
-            num_positions=sizes["seq"],
-            masked_head="bert" in (given.name or "").lower(),
-            binary_head="bert" in (given.name or "").lower(),
-        )
+        if extra.get("ep", 1) != 1 or any("expert" in key for key in self.raw.model.model_extra or {}):
+            raise ValueError("layers have experts, which are not modelled")
+        named = " ".join(str(extra.get(key, "")) for key in ("technique", "precision", "dtype")).lower()
+        for word, what in _NOT_MODELLED:
+            if word in named:
+                raise ValueError(f"config says {word}, and {what} are not modelled")
 
     def _configuration(self) -> Configuration:
         settings = self.raw.config
-        micro_batch = _required(settings.micro_batch, "config.micro_batch")
-        if not isinstance(micro_batch, int):
-            raise ValueError(f"config.micro_batch is {micro_batch!r}, no number of sequences")
-        schedule = _SCHEDULES.get(settings.schedule or "1f1b", settings.schedule)
-        data = self._data()
+        micro_batch, data = self._micro_batch(), self._data()
+        schedule = self._schedule()
         batch = settings.global_batch
         if batch is None:
             batch = settings.p * micro_batch * data  # the smallest that 2bw takes
@@ -264,67 +246,90 @@ class _Reader:
             rank_mapping="pair-adjacent" if schedule == "bpipe" else "standard",
         )
 
+    def _micro_batch(self) -> int:
+        size = self.raw.config.micro_batch
+        if size is None:
+            raise ValueError("config.micro_batch is not given")
+        if isinstance(size, str) and not size.strip().isdigit():
+            raise ValueError(f"config.micro_batch is {size!r}, no number of sequences")
+        return int(size)
+
+    def _schedule(self) -> str:
+        """In our words. Several stages on a rank make 1F1B interleaved."""
+        settings = self.raw.config
+        if settings.schedule is None and settings.p > 1:
+            self.assumed.append("schedule 1f1b")
+        given = (settings.schedule or "1f1b").strip().lower()
+        schedule = _SCHEDULES.get(given, given)
+        if schedule == "interleaved" and "v" not in settings.model_fields_set:
+            raise ValueError("config.v is not given, and the schedule is interleaved")
+        return "interleaved" if schedule == "flush" and settings.v > 1 else schedule
+
     def _data(self) -> int:
         settings, gpus = self.raw.config, self.raw.hardware.gpus
-        if settings.d is not None:
-            return settings.d
-        count = _required(gpus if isinstance(gpus, int) else None, "config.d")
-        if count % (settings.t * settings.p):
-            raise ValueError(f"{count} GPUs do not divide by t={settings.t} and p={settings.p}")
-        return count // (settings.t * settings.p)
+        group, count = settings.t * settings.p, gpus if isinstance(gpus, int) else None
+        if settings.d is None:
+            if count is None:
+                raise ValueError("config.d is not given")
+            if count < 1 or count % group:
+                raise ValueError(f"{count} GPUs do not divide by t={settings.t} and p={settings.p}")
+            return count // group
+        taken = group * settings.d
+        if count is not None and count != taken:
+            missing = [name for name in ("t", "p") if name not in settings.model_fields_set]
+            if missing or count < taken:
+                raise ValueError(
+                    f"t={settings.t}, p={settings.p} and d={settings.d} take {taken} GPUs, and hardware.gpus is "
+                    f"{count}; {'give config.' + missing[0] if missing else 'correct one of them'}"
+                )
+            self.assumed.append(f"{taken} of the {count} GPUs")
+        return settings.d
 
     def _recompute(self) -> RecomputeScope:
-        text = self.raw.config.recompute or "none"
-        scope = text.split(" ")[0]
+        if self.raw.config.recompute is None:
+            self.assumed.append("recompute none")
+        text = (self.raw.config.recompute or "none").strip().lower()
+        scope = _SCOPES.get(text, text.split(" ")[0])
         if scope not in {each.value for each in RecomputeScope}:
             raise ValueError(f"config.recompute {text!r} is no scope that is modelled (none, attention, layer)")
         return RecomputeScope(scope)
 
-    def _software(self) -> Software:
-        raw = self.raw
-        text = " | ".join(filter(None, (raw.config.framework, raw.hardware.software, raw.source)))
-        for name, software in _SOFTWARE:
-            if name in text:
-                return software
-        self.assumed.append("the software of Megatron-LM v3")
-        return MEGATRON_V3
+    def _software(self, cluster: Cluster) -> Software:
+        software, flash = self._named_software(), self.raw.config.flash_attention
+        if software is None:
+            # Megatron-LM v3 was before Hopper; what runs there has flash attention.
+            is_newer = cluster.gpu in ("H100", "H200")
+            software = replace(MEGATRON_CORE, flash_attention=True) if is_newer else MEGATRON_V3
+            name = "megatron-core with flash attention" if is_newer else "Megatron-LM v3"
+            self.assumed.append(f"the software of {name}")
+        return software if flash is None else replace(software, flash_attention=flash)
 
-    def _cluster(self, num_gpus: int) -> Cluster:
-        hardware = self.raw.hardware
-        per_node = min(hardware.gpus_per_node, num_gpus)
+    def _named_software(self) -> Software | None:
+        raw = self.raw
+        for text in (raw.config.framework, raw.hardware.software, raw.source):
+            for name, software in _SOFTWARE:
+                if name in (text or "").lower():
+                    return software
+        return None
+
+    def _cluster(self, configuration: Configuration) -> Cluster:
+        hardware, num_gpus = self.raw.hardware, configuration.num_gpus
+        texts = (hardware.system, hardware.gpu, hardware.desc)
+        usual = usual_gpus_per_node(texts, _GPUS_PER_NODE)
+        if hardware.gpus_per_node is None and num_gpus > usual:
+            self.assumed.append(f"nodes of {usual} GPUs")
+        per_node = min(hardware.gpus_per_node or usual, num_gpus)
         if num_gpus % per_node:
             raise ValueError(f"{num_gpus} GPUs do not fill nodes of {per_node}")
         nodes = num_gpus // per_node
-        name = self._device(hardware)
+        name, memory, is_guess = device_of(hardware.gpu or hardware.desc or "", hardware.mem_GB)
+        if is_guess:
+            self.assumed.append(f"GPU {name}")
+        network = (hardware.internode, hardware.interconnect, hardware.system, hardware.gpu)
         return Cluster(
-            gpu=name, nodes=nodes, gpus_per_node=per_node,
-            bandwidth={"between_nodes": self._network(hardware, per_node) if nodes > 1 else None},
+            gpu=name, nodes=nodes, gpus_per_node=per_node, memory_gib=memory, peak_teraflops=hardware.peak_tflops,
+            bandwidth={"between_nodes": node_bandwidth(network, per_node) if nodes > 1 else None},
         )  # fmt: skip
-
-    def _device(self, hardware: _Hardware) -> str:
-        text = hardware.gpu or hardware.desc or ""
-        family = _FAMILY.search(text)
-        if family is None:
-            raise ValueError(f"hardware.gpu {text!r} is no GPU that is known ({', '.join(DEVICES)})")
-        compact = family[1].replace(" ", "").upper()
-        names = [name for name in DEVICES if compact in name.upper()]
-        memory = _MEMORY.search(text)
-        size = hardware.mem_GB or (float(memory[1]) if memory else None)
-        if size is None:
-            if len(names) > 1:
-                self.assumed.append(f"GPU {names[0]}")
-            return names[0]
-        return min(names, key=lambda name: abs(DEVICES[name].memory_gib - size))
-
-    def _network(self, hardware: _Hardware, per_node: int) -> float:
-        text = " | ".join(filter(None, (hardware.internode, hardware.interconnect, hardware.system, hardware.gpu)))
-        rates = [float(rate) * (per_node if per_gpu else 1) for rate, per_gpu in _RATE.findall(text)]
-        if rates:
-            return max(rates) / 8
-        for name, rate in _NETWORKS.items():
-            if name in text:
-                return rate
-        raise ValueError("there are several nodes, and the bandwidth between them is not given (hardware.internode)")
 
     def _seconds(
         self, measured: Mapping[str, float], model: Architecture, configuration: Configuration, cluster: Cluster
@@ -335,15 +340,16 @@ class _Reader:
         if "iteration_ms" in measured:
             return measured["iteration_ms"] / 1e3, False
         if "mfu" in measured:
+            if measured["mfu"] > 1:
+                raise ValueError(f"measured.mfu is {measured['mfu']}; give a part of 1")
             peak = configuration.num_gpus * cluster.device.peak_teraflops * 1e12
             return model.operations(configuration.global_batch_size) / (measured["mfu"] * peak), True
         return None, False
 
 
-def _required(value: object, field: str) -> object:
-    if value is None:
-        raise ValueError(f"{field} is not given")
-    return value
+def _is_measured(value: object) -> bool:
+    """Of a run that failed some tables have 0."""
+    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
 
 
 def _milliseconds(measured: Mapping[str, float], name: str) -> float | None:

@@ -45,8 +45,24 @@ class ConstantsFit:
 
 def fit_entries(entries: Sequence[Entry], start: Constants = START, *, free: Sequence[str] = FITTED) -> ConstantsFit:
     """Fit to what was measured of these entries. Raises ValueError where that is less than there are constants."""
-    runs = {entry.id: Question(entry).time_errors for entry in entries if is_timed(entry)}
-    return fit_runs(runs, start, free=free)
+    return fit_runs({name: each.time_errors for name, each in questions(entries).items()}, start, free=free)
+
+
+def questions(entries: Sequence[Entry]) -> dict[str, Question]:
+    """Of every entry of which a time was measured and whose configuration can run, by its id.
+
+    Raises:
+        ValueError: two of them have the same id.
+    """
+    found: dict[str, Question] = {}
+    for entry in filter(is_timed, entries):
+        if entry.id in found:
+            raise ValueError(f"two measured runs have the id {entry.id!r}; give each its own")
+        try:
+            found[entry.id] = Question(entry)
+        except ValueError:
+            continue  # `estimate` says why
+    return found
 
 
 def is_timed(entry: Entry) -> bool:

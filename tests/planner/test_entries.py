@@ -6,7 +6,7 @@ import pytest
 
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.entries import Entry, Unpredictable, load_entries, read_entry
-from megatron.planner.software import MEGATRON_DEEPSPEED, MEGATRON_V3, PIPEDREAM_2BW
+from megatron.planner.software import MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3, PIPEDREAM_2BW
 from tests.planner.measured import ALL, BPIPE_TABLE_7, KORTHIKANTI, VTRAIN
 from tests.planner.measured import PIPEDREAM_2BW as TABLE_1
 
@@ -40,6 +40,11 @@ def test_says_what_it_assumes():
     assert entry.model.hidden_size == 1024 and entry.model.masked_head
     assert entry.configuration.num_microbatches == 2
     assert any("hidden 1024" in each for each in entry.assumed)
+    vague = changed(
+        BPIPE_TABLE_7[0], config={"schedule": None, "recompute": None}, hardware={"gpus": 64, "gpus_per_node": None}
+    )
+    said = read_entry(vague).assumed
+    assert set(said) == {"schedule 1f1b", "recompute none", "nodes of 8 GPUs", "32 of the 64 GPUs"}
     assert read_entry(VTRAIN[0]).software is MEGATRON_DEEPSPEED
 
 
@@ -54,6 +59,9 @@ def test_pads_the_vocabulary_as_megatron_does():
         (changed(BPIPE_TABLE_7[0], config={"micro_batch": None}), "config.micro_batch is not given"),
         (changed(BPIPE_TABLE_7[0], config={"micro_batch": "local 32"}), "no number of sequences"),
         (changed(BPIPE_TABLE_7[0], config={"fsdp": 8}), "fully sharded"),
+        (changed(BPIPE_TABLE_7[0], config={"fsdp": 1, "cp": 8}), "context parallel"),
+        (changed(BPIPE_TABLE_7[0], config={"schedule": "interleaved"}), "config.v is not given"),
+        (changed(BPIPE_TABLE_7[0], config={"p": None}, hardware={"gpus": 32}), "is 32; give config.p"),
         (changed(BPIPE_TABLE_7[0], config={"zero": 3}), "fully sharded"),
         (changed(BPIPE_TABLE_7[0], config={"cp": 2}), "context parallel"),
         (changed(BPIPE_TABLE_7[0], config={"recompute": "selective op"}), "no scope that is modelled"),
@@ -63,6 +71,19 @@ def test_pads_the_vocabulary_as_megatron_does():
         (changed(BPIPE_TABLE_7[0], model={"hidden": "wide"}), "model.hidden"),
         (changed(BPIPE_TABLE_7[0], hardware={"gpu": "TPUv4"}), "no GPU that is known"),
         (changed(BPIPE_TABLE_7[0], hardware={"internode": None}), "bandwidth between them is not given"),
+        (changed(BPIPE_TABLE_7[0], config={"zero": 2}), "config.zero is 2, which is not modelled"),
+        (changed(BPIPE_TABLE_7[0], config={"ep": 8}), "experts"),
+        (changed(BPIPE_TABLE_7[0], model={"num_experts": 8}), "experts"),
+        (changed(BPIPE_TABLE_7[0], config={"technique": "compile+fp8"}), "fp8"),
+        (changed(BPIPE_TABLE_7[0], config={"t": 0}), "config.t is 0: input should be greater"),
+        (changed(BPIPE_TABLE_7[0], config={"micro_batch": 0}), "micro_batch_size 0 is below 1"),
+        (changed(BPIPE_TABLE_7[0], model={"heads": 0}), "model.heads is 0"),
+        (changed(BPIPE_TABLE_7[0], model={"name": "Llama 2"}), "model.ffn is not given"),
+        (changed(BPIPE_TABLE_7[0], hardware={"gpus_per_node": 0}), "hardware.gpus_per_node is 0"),
+        (changed(BPIPE_TABLE_7[0], hardware={"gpus": 16}), "take 32 GPUs, and hardware.gpus is 16"),
+        (changed(BPIPE_TABLE_7[0], hardware={"internode": "NVLink 600 GB/s"}), "bandwidth between them is not given"),
+        (changed(BPIPE_TABLE_7[0], measured={"mfu": 50.64}), "measured.mfu is 50.64"),
+        (BPIPE_TABLE_7[0] | {"model": [1]}, "model is [1]: input should be a valid dictionary"),
         ({"id": "empty"}, "is not given"),
         ({}, "is not given"),
     ],
@@ -71,6 +92,61 @@ def test_says_why_an_entry_cannot_be_predicted(entry, reason):
     found = read_entry(entry)
     assert isinstance(found, Unpredictable) and found.id == entry.get("id", "?")
     assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"config": {"v": None, "sequence_parallel": None, "zero1": None}}, {}),
+        ({"hardware": {"gpus_per_node": None}}, {}),
+        ({"config": {"schedule": "1F1B"}}, {"schedule": "flush"}),
+        ({"config": {"v": 5}}, {"schedule": "interleaved", "virtual": 5}),
+        ({"config": {"schedule": "PipeDream-2BW"}}, {"schedule": "2bw"}),
+        ({"config": {"recompute": "full"}}, {"recompute": RecomputeScope.LAYER}),
+        ({"config": {"recompute": "selective"}}, {"recompute": RecomputeScope.ATTENTION}),
+        ({"config": {"recompute": "layer (recalled)"}}, {"recompute": RecomputeScope.LAYER}),
+        ({"config": {"micro_batch": "2"}}, {"micro_batch_size": 2}),
+        ({"config": {"d": None}, "hardware": {"gpus": 32}}, {"data": 2}),
+    ],
+)
+def test_reads_a_configuration_in_other_words(parts, expected):
+    """Null is as not given; Megatron-LM's and the papers' names are known."""
+    configuration = read_entry(changed(BPIPE_TABLE_7[0], **parts)).configuration
+    assert {name: getattr(configuration, name) for name in expected} == expected
+    assert (configuration.tensor, configuration.pipeline, configuration.data) == (1, 16, 2)
+
+
+@pytest.mark.parametrize("measured", [None, {"mfu": None}, {"mfu": 0}, {"mfu": "high"}, {"feasible": False}])
+def test_what_was_not_measured_is_no_time(measured):
+    """Of a run that ran out of memory some tables have 0."""
+    assert read_entry(BPIPE_TABLE_7[0] | {"measured": measured}).seconds is None
+
+
+def test_every_entry_is_answered_by_its_id():
+    found = [read_entry(entry) for entry in (BPIPE_TABLE_7[0] | {"id": 17}, "no object", {"id": None})]
+    assert [each.id for each in found] == ["17", "?", "?"] and isinstance(found[0], Entry)
+
+
+def test_names_of_models():
+    """PipeDream-2BW's BERTs repeat BERT-large's layer; a Llama's operations are those of its gated MLP."""
+    bert = read_entry(changed(TABLE_1[0], model={"name": "BERT-48", "layers": 48})).model
+    assert (bert.hidden_size, bert.num_attention_heads, bert.vocabulary_size) == (1024, 16, 30592)
+    llama = {"name": "Llama 3.1 8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "vocab": 128256}
+    model = read_entry(changed(BPIPE_TABLE_7[0], model=llama)).model
+    assert model.gated and not model.tied_embeddings
+    matrices = model.operations(1) / (6 * 2048) - 32 * 2 * 4096 * 2048
+    assert matrices == 8_030_261_248 - 128256 * 4096 - 65 * 4096  # its parameters, but embedding and norms
+
+
+def test_names_of_software():
+    """A field of the entry comes before the source; Hopper is newer than Megatron-LM v3."""
+    assert read_entry(changed(VTRAIN[0], config={"framework": None})).software is MEGATRON_DEEPSPEED
+    entry = BPIPE_TABLE_7[0] | {"source": "a blog"}
+    named = read_entry(changed(entry, hardware={"software": "Megatron-Core 0.16"}))
+    assert named.software is MEGATRON_CORE and not named.assumed
+    old, new = (read_entry(changed(entry, hardware={"software": None, "gpu": gpu})) for gpu in ("A100-80", "H100"))
+    assert old.software is MEGATRON_V3 and new.software.flash_attention and old.assumed and new.assumed
+    assert read_entry(changed(entry, config={"flash_attention": True})).software.flash_attention
 
 
 def test_reads_files_with_a_list_or_entries(tmp_path):

@@ -43,6 +43,15 @@ def test_names_runs_that_were_held_up():
     assert fit.constants.product_efficiency == pytest.approx(TRUE.product_efficiency, rel=0.05)
 
 
+def test_a_run_that_cannot_be_is_left_aside():
+    """And does not keep the others from being fitted; two with one id are refused."""
+    entries = made_up()
+    odd = replace(entries[0], id="odd", configuration=replace(entries[0].configuration, pipeline=32, data=1))
+    assert "odd" not in fit_entries([*entries, odd]).errors
+    with pytest.raises(ValueError, match="two measured runs have the id"):
+        fit_entries([*entries, entries[0]])
+
+
 def test_refuses_fewer_runs_than_constants():
     with pytest.raises(ValueError, match="3 measured runs cannot fix 4 constants"):
         fit_entries(made_up()[:3])

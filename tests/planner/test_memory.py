@@ -96,6 +96,11 @@ def test_recomputation_trades_activations_for_workspace():
     assert [each.workspace for each in parts] == sorted(each.workspace for each in parts)
     assert parts[0].workspace == 0 and parts[3].activations == 3 * 2 * 256 * 128
     assert [scope.scope for scope in scopes] == ["none", "attention", "layer", "stage"]
+    # Where there is nothing to gain, a layer's saved input is not counted twice.
+    single = [estimate("flush", (8,), recompute=scope)[0].total for scope in scopes[:3]]
+    assert single == sorted(single, reverse=True)
+    one = [estimate("flush", (1, 3, 3, 1), recompute=scope)[3].total for scope in scopes[:3]]
+    assert one[0] == pytest.approx(one[2])
 
 
 def test_verdict():

@@ -44,7 +44,9 @@ def test_estimate_prints_an_object_a_line(run, entries):
     assert [line["id"] for line in lines] == [*(entry["id"] for entry in measured.ALL), "vague"]
     found = {line["id"]: line for line in lines}
     best = found["t4p8d1mb2-attention"]
-    assert best["mfu"] == pytest.approx(0.5064, rel=0.03) and best["seconds"] == pytest.approx(30.95, rel=0.03)
+    assert best["mfu"] == pytest.approx(0.5064, rel=0.03) and best["iteration_seconds"] == pytest.approx(
+        30.95, rel=0.03
+    )
     assert len(best["memory_gib"]) == 8 and best["verdict"] == "borderline" and best["under_pressure"]
     assert best["calibrated_on"] == "a100"
     assert found["vague"] == {
@@ -64,7 +66,8 @@ def test_estimate_by_simulation(run, tmp_path):
     path = tmp_path / "one.json"
     path.write_text(json.dumps([measured.KORTHIKANTI[3]]))
     results = [
-        json.loads(run("estimate", "--entries", path, "--json", *more)[1])["seconds"] for more in ([], ["--simulate"])
+        json.loads(run("estimate", "--entries", path, "--json", *more)[1])["iteration_seconds"]
+        for more in ([], ["--simulate"])
     ]
     assert results[0] == pytest.approx(results[1], rel=0.01)
 
@@ -89,6 +92,18 @@ def test_validate(run, entries, feasibility):
     assert len(document["runs"]) == len(measured.ALL) - len(measured.PIPEDREAM_2BW)
 
 
+def test_validate_with_a_few_of_the_fitted_runs(run, tmp_path):
+    """The others are judged, and those that cannot be are counted; a ranked one that cannot run is left aside."""
+    path = tmp_path / "few.json"
+    fitted = measured.BPIPE_TABLE_7[0] | {"id": "bpipe-t7-96B-t1p16d2mb1-layer"}
+    ranked = measured.PIPEDREAM_2BW[0]
+    odd = ranked | {"id": "odd", "config": ranked["config"] | {"p": 5, "d": 16}}
+    path.write_text(json.dumps([fitted, *measured.KORTHIKANTI, *measured.PIPEDREAM_2BW, odd]))
+    status, out, _ = run("validate", "--entries", path)
+    assert status == 0 and "22B and 175B" in out and "16 GTX1080Ti" in out
+    assert "1 of the runs that were fitted are not held against a prediction" in out
+
+
 def test_calibrate_writes_what_estimate_takes(run, entries, tmp_path):
     output = tmp_path / "mine.json"
     status, out, _ = run("calibrate", "--entries", entries, "--source", "BPipe", "--output", output)
@@ -106,6 +121,16 @@ def test_calibrate_writes_what_estimate_takes(run, entries, tmp_path):
         (["estimate", "--entries", "{entries}", "--calibrated-on", "b200"], "no calibration 'b200'"),
         (["estimate", "--entries", "{missing}"], "cannot be read"),
         (["calibrate", "--entries", "{entries}", "--source", "nobody", "--output", "{missing}"], "0 measured runs"),
+        (["calibrate", "--entries", "{entries}", "--gpu", "H100", "--output", "{missing}"], "goes with --profile"),
+        (
+            ["calibrate", "--profile", "{missing}", "--output", "{missing}"],
+            "--profile needs --gpu; give one of A100-80",
+        ),
+        (["calibrate", "--profile", "{missing}", "--gpu", "B300", "--output", "{missing}"], "'B300' is no GPU"),
+        (
+            ["calibrate", "--profile", "{missing}", "--gpu", "cpu", "--source", "BPipe", "--output", "{missing}"],
+            "a profile is fitted as a whole",
+        ),
     ],
 )
 def test_faults(run, entries, tmp_path, arguments, message):

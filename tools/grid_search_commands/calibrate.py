@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    _refuse_what_does_not_go_together(options)
     fit = _of_profile(options) if options.profile else _of_entries(options)
     calibration = _calibration(fit, options)
     calibration.save(options.output)
@@ -57,6 +58,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_what_does_not_go_together(options: argparse.Namespace) -> None:
+    known = (*DEVICES, "cpu")
+    if options.profile and options.gpu not in known:
+        given = f"{options.gpu!r} is no GPU that is known" if options.gpu else "--profile needs --gpu"
+        raise ValueError(f"{given}; give one of {', '.join(known)}")
+    if options.entries and options.gpu:
+        raise ValueError(f"--gpu {options.gpu} goes with --profile; entries name their own")
+    if options.profile and (options.source or options.model or options.iterations):
+        raise ValueError("--source, --model and --iterations choose among --entries; a profile is fitted as a whole")
+
+
 def _of_entries(options: argparse.Namespace) -> ConstantsFit:
     entries = [
         entry
@@ -71,18 +83,22 @@ def _of_entries(options: argparse.Namespace) -> ConstantsFit:
 def _of_profile(options: argparse.Namespace) -> ConstantsFit:
     from megatron.planner.profile import load_profile
 
-    if options.gpu is None:
-        raise ValueError(f"--profile needs --gpu; give one of {', '.join(DEVICES)}, cpu")
     return fit_profile(load_profile(options.profile), options.gpu)
 
 
 def _calibration(fit: ConstantsFit, options: argparse.Namespace) -> Calibration:
     return Calibration(
         name=options.output.stem,
-        about=options.about or f"{options.entries or options.profile}, {options.source or 'all sources'}",
+        about=options.about or _about(options),
         date=date.today().isoformat(),
         entries=tuple(fit.errors),
         unexplained={name: round(fit.errors[name], 4) for name in fit.unexplained},
         mean_error=round(fit.mean_error, 5),
         constants={name: float(f"{value:.5g}") for name, value in constants_as_dict(fit.constants).items()},
     )
+
+
+def _about(options: argparse.Namespace) -> str:
+    if options.profile:
+        return f"{options.profile}, on {options.gpu}"
+    return ", ".join(filter(None, (options.entries, options.source, options.model)))

@@ -63,7 +63,7 @@ def _as_dict(result: Prediction | Unpredictable) -> dict:
     estimate, entry = result.estimate, result.entry
     return {
         "id": entry.id,
-        "seconds": estimate.seconds,
+        "iteration_seconds": estimate.seconds,
         "mfu": estimate.mfu,
         "sequences_per_second": entry.configuration.global_batch_size / estimate.seconds,
         "bubble": estimate.bubble,

@@ -9,13 +9,23 @@ less 1, of the time or the MFU that was published.
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from grid_search_commands.tables import print_table
 from megatron.planner.entries import Entry, load_entries
+from megatron.planner.fit import is_timed
 from megatron.planner.prediction import predict
-from megatron.planner.timing.calibration import DEFAULT_NAME, load_calibration
-from megatron.planner.validation import RowError, choices, judge_facts, load_facts, row_errors, validate
+from megatron.planner.timing.calibration import DEFAULT_NAME, Calibration, load_calibration
+from megatron.planner.validation import (
+    FEWEST_OTHERS,
+    RowError,
+    choices,
+    judge_facts,
+    load_facts,
+    row_errors,
+    validate,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +44,9 @@ def run(options: argparse.Namespace) -> int:
     entries = [entry for entry in read if isinstance(entry, Entry)]
     facts = load_facts(options.feasibility) if options.feasibility else []
     rows = row_errors(entries, calibration)
-    outcomes = validate(
-        rows, judge_facts(facts, entries), choices(rows), [entry for entry in entries if entry.chosen is not None],
-        lambda entry: entry.configuration.global_batch_size
-        / predict(entry, calibration.fitted).estimate.seconds,
-    )  # fmt: skip
+    throughputs = _throughputs([entry for entry in entries if entry.chosen is not None], calibration)
+    ranked = [entry for entry in entries if entry.id in throughputs]
+    outcomes = validate(rows, judge_facts(facts, entries), choices(rows), ranked, lambda entry: throughputs[entry.id])
     if options.json:
         document = {"calibration": calibration.name, "tests": [asdict(each) for each in outcomes]}
         print(json.dumps(document | {"runs": [_run(row) for row in rows]}))
@@ -54,7 +62,25 @@ def run(options: argparse.Namespace) -> int:
             right=(1,),
         )
     print(f"\n{len(read) - len(entries)} of {len(read)} entries cannot be predicted; `estimate` says why")
+    together = {entry.id for entry in entries if is_timed(entry)} & set(calibration.entries)
+    alone = len(together - {row.entry.id for row in rows})
+    if alone:
+        print(
+            f"{alone} of the runs that were fitted are not held against a prediction: that takes {FEWEST_OTHERS} others"
+        )
     return 0
+
+
+def _throughputs(entries: Sequence[Entry], calibration: Calibration) -> dict[str, float]:
+    """Predicted sequences per second of those that can run, by id."""
+    found = {}
+    for entry in entries:
+        try:
+            seconds = predict(entry, calibration.fitted).estimate.seconds
+        except ValueError:
+            continue  # `estimate` says why
+        found[entry.id] = entry.configuration.global_batch_size / seconds
+    return found
 
 
 def _run(row: RowError) -> dict:

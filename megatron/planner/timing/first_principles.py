@@ -123,10 +123,11 @@ class FirstPrinciples:
         )
 
     def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
-        """What is reached of a link's rate; `within` a node by default what bulk transfers reach."""
-        if rate < links.within:
-            return rate * self.constants.network_efficiency
-        return rate * (within or self.constants.link_efficiency)
+        """What is reached of a link's rate; `within` a node by default what bulk transfers reach. What crosses nodes
+        also takes the links in them.
+        """
+        reached = links.within * (within or self.constants.link_efficiency)
+        return min(reached, rate * self.constants.network_efficiency) if rate < links.within else reached
 
     def _boundary(self, configuration: Configuration) -> float:
         setting = self.software.activation_setting(configuration)

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.planner.entries import Entry
-from megatron.planner.fit import fit_runs, is_timed
+from megatron.planner.fit import fit_runs, questions
 from megatron.planner.prediction import Prediction, Question
 from megatron.planner.timing.calibration import Calibration
-from megatron.planner.timing.constants import Constants
+from megatron.planner.timing.constants import FITTED, Constants
+
+FEWEST_OTHERS = 2 * len(FITTED)
+"""Fewer runs would be met one by one, and say nothing of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +40,24 @@ class RowError:
 
 
 def row_errors(entries: Sequence[Entry], calibration: Calibration) -> list[RowError]:
-    """Of every entry of which a time was measured and whose configuration can run."""
-    questions = {}
-    for entry in entries:
-        if is_timed(entry):
-            try:
-                questions[entry.id] = Question(entry)
-            except ValueError:
-                continue  # `estimate` says why
-    fitted = {name: questions[name] for name in calibration.entries if name in questions}
+    """Of every entry of which a time was measured and whose configuration can run; but of those that were fitted only
+    where enough others are there to fit to. Raises ValueError where two have the same id.
+    """
+    asked = questions(entries)
+    fitted = {name: asked[name] for name in calibration.entries if name in asked}
     rows = []
-    for name, question in questions.items():
-        constants = _without(name, fitted, calibration.fitted) if name in fitted else calibration.fitted
-        rows.append(RowError(prediction=question.predict(constants), left_out=name in fitted))
+    for name, question in asked.items():
+        constants = _without(name, fitted) if name in fitted else calibration.fitted
+        if constants is not None:
+            rows.append(RowError(prediction=question.predict(constants), left_out=name in fitted))
     return rows
 
 
-def _without(name: str, fitted: dict[str, Question], start: Constants) -> Constants:
+def _without(name: str, fitted: dict[str, Question]) -> Constants | None:
+    """A fit that begins where every fit does, so that nothing of this run is in it."""
     alike = _shape(fitted[name].entry)
     others = {key: each.time_errors for key, each in fitted.items() if _shape(each.entry) != alike}
-    return fit_runs(others, start).constants
+    return fit_runs(others).constants if len(others) >= FEWEST_OTHERS else None
 
 
 def _shape(entry: Entry) -> tuple:

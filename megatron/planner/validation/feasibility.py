@@ -6,7 +6,7 @@ A file holds a list of facts:
      "strength": "stated"}
 
 `strength`: stated, or implied by what the authors did not list. The model's shape, batch, GPU and software are those of
-the measured entries whose model has this name.
+the first entry, if possible a measured one, whose model has this name.
 """
 
 from collections.abc import Sequence
@@ -68,27 +68,33 @@ def load_facts(path: str | Path) -> list[Fact]:
 
 
 def judge_facts(facts: Sequence[Fact], entries: Sequence[Entry]) -> list[Judged]:
-    """Raises ValueError for a model that no entry has."""
+    """Raises ValueError for a model that no entry has, or a configuration that cannot be."""
     planners: dict[str, tuple[Planner, int]] = {}
     judged = []
     for fact in facts:
         if fact.model not in planners:
             planners[fact.model] = _planner(fact.model, entries)
         planner, batch = planners[fact.model]
-        configuration = Configuration(
-            tensor=fact.t, pipeline=fact.p, data=fact.d, micro_batch_size=fact.micro_batch, global_batch_size=batch,
-            recompute=fact.recompute, schedule="bpipe" if fact.bpipe else "flush", sequence_parallel=fact.t > 1,
-            distributed_optimizer=True,
-        )  # fmt: skip
-        verdict = judge(planner.memory(configuration), planner.cluster.device.memory_gib)
-        judged.append(Judged(fact=fact, verdict=verdict))
+        try:
+            memory = planner.memory(_configuration(fact, batch))
+        except ValueError as error:
+            raise ValueError(f"fact {fact}: {error}") from error
+        judged.append(Judged(fact=fact, verdict=judge(memory, planner.cluster.device.memory_gib)))
     return judged
 
 
+def _configuration(fact: Fact, batch: int) -> Configuration:
+    return Configuration(
+        tensor=fact.t, pipeline=fact.p, data=fact.d, micro_batch_size=fact.micro_batch, global_batch_size=batch,
+        recompute=fact.recompute, schedule="bpipe" if fact.bpipe else "flush", sequence_parallel=fact.t > 1,
+        distributed_optimizer=True,
+    )  # fmt: skip
+
+
 def _planner(name: str, entries: Sequence[Entry]) -> tuple[Planner, int]:
-    known = [entry for entry in entries if name in entry.model_name.split() and entry.seconds is not None]
+    known = [entry for entry in entries if name in entry.model_name.split()]
     if not known:
-        raise ValueError(f"no measured entry has a model called {name}; give the entries that name its shape")
-    entry = known[0]
+        raise ValueError(f"no entry has a model called {name}; give entries that name its shape")
+    entry = next((each for each in known if each.seconds is not None), known[0])  # those say the batch
     planner = Planner(entry.model, entry.cluster, software=entry.software)
     return planner, entry.configuration.global_batch_size

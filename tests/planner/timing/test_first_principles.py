@@ -99,6 +99,18 @@ def test_every_constant_matters(name, value):
     )
 
 
+@pytest.mark.parametrize("degrees", [{"tensor": 16, "pipeline": 2}, {"pipeline": 4, "data": 2}, {"schedule": "bpipe"}])
+def test_a_faster_network_is_never_slower(degrees):
+    """Up to the links of a GPU in its node and beyond; what crosses nodes takes those links, too."""
+    times = []
+    for rate in (50.0, 100.0, 200.0, 290.0, 299.0, 300.0, 800.0):
+        cluster = Cluster(gpu="A100-80", nodes=4, bandwidth={"between_nodes": rate})
+        found = costs(configuration(**degrees), cluster=cluster)
+        times.append((found.forward[0], found.reduce_grad[0], found.evict[0]))
+    for kind in zip(*times, strict=True):
+        assert list(kind) == sorted(kind, reverse=True)
+
+
 def test_refuses_another_number_of_gpus():
     with pytest.raises(ValueError, match="takes 64 GPUs, the cluster has 32"):
         costs(configuration(pipeline=16))

@@ -40,11 +40,18 @@ def test_a_fitted_run_is_predicted_without_it(rows):
     name = FITTED[0].id
     others = fit_entries(FITTED[1:]).constants
     assert by_id[name].left_out
-    assert by_id[name].worst == pytest.approx(predict(FITTED[0], others).errors["iteration"], abs=1e-3)
+    assert by_id[name].worst == predict(FITTED[0], others).errors["iteration"]  # not even where the fit begins
     other = by_id["22B-layer"]
     assert not other.left_out
     whole = predict(other.entry, calibration(FITTED).fitted)
     assert other.worst == pytest.approx(whole.errors["iteration"])
+
+
+def test_few_fitted_runs_are_not_held_against_a_fit_to_fewer(rows):
+    """A file with some of them still tells the errors of the others."""
+    found = row_errors([*FITTED[:6], *ENTRIES[-4:]], calibration(FITTED))
+    assert [row.entry.id for row in found] == [entry.id for entry in ENTRIES[-4:]]
+    assert not any(row.left_out for row in found)
 
 
 def test_a_run_that_is_far_off_does_not_hide(rows):
@@ -109,8 +116,12 @@ def test_facts_about_memory():
     assert sum(not each.is_right for each in judged) == 1
     found = outcome(validate([], judged, [], [], lambda entry: 0.0), "memory of 96B")
     assert found.reached and "1 wrong of 56" in found.found and "t=4 p=4 d=2" in found.found
-    with pytest.raises(ValueError, match="no measured entry has a model called 7B"):
+    with pytest.raises(ValueError, match="no entry has a model called 7B"):
         judge_facts([facts[0].model_copy(update={"model": "7B"})], ENTRIES)
+    with pytest.raises(ValueError, match=r"fact 96B t=3 p=16 .*104 attention heads do not divide by tensor 3"):
+        judge_facts([facts[0].model_copy(update={"t": 3})], ENTRIES)
+    unmeasured = [replace(entry, seconds=None) for entry in ENTRIES]
+    assert judge_facts(facts[:3], unmeasured) == judged[:3]
 
 
 def test_a_file_of_facts(tmp_path):
