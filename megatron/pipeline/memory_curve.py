@@ -84,20 +84,23 @@ def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy)
     num_stages = timeline.num_stages
     counts = dict.fromkeys(PARTS, num_stages) | {"transfers": num_stages - 1}
     by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
-    return tuple(_Rank(timeline, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
+    start = timeline.start  # it looks at all spans
+    return tuple(_Rank(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
 
 
 class _Rank:
     """One rank's events: what takes memory and what frees it."""
 
-    def __init__(self, timeline: Timeline, rank: int, sizes: dict[str, list[float]], weights: WeightPolicy) -> None:
-        self.timeline, self.sizes, self.rule = timeline, sizes, weights.rule
+    def __init__(
+        self, timeline: Timeline, start: float, rank: int, sizes: dict[str, list[float]], weights: WeightPolicy
+    ) -> None:
+        self.timeline, self.start, self.sizes, self.rule = timeline, start, sizes, weights.rule
         self.stages = timeline.stages_of(rank)
         self.spans = list(zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True))
 
     def curve(self) -> MemoryCurve:
         events = {
-            "optimizer": [(self.timeline.start, self._of_rank("optimizer"))],
+            "optimizer": [(self.start, self._of_rank("optimizer"))],
             "weights": self._kept("weights", self._versions()),
             "gradients": self._kept("gradients", self._open_batches()),
             "activations": list(self._activations()),
@@ -127,7 +130,7 @@ class _Rank:
     def _versions(self) -> Iterator[tuple[float, int]]:
         """When versions are made, how many buffers that takes."""
         entered = self.rule.entry_versions(self.timeline.first_batch)
-        yield self.timeline.start, len(entered)
+        yield self.start, len(entered)
         last_use = dict.fromkeys(entered, -math.inf)
         for each, _, end in self.spans:
             if each.kind in COMPUTATIONS and each.version is not None:
@@ -172,7 +175,7 @@ class _Rank:
                 yield end, -of_pair
 
     def _transfers(self) -> Iterator[_Event]:
-        sizes, posted, now = self.sizes["transfers"], {}, self.timeline.start
+        sizes, posted, now = self.sizes["transfers"], {}, self.start
         for each, start, end in self.spans:
             kind, key = each.kind, (each.kind, each.stage, each.microbatch)
             if kind in _EDGE:

@@ -46,6 +46,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
     Raises:
         ValueError: the timeline is too long for its shortest computation to be legible.
     """
+    timeline = timeline.shifted(-timeline.start)
     cells, steps = cells_of(timeline), steps_of(timeline)
     stages = {rank: timeline.stages_of(rank) for rank in range(timeline.num_ranks)}
     labels = [_label(cell, one_based=one_based, versions=versions, stage=len(stages[cell.rank]) > 1) for cell in cells]
@@ -56,10 +57,10 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
         raise ValueError(f"as text this timeline is {total:.3g} characters long; draw fewer batches, or a picture")
     rows = [_Row(total) for _ in range(timeline.num_ranks)]
     for cell, label in zip(cells, labels, strict=True):
-        first, last = (round((time - timeline.start) * scale) for time in (cell.start, cell.end))
+        first, last = (round(time * scale) for time in (cell.start, cell.end))
         rows[cell.rank].put(first, last, label, _style(cell))
     for step in steps:
-        rows[step.rank].mark(round((step.end - timeline.start) * scale))
+        rows[step.rank].mark(round(step.end * scale))
     lines: list[tuple[str, _Row]] = []
     for rank, name in enumerate(names_of_rows(timeline)):
         lines.append((name, rows[rank]))
@@ -78,7 +79,7 @@ def _moves(timeline: Timeline, rank: int, scale: float, total: int, *, one_based
     line, free = _Row(total, blank=" "), 0
     several = len(timeline.stages_of(rank)) > 1
     for instruction, start, end in found:
-        first, last = (round((time - timeline.start) * scale) for time in (start, end))
+        first, last = (round(time * scale) for time in (start, end))
         sign, colour = _MOVE_SIGNS[instruction.kind]
         label = f"{sign}{f'{instruction.stage}:' if several else ''}{instruction.microbatch + one_based}"
         first = max(first, free)  # one that takes no time, behind the one before it
