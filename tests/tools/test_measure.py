@@ -134,6 +134,22 @@ def test_what_cannot_be_measured_is_refused(run, tmp_path, arguments, status, me
     assert found == status and message in err and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_through_what_ends_processes(capsys, name):
+    """With the status of a shell; nothing interrupts that, and the handlers of before come back."""
+    number, ended = signal.Signals[name], []
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as end, TOOL.command_line.unwinding("the same command goes on"):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), number)
+            ended.append(True)
+    assert (end.value.code, ended, signal.getsignal(number)) == (128 + number, [True], before)
+    assert capsys.readouterr().err == f"ended by {name}; the same command goes on\n"
+
+
 @pytest.mark.full
 def test_killed_measuring_leaves_nothing_and_goes_on(tmp_path):
     """SIGKILL in the second of two runs: its ranks go, the first is not run again, the second is."""
