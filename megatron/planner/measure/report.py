@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from megatron.planner.measure.records import Result, Status
@@ -21,7 +22,7 @@ def table_of(results: Sequence[Result]) -> Table:
             f"{each.seconds:.4g}" if done else "",
             f"{each.low:.4g}-{each.high:.4g}" if done else "",
             "" if each.error is None else f"{each.error:+.1%}",
-            each.status.value if done else f"{each.status.value}: {each.sentence}",
+            each.status.value if done else escape(f"{each.status.value}: {each.sentence}"),
         )
     return table
 
