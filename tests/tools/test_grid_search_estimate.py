@@ -92,6 +92,18 @@ def test_validate(run, entries, feasibility):
     assert len(document["runs"]) == len(measured.ALL) - len(measured.PIPEDREAM_2BW)
 
 
+def test_calibrate_warns_where_nothing_fits(run, tmp_path):
+    """Runs that contradict each other, and a processor that is faster than its data sheet."""
+    path, output = tmp_path / "odd.json", tmp_path / "odd_fit.json"
+    for mfu, names in (((0.4, 0.05), ("off in the mean",)), ((0.95, 0.95), ("product_efficiency is at its limit",))):
+        runs = [
+            entry | {"measured": {"mfu": mfu[index % 2]}} for index, entry in enumerate(measured.BPIPE_TABLE_7)
+        ]  # fmt: skip
+        path.write_text(json.dumps(runs))
+        status, _, err = run("calibrate", "--entries", path, "--output", output)
+        assert status == 0 and all(name in err for name in names)
+
+
 def test_validate_with_a_few_of_the_fitted_runs(run, tmp_path):
     """The others are judged, and those that cannot be are counted; a ranked one that cannot run is left aside."""
     path = tmp_path / "few.json"

@@ -11,6 +11,8 @@ aside and named.
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from megatron.planner.fit import ConstantsFit, fit_entries, is_timed
 from megatron.planner.fit_profile import fit_profile
 from megatron.planner.timing.calibration import Calibration, constants_as_dict
 from megatron.planner.timing.constants import FITTED
+
+_MUCH = 0.1
+_LIMIT = 0.999
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
     fit = _of_profile(options) if options.profile else _of_entries(options)
     calibration = _calibration(fit, options)
     calibration.save(options.output)
+    for doubt in _doubts(fit):
+        print(f"warning: {doubt}", file=sys.stderr)
     if options.json:
         print(json.dumps(calibration.model_dump() | {"errors": fit.errors}))
         return 0
@@ -56,6 +63,18 @@ def run(options: argparse.Namespace) -> int:
         print(f"not explained: {name}, predicted {100 * fit.errors[name]:+.1f}%")
     print(f"Calibration: {options.output}")
     return 0
+
+
+def _doubts(fit: ConstantsFit) -> Iterator[str]:
+    if fit.mean_error > _MUCH:
+        yield (
+            f"even runs that are called explained are {100 * fit.mean_error:.0f}% off in the mean: the time model does "
+            "not describe them; measure on a quieter machine, or larger models, or predict from the profile itself "
+            "(search --predict-from)"
+        )
+    for name in FITTED:
+        if name.endswith("efficiency") and getattr(fit.constants, name) > _LIMIT:
+            yield f"{name} is at its limit of 1: the processor is faster than its data sheet says, or is another one"
 
 
 def _refuse_what_does_not_go_together(options: argparse.Namespace) -> None:

@@ -154,6 +154,7 @@ def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
     """The life of a process of the pool."""
     from megatron import backend
 
+    multiprocessing.current_process().daemon = False  # the parent's word is for its own end; loaders have processes
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends them
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     backend.install()

@@ -25,6 +25,14 @@ def refusing(*, store, start, rank):
     time.sleep(60)
 
 
+def loading(*, store, start):
+    """What a process of a data loader, as training starts them, brings."""
+    import torch
+
+    start()
+    return [int(each) for each in torch.utils.data.DataLoader(range(3), num_workers=1)]
+
+
 def dying(*, store, start):
     start()
     os._exit(7)
@@ -39,6 +47,7 @@ def test_jobs_and_failures():
         pair = pool.do(Task(num_ranks=2, num_jobs=1, run=together))
         assert [each[:2] for each in alone] == [(0, 1), (0, 1)] and [each[:2] for each in pair] == [(0, 2), (1, 2)]
         assert abs(alone[0][2] - alone[1][2]) < 5 and [each[3] for each in alone] == [each[3] for each in pair]
+        assert pool.do(Task(num_ranks=1, num_jobs=2, run=loading)) == [[0, 1, 2]] * 2
         processes = list(pool._processes)
         with pytest.raises(MeasuringError, match=r"process 1: --hidden-size 3 is odd$"):
             pool.do(Task(num_ranks=2, num_jobs=1, run=refusing, arguments={"rank": 1}))
