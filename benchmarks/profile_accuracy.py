@@ -1,18 +1,19 @@
 """How near a profile's predictions come to real runs on this machine's CPU: p = 1 and 2, t = 1 and 2, small models.
 
-    python benchmarks/profile_accuracy.py                      # about 12 minutes on 2 quiet cores; a table
+    python benchmarks/profile_accuracy.py                      # about 22 minutes on 2 quiet cores; a table
     python benchmarks/profile_accuracy.py --json accuracy.json # also every number
 
-Each round profiles the model's blocks with tools/profile_model.py's session, predicts an iteration of each
-configuration by simulating its program on those times, and then trains each of them for real, through torchrun, as
-`grid_search.py measure` does. So profile and runs alternate, and drift of the machine meets both. The error is that of
-the median prediction over the rounds against the median of the measured iterations' medians.
+For each pair of degrees in each round the model's blocks are profiled with tools/profile_model.py's session, the
+configurations that need just these are predicted by simulating their programs on those times, and at once each is
+trained for real, through torchrun, as `grid_search.py measure` does. A shared machine may be a tenth slower a minute
+later; so the error is the median over the rounds of the errors *within* the rounds.
 
 "others" says how much of the cores programs other than the benchmark used meanwhile. Where that is more than a few
-percent, the table measures them.
+percent, the table measures them. What neighbours of a virtual machine do to it shows only in the rounds' errors.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -33,6 +34,7 @@ from megatron.planner.configuration import Configuration
 from megatron.planner.measure.predict import predicted_seconds
 from megatron.planner.measure.records import Entry, Status
 from megatron.planner.measure.runs import Runs
+from megatron.planner.profile import Profile
 from megatron.training.measurement.session import Session
 from megatron.training.model_words import model_words
 
@@ -51,9 +53,13 @@ class Case:
     others: list[float] = field(default_factory=list)
 
     @property
+    def errors(self) -> list[float]:
+        """Of the prediction in each round; positive: too long."""
+        return [predicted / measured - 1 for predicted, measured in zip(self.predicted, self.measured, strict=True)]
+
+    @property
     def error(self) -> float:
-        """Of the prediction; positive: too long."""
-        return statistics.median(self.predicted) / statistics.median(self.measured) - 1
+        return statistics.median(self.errors)
 
 
 class Others:
@@ -104,34 +110,42 @@ def model_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 def run_round(cases: list[Case], args: argparse.Namespace, output: Path) -> None:
     words = model_flags(args)
-    session = Session(
-        architecture="gpt", words=words, sequence_parallel=False, processes=2, threads=1, tensors=(1, 2),
-        micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,),
-        weights=(WeightPolicy.FLUSH, WeightPolicy.TWO_BW), layers=tuple(args.layers),
-        iterations=args.profile_iterations, rounds=1,
-    )  # fmt: skip
-    others = Others()
-    profile = session.run()
-    say(f"  profiled; others used {others.share():.0%}")
     runs = Runs(
         program=ROOT / "pretrain_gpt.py", words=words, output=output, iterations=args.iterations, warmup=args.warmup
     )
-    for case in cases:
+    for (tensor, pipeline), group in itertools.groupby(
+        cases, lambda case: (case.configuration.tensor, case.configuration.pipeline)
+    ):
         others = Others()
-        entry = Entry(
-            configuration=case.configuration,
-            predicted_seconds=predicted_seconds(profile, case.configuration, num_layers=args.num_layers),
-        )
-        result = runs.run(entry)
-        if result.status is not Status.DONE:
-            raise SystemExit(f"{result.name}: {result.status.value}: {result.sentence}")
-        case.predicted.append(result.predicted_seconds)
-        case.measured.append(result.seconds)
-        case.others.append(others.share())
-        say(
-            f"  {result.name}: predicted {1e3 * result.predicted_seconds:.1f} ms, measured {1e3 * result.seconds:.1f} "
-            f"({result.error:+.1%}), others used {case.others[-1]:.0%}"
-        )
+        profile = profile_for(words, tensor, pipeline, args)
+        say(f"  t={tensor}, p={pipeline}: profiled; others used {others.share():.0%}")
+        for case in group:
+            run_case(case, profile, runs, args.num_layers)
+
+
+def profile_for(words: tuple[str, ...], tensor: int, pipeline: int, args: argparse.Namespace) -> Profile:
+    """What configurations of these degrees need, and no more: they are to run soon after."""
+    weights = (WeightPolicy.FLUSH, WeightPolicy.TWO_BW) if pipeline > 1 else (WeightPolicy.FLUSH,)
+    return Session(
+        architecture="gpt", words=words, sequence_parallel=False, processes=tensor * pipeline, threads=1,
+        tensors=(tensor,), micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,), weights=weights,
+        layers=tuple(args.layers), iterations=args.profile_iterations, rounds=1,
+    ).run()  # fmt: skip
+
+
+def run_case(case: Case, profile: Profile, runs: Runs, num_layers: int) -> None:
+    others = Others()
+    predicted = predicted_seconds(profile, case.configuration, num_layers=num_layers)
+    result = runs.run(Entry(configuration=case.configuration, predicted_seconds=predicted))
+    if result.status is not Status.DONE:
+        raise SystemExit(f"{result.name}: {result.status.value}: {result.sentence}")
+    case.predicted.append(result.predicted_seconds)
+    case.measured.append(result.seconds)
+    case.others.append(others.share())
+    say(
+        f"  {result.name}: predicted {1e3 * result.predicted_seconds:.1f} ms, measured {1e3 * result.seconds:.1f} "
+        f"({result.error:+.1%}), others used {case.others[-1]:.0%}"
+    )
 
 
 def say(text: str) -> None:
@@ -139,11 +153,11 @@ def say(text: str) -> None:
 
 
 def report(cases: list[Case]) -> None:
-    table = Table(title=f"milliseconds per iteration; medians of {len(cases[0].measured)} alternated rounds")
-    for column in ("configuration", "predicted", "measured", "error", "errors of the rounds", "others"):
+    table = Table(title=f"milliseconds per iteration; medians of {len(cases[0].measured)} rounds")
+    for column in ("configuration", "predicted", "measured", "error", "of the rounds", "others"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for case in cases:
-        errors = sorted(p / m - 1 for p, m in zip(case.predicted, case.measured, strict=True))
+        errors = sorted(case.errors)
         table.add_row(
             f"t={case.configuration.tensor}, p={case.configuration.pipeline}, {case.configuration.schedule}",
             f"{1e3 * statistics.median(case.predicted):.1f}",
@@ -157,8 +171,8 @@ def report(cases: list[Case]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--profile-iterations", type=int, default=96, help="of each block in each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile-iterations", type=int, default=32, help="of each block in each round")
     parser.add_argument("--iterations", type=int, default=20, help="of each run in each round")
     parser.add_argument("--warmup", type=int, default=4, help="of them, not measured")
     parser.add_argument("--num-layers", type=int, default=4)
@@ -179,7 +193,7 @@ def main() -> int:
             run_round(cases, args, Path(folder))
     report(cases)
     if args.json:
-        numbers = [{**asdict(case), "error": case.error} for case in cases]
+        numbers = [{**asdict(case), "errors": case.errors, "error": case.error} for case in cases]
         args.json.write_text(json.dumps(numbers, indent=1, default=str) + "\n")
     return int(any(abs(case.error) > BAR for case in cases))
 

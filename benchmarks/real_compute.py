@@ -197,6 +197,7 @@ def run_rank(rank: int, port: int, args) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     torch.set_num_threads(1)
     backend.install()
+    backend.keep_freed_memory()  # as in training; for all contenders
     warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     from megatron.core import parallel_state

@@ -20,6 +20,7 @@ from megatron.backend.device import (
     set_device_rng_state,
     synchronize,
 )
+from megatron.backend.host_memory import keep_freed_memory
 from megatron.backend.install import install, is_installed
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "install",
     "is_cuda",
     "is_installed",
+    "keep_freed_memory",
     "manual_seed",
     "peak_memory_bytes",
     "process_group_backend",

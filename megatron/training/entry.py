@@ -38,6 +38,7 @@ def run(
     from megatron import backend  # imports torch
 
     backend.install()
+    backend.keep_freed_memory()
     try:
         main(args, stop, started)
     except SameEverywhere as error:

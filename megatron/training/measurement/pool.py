@@ -158,6 +158,7 @@ def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends them
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     backend.install()
+    backend.keep_freed_memory()  # as in training
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     while (order := connection.recv()) is not None:
         task, rank, store = order
@@ -195,6 +196,8 @@ def _do(task: Task, rank: int, store_path: str, connection: Connection) -> Any:
     store = torch.distributed.FileStore(store_path, task.num_ranks) if task.num_ranks > 1 else None
 
     def start() -> None:
+        gc.collect()
+        gc.freeze()  # as in training
         connection.send((True, "ready"))
         assert connection.recv() == "start"
 
@@ -202,6 +205,7 @@ def _do(task: Task, rank: int, store_path: str, connection: Connection) -> Any:
         return task.run(store=store or torch.distributed.HashStore(), start=start, **task.arguments)
     finally:
         initialize.shut_down()
+        gc.unfreeze()
         gc.collect()  # a stage refers to itself; the next one is to find its memory free
         if backend.is_cuda():
             torch.cuda.empty_cache()

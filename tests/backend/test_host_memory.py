@@ -1,0 +1,56 @@
+"""Freed memory on a CPU: kept for the next allocation, unless the user has said what is to happen to it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
+                                reason="needs glibc")  # fmt: skip
+MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+BLOCKS = """
+    import resource, sys
+    import torch
+    from megatron import backend
+
+    changed = backend.keep_freed_memory() if sys.argv[1] == "keep" else None
+
+    def step():
+        blocks = [torch.ones(1 << 20) for _ in range(32)]  # 4 MiB each
+
+    for _ in range(3):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    print(changed, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def run_steps(how: str, **variables: str) -> tuple[str, int]:
+    """What `keep_freed_memory` returned, and the page faults of ten steps of 128 MiB, in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
+    words = [sys.executable, "-c", textwrap.dedent(BLOCKS), how]
+    done = subprocess.run(words, env=environment | variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    changed, faults = done.stdout.split()
+    return changed, int(faults)
+
+
+def test_freed_memory_is_used_again():
+    """Steps that allocate what the ones before have freed take no pages from the system; untold, glibc takes them."""
+    changed, faults = run_steps("keep")
+    assert (changed, faults < 1000) == ("True", True), faults
+    _, untold = run_steps("leave")
+    assert untold > 100_000  # of the 327,680 pages that ten steps touch
+
+
+@pytest.mark.parametrize(
+    "name, value", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.check=0")]
+)
+def test_the_users_own_settings_stay(name, value):
+    """Who sets the C library's variables knows why."""
+    changed, _ = run_steps("keep", **{name: value})
+    assert changed == "False"
