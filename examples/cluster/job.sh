@@ -5,6 +5,7 @@
 #   DATA_PATH        prefix of a .bin/.idx pair that tools/preprocess_data.py wrote
 #   VOCAB_FILE, MERGE_FILE    GPT-2's tokenizer, or TOKENIZER_MODEL (and TOKENIZER_TYPE) for another; BERT's is VOCAB_FILE
 #   CHECKPOINTS      directory to save to and to resume from, which all nodes see
+#                    (a model's file may give these itself, in data_args, tokenizer_args and CHECKPOINTS)
 #   TOPOLOGY         optional: the cluster's nodes and bandwidths (docs/placement.md)
 #   NNODES, GPUS_PER_NODE, TP, PP, VP (stages on each rank), MICRO_BATCH, GLOBAL_BATCH, RECOMPUTE (none, attention,
 #   layer, stage), SCHEDULE, BALANCE (1: --balance-activations), DISTRIBUTED_OPTIMIZER (0 or 1), RANK_MAPPING
@@ -31,6 +32,7 @@ if [ "${1:-}" = --dry-run ]; then
     dry_run=1
     shift
 fi
+data_args=() tokenizer_args=()
 . "$model_file"
 model="$(basename "$model" .sh)"
 
@@ -56,9 +58,14 @@ from_environment() {
     fi
     echo "${!1:-\$$1}"
 }
-data_path="$(from_environment DATA_PATH "the prefix of a .bin/.idx pair, which tools/preprocess_data.py writes")"
+if [ -n "${DATA_PATH:-}" ] || [ "${#data_args[@]}" = 0 ]; then
+    data_path="$(from_environment DATA_PATH "the prefix of a .bin/.idx pair, which tools/preprocess_data.py writes")"
+    data_args=(--data-path "$data_path")
+fi
 checkpoints="$(from_environment CHECKPOINTS "a directory for checkpoints, which all nodes see")"
-if [ "$program" = pretrain_bert.py ]; then
+if [ -z "${VOCAB_FILE:-}${TOKENIZER_MODEL:-}" ] && [ "${#tokenizer_args[@]}" -gt 0 ]; then
+    : # the model's file says which
+elif [ "$program" = pretrain_bert.py ]; then
     vocab_file="$(from_environment VOCAB_FILE "a WordPiece vocabulary, a token a line")"
     tokenizer_args=(--tokenizer-type "${TOKENIZER_TYPE:-BertWordPieceLowerCase}" --vocab-file "$vocab_file")
 elif [ -n "${TOKENIZER_MODEL:-}" ]; then
@@ -70,7 +77,7 @@ else
 fi
 
 arguments=(
-    --data-path "$data_path" --split 969,30,1
+    --split 969,30,1 "${data_args[@]}"
     --save "$checkpoints" --load "$checkpoints" --save-interval 500
     --log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10
     --metrics-file "$checkpoints/metrics.jsonl"

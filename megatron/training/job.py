@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from megatron.planner import Architecture, Configuration
 from megatron.planner.flags import configuration_words
@@ -38,6 +39,7 @@ CHOSEN = frozenset({
 """Destinations of flags that a configuration decides, or that only fit one."""
 
 _PLACES = frozenset({"data", "tokenizer", "checkpoint", "logging"})  # groups that say where things are
+_SOURCES = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
 _SHAPE = frozenset({"vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"})  # but for these
 
 
@@ -147,6 +149,28 @@ class Job:
         """Whether the user gave this destination."""
         return name in self._given.given
 
+    def placed_words_of(self, group: str, folder: Path) -> dict[str, tuple[str, ...]]:
+        """By destination: the flags that stay of a group that says where things are, but for those of `words_of()`.
+        Relative paths among them become absolute, seen from `folder`."""
+        return {
+            flag.dest: _absolute(flag, written(flag, self._given), folder)
+            for title, flag in _flags()
+            if title == group and flag.dest in self._given.given and not _is_portable(group, flag)
+        }
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the user said which samples are trained on."""
+        return any(getattr(self._given, name) for name in _SOURCES)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the user's flags give a tokenizer, with the files that it needs."""
+        given = self._given
+        alone = given.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer") or given.tokenizer_model
+        merges = given.merge_file or self.architecture == "bert"
+        return bool(alone or (given.vocab_file and merges))
+
     # --- parts
 
     def _parsed(self, words: Sequence[str]) -> argparse.Namespace:
@@ -175,8 +199,7 @@ class Job:
             words += ["--lr", "1e-4"]
         if given.train_iters is None and given.train_samples is None:
             words += ["--train-iters", "100000"]
-        sources = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
-        if not any(getattr(given, name) for name in sources):
+        if not self.has_data:
             words += ["--data-path", "data"]
         if given.tokenizer_type is None and not (given.vocab_file and given.merge_file):
             words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "vocab", "--merge-file", "merges"]
@@ -194,6 +217,23 @@ def _flags() -> Iterable[tuple[str, Flag]]:
 
 def _is_portable(group: str, flag: Flag) -> bool:
     return group not in _PLACES or flag.dest in _SHAPE
+
+
+def _absolute(flag: Flag, words: tuple[str, ...], folder: Path) -> tuple[str, ...]:
+    """Words of a flag whose value is a path, with that path absolute. A tokenizer's may be a name that is none, and
+    between the prefixes of a blend stand weights."""
+    if flag.metavar not in ("DIR", "FILE", "PREFIX", "PATH"):
+        return words
+    name, *values = words
+    return (name, *(str(folder / value) if _is_path(flag, value, folder) else value for value in values))
+
+
+def _is_path(flag: Flag, value: str, folder: Path) -> bool:
+    if flag.metavar == "PATH":
+        return (folder / value).exists()
+    if flag.metavar == "PREFIX":
+        return not value.replace(".", "", 1).isdigit() or (folder / f"{value}.bin").exists()
+    return True
 
 
 def written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:

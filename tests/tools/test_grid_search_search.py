@@ -164,6 +164,53 @@ def test_the_script_starts_the_job(run, tmp_path):
     assert changed[changed.index("--micro-batch-size") + 1] == "1" and "--use-distributed-optimizer" not in changed
 
 
+def test_the_script_knows_what_the_user_said(run, tmp_path, monkeypatch):
+    """Data, tokenizer, checkpoints and what is logged come from the search's flags, paths seen from where it ran; what
+    the environment sets goes before them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.bin").touch()
+    places = ["--data-path", "0.5", "a", "0.5", "/b", "--split", "90,10,0", "--tokenizer-type", "GPT2BPETokenizer",
+              "--vocab-file", "v.json", "--merge-file", "m.txt", "--save", "it's $saved", "--load", "it's $saved",
+              "--log-interval", 5, "--tensorboard-dir", "board", "--eod-mask-loss"]  # fmt: skip
+    run(*CLUSTER, *GPT, *QUICK, *places, "--output", "plan")
+    script = tmp_path / "plan" / "best.sh"
+    assert "#   bash THIS_FILE\n" in script.read_text()  # nothing is wanted of the environment
+    words = stubbed(script, tmp_path)
+    here = f"{tmp_path}/"
+
+    def last(flag: str, count: int = 1) -> list[str]:
+        index = len(words) - words[::-1].index(flag)
+        return words[index : index + count]
+
+    assert last("--data-path", 4) == ["0.5", f"{here}a", "0.5", "/b"]
+    assert last("--vocab-file") + last("--merge-file") == [f"{here}v.json", f"{here}m.txt"]
+    assert last("--save") == last("--load") == [f"{here}it's $saved"]
+    assert last("--split") + last("--log-interval") == ["90,10,0", "5"]
+    assert last("--tensorboard-dir") == [f"{here}board"] and "--eod-mask-loss" in words
+    environment = {"DATA_PATH": "/d", "TOKENIZER_MODEL": "/t", "CHECKPOINTS": "/c"}
+    words = stubbed(script, tmp_path, **environment)
+    assert last("--data-path") + last("--tokenizer-model") + last("--save") == ["/d", "/t", "/c"]
+    assert f"{here}a" not in words and "GPT2BPETokenizer" not in words
+
+
+def test_the_script_takes_data_that_are_no_files(run, tmp_path):
+    """--mock-data and a tokenizer without files; the rest is asked of the environment."""
+    run(*CLUSTER, *GPT, *QUICK, "--mock-data", "--tokenizer-type", "NullTokenizer", "--output", tmp_path / "plan")
+    script = tmp_path / "plan" / "best.sh"
+    assert "#   CHECKPOINTS=... bash THIS_FILE\n" in script.read_text()
+    words = stubbed(script, tmp_path, CHECKPOINTS="/c")
+    assert "--mock-data" in words and "--data-path" not in words and "--vocab-file" not in words
+    assert words[words.index("--tokenizer-type") + 1] == "NullTokenizer"
+
+
+def test_a_search_without_a_result_leaves_no_script(run, tmp_path):
+    """An earlier search's best is not the best of this one."""
+    assert run(*CLUSTER, *GPT, *QUICK, "--output", tmp_path)[0] == 0
+    status, _, err = run(*CLUSTER, *GPT, *QUICK, "--hidden-size", 16384, "--output", tmp_path)
+    assert status == 1 and "can run" in err and "report.html" in err
+    assert not (tmp_path / "best.sh").exists() and not (tmp_path / "topology.yaml").exists()
+
+
 def test_it_starts_without_torch(tmp_path):
     """Neither the search nor its files import torch or megatron.core."""
     program = (

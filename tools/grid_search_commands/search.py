@@ -275,6 +275,8 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")
     script = None
+    for name in ("best.sh", "topology.yaml"):
+        (folder / name).unlink(missing_ok=True)  # of an earlier search, whose best it was
     if outcome.best:
         script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
         write_whole(folder / "best.sh", script)

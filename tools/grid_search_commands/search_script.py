@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.planner import Cluster
@@ -22,11 +23,8 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
     nodes = cluster.topology.nodes
     gpu = str(cluster.device.memory_gib) if cluster.is_cpu or cluster.memory_gib else cluster.gpu
     launcher = "one_node.sh" if len(nodes) == 1 else "torchrun.sh"
-    environment = "DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINTS=..."
-    if job.architecture == "bert":
-        environment = "DATA_PATH=... VOCAB_FILE=... CHECKPOINTS=..."
-    if len(nodes) > 1:
-        environment = f"MASTER_ADDR=node0 {environment}"
+    places = _Places.of(job, Path.cwd())
+    environment = [*(["MASTER_ADDR=node0"] if len(nodes) > 1 else []), *places.wanted]
     variables = {
         "GPUS_PER_NODE": nodes[0].gpus, "TP": choice.tensor, "PP": choice.pipeline, "VP": choice.virtual,
         "MICRO_BATCH": choice.micro_batch_size, "GLOBAL_BATCH": choice.global_batch_size,
@@ -35,7 +33,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         "DISTRIBUTED_OPTIMIZER": int(choice.distributed_optimizer), "RANK_MAPPING": choice.rank_mapping,
     }  # fmt: skip
     memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
-    training = [*_others(job), *_defaults(job)]
+    training = [*_others(job), *places.others, *_defaults(job)]
     lines = [
         "#!/usr/bin/env bash",
         *_comment(f"{describe(choice)}: {cluster.num_gpus} x {cluster.gpu}, {memory}."),
@@ -46,7 +44,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         *_comment(command, indent="    "),
         "#",
         "#   bash THIS_FILE --dry-run      # anywhere: check everything, run nothing",
-        f"#   {environment} bash THIS_FILE",
+        f"#   {' '.join([*environment, 'bash THIS_FILE'])}",
         "#",
         "# It is a model's file in the form of examples/cluster/models, too: the scripts in examples/cluster take its",
         "# path in place of a model's name, and job.sh there says what the environment may set.",
@@ -61,8 +59,51 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         *_assignments(variables),
         *_array("model_args", job.words_of(*_MODEL_GROUPS) + _vocabulary(job)),
         *_array("training_args", training),
+        *places.lines,
     ]
     return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where data, tokenizer and checkpoints are, as far as the user said so.
+
+    Attributes:
+        wanted: variables that the environment has to set for the rest.
+        lines: of the script; what the environment sets goes before them.
+        others: flags that say something else: how often to save, what to log, what a document's end means.
+    """
+
+    wanted: list[str]
+    lines: list[str]
+    others: list[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, job: Job, folder: Path) -> "_Places":
+        """Relative paths of the user's are seen from `folder`, since the script runs elsewhere."""
+        wanted, lines = [], []
+        data, tokenizer, checkpoint, logging = (
+            job.placed_words_of(group, folder) for group in ("data", "tokenizer", "checkpoint", "logging")
+        )
+        others = [*checkpoint.values(), *logging.values()]
+        if job.has_data:
+            lines += _array("data_args", list(data.values()))
+        else:
+            wanted.append("DATA_PATH=...")
+            others += data.values()
+        if job.has_tokenizer:
+            lines += _array("tokenizer_args", list(tokenizer.values()))
+        else:
+            wanted += ["VOCAB_FILE=...", *(["MERGE_FILE=..."] if job.architecture == "gpt" else [])]
+        save = checkpoint.get("save")
+        if save is None:
+            wanted.append("CHECKPOINTS=...")
+        else:
+            # Loaded is what was saved, unless the user said otherwise; job.sh writes both flags.
+            same = [save, *(words for dest, words in checkpoint.items() if dest == "load" and words[1:] == save[1:])]
+            others = [words for words in others if words not in same]
+            lines.append(f'[ -n "${{CHECKPOINTS:-}}" ] || CHECKPOINTS={shlex.quote(save[1])}')
+        return cls(wanted, lines, others)
 
 
 def _topology(rank_mapping: str) -> list[str]:
