@@ -1,6 +1,6 @@
 """Real compute on two stages: this project's engine, its peers, and the limit.
 
-    python benchmarks/real_compute.py                     # about 10 minutes; a table
+    python benchmarks/real_compute.py                     # 10 to 24 minutes; a table
     python benchmarks/real_compute.py --json result.json  # also every measured time
 
 Problem: schedules can be compared only at equal conditions, and on a shared machine conditions drift. Solution: two
