@@ -4,12 +4,14 @@ Problem: glibc gives freed memory back to the system where it can: large blocks 
 whenever 128 KiB or somewhat more of it are free. A training step frees its activations and allocates as many again, so
 every microbatch pays for page faults and for zeroed pages; with small models that is a tenth of a backward.
 
-Solution: let it keep what is freed for what is allocated next, as torch's allocator does on a GPU. The peak stays what
-the step needs.
+Solution: let it keep what is freed for what is allocated next, as torch's allocator does on a GPU. The peak stays about
+what the step needs.
 """
 
 import ctypes
 import os
+
+from megatron.backend.device import is_cuda
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 _MOST_ON_HEAP = 1 << 30  # bytes; beyond, a block comes from the system and goes back to it
@@ -21,9 +23,10 @@ def keep_freed_memory() -> bool:
     """From now on, freed memory of this process is kept for its next allocation.
 
     Returns:
-        False where nothing was changed: the user has set the C library's own variables, or it is not glibc.
+        False where nothing was changed: activations are on a GPU, the user has set the C library's own variables, or it
+        is not glibc.
     """
-    if any(name in os.environ for name in _USERS):
+    if is_cuda() or any(name in os.environ for name in _USERS):
         return False
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):

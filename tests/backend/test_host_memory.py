@@ -6,9 +6,10 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
-                                reason="needs glibc")  # fmt: skip
+_IS_GLIBC = "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in os.confstr_names else False
+pytestmark = pytest.mark.skipif(not _IS_GLIBC or torch.cuda.is_available(), reason="changes nothing but glibc on a CPU")
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 BLOCKS = """
     import resource, sys
@@ -40,11 +41,12 @@ def run_steps(how: str, **variables: str) -> tuple[str, int]:
 
 
 def test_freed_memory_is_used_again():
-    """Steps that allocate what the ones before have freed take no pages from the system; untold, glibc takes them."""
+    """Steps that allocate what the ones before have freed take no pages from the system. Of a library that gives all of
+    it back they take them anew; what it does untold depends on what happens to lie at the end of the heap."""
     changed, faults = run_steps("keep")
     assert (changed, faults < 1000) == ("True", True), faults
-    _, untold = run_steps("leave")
-    assert untold > 100_000  # of the 327,680 pages that ten steps touch
+    _, given_back = run_steps("leave", MALLOC_MMAP_THRESHOLD_="65536")
+    assert given_back > 100_000  # of the 327,680 pages that ten steps touch
 
 
 @pytest.mark.parametrize(
