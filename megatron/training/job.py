@@ -229,6 +229,8 @@ def _absolute(flag: Flag, words: tuple[str, ...], folder: Path) -> tuple[str, ..
 
 
 def _is_path(flag: Flag, value: str, folder: Path) -> bool:
+    if value.startswith("$"):  # a variable that a script had and nobody has set
+        return False
     if flag.metavar == "PATH":
         return (folder / value).exists()
     if flag.metavar == "PREFIX":

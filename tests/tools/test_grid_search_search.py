@@ -170,7 +170,7 @@ def test_the_script_knows_what_the_user_said(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.bin").touch()
     places = ["--data-path", "0.5", "a", "0.5", "/b", "--split", "90,10,0", "--tokenizer-type", "GPT2BPETokenizer",
-              "--vocab-file", "v.json", "--merge-file", "m.txt", "--save", "it's $saved", "--load", "it's $saved",
+              "--vocab-file", "v.json", "--merge-file", "m.txt", "--save", "it's \"saved\"", "--load", "it's \"saved\"",
               "--log-interval", 5, "--tensorboard-dir", "board", "--eod-mask-loss"]  # fmt: skip
     run(*CLUSTER, *GPT, *QUICK, *places, "--output", "plan")
     script = tmp_path / "plan" / "best.sh"
@@ -184,7 +184,7 @@ def test_the_script_knows_what_the_user_said(run, tmp_path, monkeypatch):
 
     assert last("--data-path", 4) == ["0.5", f"{here}a", "0.5", "/b"]
     assert last("--vocab-file") + last("--merge-file") == [f"{here}v.json", f"{here}m.txt"]
-    assert last("--save") == last("--load") == [f"{here}it's $saved"]
+    assert last("--save") == last("--load") == [f'{here}it\'s "saved"']
     assert last("--split") + last("--log-interval") == ["90,10,0", "5"]
     assert last("--tensorboard-dir") == [f"{here}board"] and "--eod-mask-loss" in words
     environment = {"DATA_PATH": "/d", "TOKENIZER_MODEL": "/t", "CHECKPOINTS": "/c"}
@@ -201,6 +201,21 @@ def test_the_script_takes_data_that_are_no_files(run, tmp_path):
     words = stubbed(script, tmp_path, CHECKPOINTS="/c")
     assert "--mock-data" in words and "--data-path" not in words and "--vocab-file" not in words
     assert words[words.index("--tokenizer-type") + 1] == "NullTokenizer"
+
+
+def test_the_script_asks_for_the_variables_of_the_users_own(run, tmp_path):
+    """What the user's script takes from variables that nobody has set, this script takes from them, too; a dry run
+    shows their names."""
+    train = tmp_path / "train.sh"
+    train.write_text(SCRIPT.replace("vocab.txt", "$HOME_OF/vocab.txt"))
+    run(*CLUSTER, *QUICK, "--model-script", train, "--output", tmp_path / "plan")
+    script = tmp_path / "plan" / "best.sh"
+    assert "#   CHECKPOINTS=... DATA=... HOME_OF=... bash THIS_FILE\n" in script.read_text()
+    words = stubbed(script, tmp_path, DATA='/d "1"', HOME_OF="/home of", CHECKPOINTS="/c")
+    assert words[words.index("--data-path") + 1] == '/d "1"'
+    assert words[words.index("--vocab-file") + 1] == "/home of/vocab.txt"
+    dry = stubbed(script, tmp_path, "--dry-run")
+    assert dry[dry.index("--data-path") + 1] == "$DATA" and "$HOME_OF/vocab.txt" in dry
 
 
 def test_a_search_without_a_result_leaves_no_script(run, tmp_path):

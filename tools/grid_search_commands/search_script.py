@@ -1,5 +1,6 @@
 """The best configuration as a script in the form of examples/cluster/models, which also starts by itself."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatron.training.job import Job
 ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 116
 _MODEL_GROUPS = ("model", "precision")
+_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\}|\b)")
 
 
 def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
@@ -102,7 +104,9 @@ class _Places:
             # Loaded is what was saved, unless the user said otherwise; job.sh writes both flags.
             same = [save, *(words for dest, words in checkpoint.items() if dest == "load" and words[1:] == save[1:])]
             others = [words for words in others if words not in same]
-            lines.append(f'[ -n "${{CHECKPOINTS:-}}" ] || CHECKPOINTS={shlex.quote(save[1])}')
+            lines.append(f'[ -n "${{CHECKPOINTS:-}}" ] || CHECKPOINTS={_quoted(save[1])}')
+        named = dict.fromkeys(_REFERENCE.findall(" ".join([*lines, *(word for words in others for word in words)])))
+        wanted += [f"{name}=..." for name in named if name != "CHECKPOINTS"]
         return cls(wanted, lines, others)
 
 
@@ -142,8 +146,26 @@ def _assignments(variables: dict) -> list[str]:
 
 
 def _array(name: str, flags: Sequence[tuple[str, ...]]) -> list[str]:
-    words = [" ".join(word if word.startswith('"${') else shlex.quote(word) for word in each) for each in flags]
+    words = [" ".join(word if word.startswith('"${') else _quoted(word) for word in each) for each in flags]
     return [f"{name}=(", *_filled(words, indent="    "), ")"]
+
+
+def _quoted(word: str) -> str:
+    """As a word of the script. A variable in it, which the user's own script had and nobody has set, is looked up when
+    the script runs, and stays as it is if nobody has set it then: a dry run needs no paths."""
+    if not _REFERENCE.search(word):
+        return shlex.quote(word)
+    text, end = "", 0
+    for found in _REFERENCE.finditer(word):
+        name = found.group(1)
+        text += _escaped(word[end : found.start()]) + f"${{{name}:-\\${name}}}"
+        end = found.end()
+    return f'"{text}{_escaped(word[end:])}"'
+
+
+def _escaped(text: str) -> str:
+    """For use between double quotes."""
+    return re.sub(r'(["$`\\])', r"\\\1", text)
 
 
 def _filled(words: Sequence[str], *, indent: str) -> list[str]:
