@@ -218,6 +218,22 @@ def test_the_script_asks_for_the_variables_of_the_users_own(run, tmp_path):
     assert dry[dry.index("--data-path") + 1] == "$DATA" and "$HOME_OF/vocab.txt" in dry
 
 
+@pytest.mark.full
+def test_the_best_trains(run, tmp_path):
+    """From a search to a checkpoint, without a word between: two ranks of a CPU."""
+    words = ["--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 64, "--vocab-size",
+             500, "--global-batch-size", 16, "--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", 0,
+             "--train-iters", 4, "--eval-iters", 0, "--save", tmp_path / "saved"]  # fmt: skip
+    cluster = ["--cluster", "cpu", "--gpus-per-node", 2, "--schedules", "2bw"]
+    assert run(*cluster, *words, "--output", tmp_path / "plan")[0] == 0
+    done = subprocess.run(
+        ["bash", tmp_path / "plan" / "best.sh"], env={**os.environ, "OMP_NUM_THREADS": "1", "PIPELINE_HOME": str(ROOT)},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+
+
 def test_a_search_without_a_result_leaves_no_script(run, tmp_path):
     """An earlier search's best is not the best of this one."""
     assert run(*CLUSTER, *GPT, *QUICK, "--output", tmp_path)[0] == 0
