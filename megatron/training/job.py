@@ -34,12 +34,18 @@ CHOSEN = frozenset({
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "sequence_parallel",
     "rank_mapping", "rank_topology", "use_distributed_optimizer", "overlap_param_gather", "pipeline_schedule",
+    "use_mp_args_from_checkpoint_args",
     "pipeline_extra_warmup", "pipeline_recompute", "balance_activations", "pipeline_2bw_single_gradient_buffer",
 })  # fmt: skip
 """Destinations of flags that a configuration decides, or that only fit one."""
 
+SOURCES = frozenset({
+    "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path",
+    "mock_data",
+})  # fmt: skip
+"""Destinations of flags that say which samples there are."""
+
 _PLACES = frozenset({"data", "tokenizer", "checkpoint", "logging"})  # groups that say where things are
-_SOURCES = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
 _SHAPE = frozenset({"vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"})  # but for these
 
 
@@ -140,7 +146,7 @@ class Job:
         """The flags that stay of these groups of docs/flags.md, a tuple each; without any: of all groups that do not
         say where things are."""
         return [
-            written(flag, self._given)
+            _absolute(flag, written(flag, self._given), Path.cwd())
             for group, flag in _flags()
             if flag.dest in self._given.given and (group in groups if groups else _is_portable(group, flag))
         ]
@@ -161,7 +167,7 @@ class Job:
     @property
     def has_data(self) -> bool:
         """Whether the user said which samples are trained on."""
-        return any(getattr(self._given, name) for name in _SOURCES)
+        return any(getattr(self._given, name) for name in SOURCES - {"valid_data_path", "test_data_path"})
 
     @property
     def has_tokenizer(self) -> bool:
@@ -220,21 +226,29 @@ def _is_portable(group: str, flag: Flag) -> bool:
 
 
 def _absolute(flag: Flag, words: tuple[str, ...], folder: Path) -> tuple[str, ...]:
-    """Words of a flag whose value is a path, with that path absolute. A tokenizer's may be a name that is none, and
-    between the prefixes of a blend stand weights."""
-    if flag.metavar not in ("DIR", "FILE", "PREFIX", "PATH"):
-        return words
+    """Words of a flag whose value is a path, with that path absolute."""
     name, *values = words
-    return (name, *(str(folder / value) if _is_path(flag, value, folder) else value for value in values))
+    if flag.metavar in ("DIR", "FILE"):
+        values = [_seen_from(folder, value) for value in values]
+    elif flag.metavar == "PREFIX":  # or a blend: weights and prefixes in turn
+        is_blend = len(values) % 2 == 0 and all(map(_is_number, values[::2]))
+        values = [
+            value if is_blend and index % 2 == 0 else _seen_from(folder, value) for index, value in enumerate(values)
+        ]
+    elif flag.metavar == "PATH":  # of a tokenizer, whose name may be one that is no path
+        values = [_seen_from(folder, value) if (folder / value).expanduser().exists() else value for value in values]
+    return (name, *values)
 
 
-def _is_path(flag: Flag, value: str, folder: Path) -> bool:
-    if value.startswith("$"):  # a variable that a script had and nobody has set
+def _seen_from(folder: Path, value: str) -> str:
+    return str(folder / Path(value).expanduser()) if "$" not in value else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
         return False
-    if flag.metavar == "PATH":
-        return (folder / value).exists()
-    if flag.metavar == "PREFIX":
-        return not value.replace(".", "", 1).isdigit() or (folder / f"{value}.bin").exists()
     return True
 
 

@@ -56,3 +56,28 @@ def test_the_users_own_settings_stay(name, value):
     """Who sets the C library's variables knows why."""
     changed, _ = run_steps("keep", **{name: value})
     assert changed == "False"
+
+
+def test_an_older_library_takes_less(monkeypatch):
+    """glibc before 2.35 refuses to keep blocks beyond 32 MiB; one that refuses them all is left as it is."""
+    from megatron.backend import host_memory
+
+    class Library:
+        gnu_get_libc_version = None
+
+        def __init__(self, most: int) -> None:
+            self.most, self.set = most, []
+
+        def mallopt(self, name: int, value: int) -> int:
+            if name == host_memory._MMAP_THRESHOLD and value > self.most:
+                return 0
+            self.set.append((name, value))
+            return 1
+
+    for name in MALLOC_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for most, is_changed in ((1 << 30, True), (1 << 25, True), (0, False)):
+        library = Library(most)
+        monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name, library=library: library)
+        assert host_memory.keep_freed_memory() is is_changed
+        assert library.set == is_changed * [(-3, most), (-1, (1 << 31) - 1)]

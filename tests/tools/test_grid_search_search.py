@@ -169,7 +169,7 @@ def test_the_script_knows_what_the_user_said(run, tmp_path, monkeypatch):
     the environment sets goes before them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.bin").touch()
-    places = ["--data-path", "0.5", "a", "0.5", "/b", "--split", "90,10,0", "--tokenizer-type", "GPT2BPETokenizer",
+    places = ["--data-path", "5e-1", "a", "0.5", "/b", "--split", "90,10,0", "--tokenizer-type", "GPT2BPETokenizer",
               "--vocab-file", "v.json", "--merge-file", "m.txt", "--save", "it's \"saved\"", "--load", "it's \"saved\"",
               "--log-interval", 5, "--tensorboard-dir", "board", "--eod-mask-loss"]  # fmt: skip
     run(*CLUSTER, *GPT, *QUICK, *places, "--output", "plan")
@@ -182,7 +182,7 @@ def test_the_script_knows_what_the_user_said(run, tmp_path, monkeypatch):
         index = len(words) - words[::-1].index(flag)
         return words[index : index + count]
 
-    assert last("--data-path", 4) == ["0.5", f"{here}a", "0.5", "/b"]
+    assert last("--data-path", 4) == ["5e-1", f"{here}a", "0.5", "/b"]
     assert last("--vocab-file") + last("--merge-file") == [f"{here}v.json", f"{here}m.txt"]
     assert last("--save") == last("--load") == [f'{here}it\'s "saved"']
     assert last("--split") + last("--log-interval") == ["90,10,0", "5"]
@@ -203,19 +203,36 @@ def test_the_script_takes_data_that_are_no_files(run, tmp_path):
     assert words[words.index("--tokenizer-type") + 1] == "NullTokenizer"
 
 
-def test_the_script_asks_for_the_variables_of_the_users_own(run, tmp_path):
-    """What the user's script takes from variables that nobody has set, this script takes from them, too; a dry run
-    shows their names."""
+@pytest.mark.parametrize("variable", ["DATA_PATH", "DATA", "4"])
+def test_what_refers_to_a_variable_is_left_to_the_environment(run, tmp_path, variable):
+    """The user's own script may take its places from variables or parameters, of any name; of other flags that do so
+    the head says that they are left out."""
     train = tmp_path / "train.sh"
-    train.write_text(SCRIPT.replace("vocab.txt", "$HOME_OF/vocab.txt"))
+    flags = "--data-path 0.5 ${DATA}/a 0.5 /b --num-workers 3 --save $1/run --tensorboard-dir ${DATA}/tb".replace(
+        "{DATA}", "{" + variable + "}"
+    )
+    train.write_text(SCRIPT.replace("--data-path $DATA", flags).replace("vocab.txt", "${4}/vocab.txt"))
     run(*CLUSTER, *QUICK, "--model-script", train, "--output", tmp_path / "plan")
     script = tmp_path / "plan" / "best.sh"
-    assert "#   CHECKPOINTS=... DATA=... HOME_OF=... bash THIS_FILE\n" in script.read_text()
-    words = stubbed(script, tmp_path, DATA='/d "1"', HOME_OF="/home of", CHECKPOINTS="/c")
-    assert words[words.index("--data-path") + 1] == '/d "1"'
-    assert words[words.index("--vocab-file") + 1] == "/home of/vocab.txt"
-    dry = stubbed(script, tmp_path, "--dry-run")
-    assert dry[dry.index("--data-path") + 1] == "$DATA" and "$HOME_OF/vocab.txt" in dry
+    text = script.read_text()
+    assert "#   DATA_PATH=... VOCAB_FILE=... CHECKPOINTS=... bash THIS_FILE\n" in text
+    assert "did not know: --tensorboard-dir $" in text and text.count("/tb") == 1
+    words = stubbed(script, tmp_path, DATA_PATH="/d", VOCAB_FILE="/v", CHECKPOINTS="/c")
+    assert words[words.index("--data-path") + 1] == "/d" and words[words.index("--num-workers") + 1] == "3"
+    assert not any("$" in word for word in words)
+
+
+def test_what_the_environment_says_leaves_the_rest(run, tmp_path):
+    """Other data, or another vocabulary, are read as the user's were: split, masks and kind of tokenizer stay."""
+    words = ["--architecture", "bert", *GPT, "--data-path", "/a", "--split", "90,10,0", "--num-workers", 7,
+             "--tokenizer-type", "BertWordPieceCase", "--vocab-file", "/u", "--save", "/s"]  # fmt: skip
+    run(*CLUSTER, *QUICK, *words, "--output", tmp_path / "plan")
+    script = tmp_path / "plan" / "best.sh"
+    for environment in ({}, {"DATA_PATH": "/d"}, {"VOCAB_FILE": "/v"}):
+        started = stubbed(script, tmp_path, **environment)
+        assert started[started.index("--data-path") + 1] == environment.get("DATA_PATH", "/a")
+        assert started[started.index("--vocab-file") + 1] == environment.get("VOCAB_FILE", "/u")
+        assert {"90,10,0", "7", "BertWordPieceCase"} <= set(started)
 
 
 @pytest.mark.full
@@ -239,7 +256,10 @@ def test_a_search_without_a_result_leaves_no_script(run, tmp_path):
     assert run(*CLUSTER, *GPT, *QUICK, "--output", tmp_path)[0] == 0
     status, _, err = run(*CLUSTER, *GPT, *QUICK, "--hidden-size", 16384, "--output", tmp_path)
     assert status == 1 and "can run" in err and "report.html" in err
-    assert not (tmp_path / "best.sh").exists() and not (tmp_path / "topology.yaml").exists()
+    assert not (tmp_path / "best.sh").exists()
+    (tmp_path / "best.sh").write_text("mine")
+    assert run(*CLUSTER, *GPT, *QUICK, "--hidden-size", 16384, "--output", tmp_path)[0] == 1
+    assert (tmp_path / "best.sh").read_text() == "mine"
 
 
 def test_it_starts_without_torch(tmp_path):

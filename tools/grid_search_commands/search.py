@@ -22,7 +22,7 @@ from pathlib import Path
 import command_line
 
 from grid_search_commands.search_inputs import ModelInput, add_model_arguments, cluster_names, read_cluster, read_model
-from grid_search_commands.search_script import script_text
+from grid_search_commands.search_script import remove_script, script_text
 from megatron.planner import Architecture, Cluster
 from megatron.planner.files import write_whole
 from megatron.planner.planner import Planner
@@ -275,8 +275,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")
     script = None
-    for name in ("best.sh", "topology.yaml"):
-        (folder / name).unlink(missing_ok=True)  # of an earlier search, whose best it was
+    remove_script(folder / "best.sh")
     if outcome.best:
         script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
         write_whole(folder / "best.sh", script)

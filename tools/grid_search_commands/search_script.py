@@ -1,8 +1,8 @@
 """The best configuration as a script in the form of examples/cluster/models, which also starts by itself."""
 
-import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +10,15 @@ from megatron.planner import Cluster
 from megatron.planner.search import Kept
 from megatron.planner.search.picture import describe
 from megatron.planner.search.space import preset_of
-from megatron.training.job import Job
+from megatron.training.job import SOURCES, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 116
 _MODEL_GROUPS = ("model", "precision")
-_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\}|\b)")
+_MADE_BY = "an iteration, "  # of every script's head
+_TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"})
+_FILES = {"--vocab-file": "VOCAB_FILE", "--merge-file": "MERGE_FILE"}
+_WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # none of job.sh's TOKENIZER_MODEL
 
 
 def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
@@ -48,6 +51,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         "#   bash THIS_FILE --dry-run      # anywhere: check everything, run nothing",
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",
         "#",
+        *_left_out(places),
         "# It is a model's file in the form of examples/cluster/models, too: the scripts in examples/cluster take its",
         "# path in place of a model's name, and job.sh there says what the environment may set.",
         'if [ "${BASH_SOURCE[0]}" = "$0" ]; then',
@@ -66,6 +70,13 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def remove_script(path: Path) -> None:
+    """Remove the script of an earlier search, whose best it was, and nothing else that has its name."""
+    with suppress(OSError, UnicodeDecodeError):
+        if _MADE_BY in path.read_text(encoding="utf-8"):
+            path.unlink()
+
+
 @dataclass(frozen=True)
 class _Places:
     """Where data, tokenizer and checkpoints are, as far as the user said so.
@@ -74,40 +85,66 @@ class _Places:
         wanted: variables that the environment has to set for the rest.
         lines: of the script; what the environment sets goes before them.
         others: flags that say something else: how often to save, what to log, what a document's end means.
+        left_out: flags with a variable of the user's own script that nobody has set.
     """
 
     wanted: list[str]
     lines: list[str]
     others: list[tuple[str, ...]]
+    left_out: list[tuple[str, ...]]
 
     @classmethod
     def of(cls, job: Job, folder: Path) -> "_Places":
         """Relative paths of the user's are seen from `folder`, since the script runs elsewhere."""
-        wanted, lines = [], []
-        data, tokenizer, checkpoint, logging = (
-            job.placed_words_of(group, folder) for group in ("data", "tokenizer", "checkpoint", "logging")
-        )
-        others = [*checkpoint.values(), *logging.values()]
-        if job.has_data:
-            lines += _array("data_args", list(data.values()))
+        given = {}
+        for group in ("data", "tokenizer", "checkpoint", "logging"):
+            given |= job.placed_words_of(group, folder)
+        unknown = {dest: words for dest, words in given.items() if any(set("$`") & set(word) for word in words)}
+        known = {dest: words for dest, words in given.items() if dest not in unknown}
+        lines, wanted = [], []
+
+        def take(names: frozenset[str]) -> list[tuple[str, ...]]:
+            return [known.pop(dest) for dest in [*known] if dest in names]
+
+        sources = take(SOURCES)
+        if job.has_data and not SOURCES & unknown.keys():
+            lines += _array("data_args", sources)
         else:
             wanted.append("DATA_PATH=...")
-            others += data.values()
-        if job.has_tokenizer:
-            lines += _array("tokenizer_args", list(tokenizer.values()))
+        tokenizer_type = known.get("tokenizer_type", ("", ""))[1]
+        tokenizer = take(_TOKENIZER)
+        if job.has_tokenizer and not _TOKENIZER & unknown.keys():
+            lines += _array("tokenizer_args", tokenizer)
         else:
-            wanted += ["VOCAB_FILE=...", *(["MERGE_FILE=..."] if job.architecture == "gpt" else [])]
-        save = checkpoint.get("save")
-        if save is None:
+            files = {words[0]: words[1] for words in tokenizer}
+            for flag, name in _FILES.items():
+                if flag in files:
+                    lines.append(_variable(name, files[flag]))
+                elif job.architecture == "gpt" or flag == "--vocab-file":
+                    wanted.append(f"{name}=...")
+        if tokenizer_type and tokenizer_type not in _WITHOUT_MODEL:
+            lines.append(_variable("TOKENIZER_TYPE", tokenizer_type))
+        if "save" in known:
+            save = known.pop("save")
+            if known.get("load", save)[1:] == save[1:]:
+                known.pop("load", None)  # job.sh loads what was saved
+            lines.append(_variable("CHECKPOINTS", save[1]))
+        else:
             wanted.append("CHECKPOINTS=...")
-        else:
-            # Loaded is what was saved, unless the user said otherwise; job.sh writes both flags.
-            same = [save, *(words for dest, words in checkpoint.items() if dest == "load" and words[1:] == save[1:])]
-            others = [words for words in others if words not in same]
-            lines.append(f'[ -n "${{CHECKPOINTS:-}}" ] || CHECKPOINTS={_quoted(save[1])}')
-        named = dict.fromkeys(_REFERENCE.findall(" ".join([*lines, *(word for words in others for word in words)])))
-        wanted += [f"{name}=..." for name in named if name != "CHECKPOINTS"]
-        return cls(wanted, lines, others)
+        said = {f"--{name}" for name in ("data-path", "save", *(flag.removeprefix("--") for flag in _FILES))}
+        left_out = [words for words in unknown.values() if words[0] not in said]
+        return cls(wanted, lines, [*known.values()], left_out)
+
+
+def _variable(name: str, value: str) -> str:
+    return f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(value)}'
+
+
+def _left_out(places: _Places) -> list[str]:
+    if not places.left_out:
+        return []
+    flags = "; ".join(" ".join(words) for words in places.left_out)
+    return [*_comment(f"Left out, as they need variables that the search did not know: {flags}"), "#"]
 
 
 def _topology(rank_mapping: str) -> list[str]:
@@ -146,26 +183,8 @@ def _assignments(variables: dict) -> list[str]:
 
 
 def _array(name: str, flags: Sequence[tuple[str, ...]]) -> list[str]:
-    words = [" ".join(word if word.startswith('"${') else _quoted(word) for word in each) for each in flags]
+    words = [" ".join(word if word.startswith('"${') else shlex.quote(word) for word in each) for each in flags]
     return [f"{name}=(", *_filled(words, indent="    "), ")"]
-
-
-def _quoted(word: str) -> str:
-    """As a word of the script. A variable in it, which the user's own script had and nobody has set, is looked up when
-    the script runs, and stays as it is if nobody has set it then: a dry run needs no paths."""
-    if not _REFERENCE.search(word):
-        return shlex.quote(word)
-    text, end = "", 0
-    for found in _REFERENCE.finditer(word):
-        name = found.group(1)
-        text += _escaped(word[end : found.start()]) + f"${{{name}:-\\${name}}}"
-        end = found.end()
-    return f'"{text}{_escaped(word[end:])}"'
-
-
-def _escaped(text: str) -> str:
-    """For use between double quotes."""
-    return re.sub(r'(["$`\\])', r"\\\1", text)
 
 
 def _filled(words: Sequence[str], *, indent: str) -> list[str]:
