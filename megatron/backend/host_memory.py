@@ -4,8 +4,7 @@ Problem: glibc gives freed memory back to the system where it can: large blocks,
 the largest blocks' bytes are free there. A training step frees its activations and allocates as many again, so every
 microbatch pays for page faults and for zeroed pages; with small models that is a tenth of a backward.
 
-Solution: let it keep what is freed for what is allocated next, as torch's allocator does on a GPU. The peak stays about
-what the step needs.
+Solution: let it keep what is freed for what is allocated next, as torch's allocator does on a GPU.
 """
 
 import ctypes

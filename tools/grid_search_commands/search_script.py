@@ -15,7 +15,7 @@ from megatron.training.job import SOURCES, Job
 ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 116
 _MODEL_GROUPS = ("model", "precision")
-_MADE_BY = "an iteration, "  # of every script's head
+_MADE_BY = "# It is a model's file in the form of examples/cluster/models, too"  # in the head of every script
 _TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"})
 _FILES = {"--vocab-file": "VOCAB_FILE", "--merge-file": "MERGE_FILE"}
 _WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # none of job.sh's TOKENIZER_MODEL
@@ -52,7 +52,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",
         "#",
         *_left_out(places),
-        "# It is a model's file in the form of examples/cluster/models, too: the scripts in examples/cluster take its",
+        f"{_MADE_BY}: the scripts in examples/cluster take its",
         "# path in place of a model's name, and job.sh there says what the environment may set.",
         'if [ "${BASH_SOURCE[0]}" = "$0" ]; then',
         '    this="$(realpath "$0")"',
