@@ -13,7 +13,10 @@ ends every (sum of w + 2 c from s on) / (p - s). All w equal and c = 0 gives the
 time, and (p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2).
 
 After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. 2bw hides
-reductions behind the next batch: only what exceeds the (m - p + 1) w + s f of a stage shows, and there only.
+them behind the next batch: of stage s only what exceeds (m - p + 1) w + s b shows. That is the time from its last
+backward of a batch until the first stage needs the STEP, (p - 1 - s) w + s f after it began the batch after that; the
+STEP waits for all stages, for their gradients' norm. The last stage ends its batches before the wait, which so makes
+room for its reductions as well: what exceeds there shows in every other batch.
 """
 
 from dataclasses import dataclass
@@ -95,11 +98,14 @@ def _rate(stages: _Stages, num_microbatches: int) -> float:
 
 
 def _with_chain(stages: _Stages, stage: int, m: int) -> float:
-    """Seconds of a 2bw batch at a stage whose STEP may have to wait for the reductions of the batch before."""
+    """Seconds of a 2bw batch where the STEP may have to wait for the reductions of a stage."""
     p, work = len(stages.work), stages.work[stage]
-    window = (m - p + 1) * work + stage * stages.forward[stage]
+    alone = m * work + stages.step[stage]
     chain = stages.reduce[stage] + stages.reduce_rest
-    return m * work + stages.step[stage] + max(0.0, chain - window)
+    window = (m - (p - 1 - stage)) * work - sum(stages.forward[:stage])
+    if stage < p - 1:
+        return alone + max(0.0, chain - window)
+    return max(chain, alone + max(0.0, chain - window - stages.step[stage]) / 2)
 
 
 def moving_part(p: int) -> list[float]:
@@ -158,6 +164,7 @@ def _programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program,
     if schedule.weights.rule.drains:
         return (schedule.build((num_microbatches,)),), 1
     periodic = schedule.build_periodic(num_microbatches)
-    # One period more, of batches that follow each other; pipedream's batches are single microbatches.
-    counts = (2, 3) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
+    # Two periods more, of batches that follow each other: waits for reductions may come in every other one. Pipedream's
+    # batches are single microbatches.
+    counts = (2, 4) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
     return tuple(map(periodic.unroll, counts)), counts[1] - counts[0]

@@ -74,6 +74,21 @@ def test_2bw_waits_only_for_what_the_next_batch_does_not_hide():
             assert seconds == pytest.approx(24 + extra)
 
 
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (4, 6), (4, 16), (8, 8)])
+@pytest.mark.parametrize("step", [0.0, 1.5])
+@pytest.mark.parametrize("norm", [0.0, 1.0])
+def test_2bw_with_long_reductions_at_any_stage(p, m, step, norm):
+    """Equal stages: as simulated to the last digit, also where only every other batch waits."""
+    for stage in range(p):
+        for excess in (-1.0, 1.0, 4.0, 30.0):
+            reduce = [0.0] * p
+            window = (m - p + 1) * 3 + 2 * stage + (step if stage == p - 1 else 0.0)
+            reduce[stage] = max(0.0, window - norm + excess)
+            costs = Costs(step=step, reduce_grad=reduce, reduce_norm=norm)
+            closed, exact = both(costs, configuration("2bw", p, m, data=2))
+            assert closed == pytest.approx(exact, rel=1e-9), (stage, excess)
+
+
 @pytest.mark.parametrize(("schedule", "v"), [("flush", 1), ("bpipe", 1), ("2bw", 1), ("gpipe", 1), ("interleaved", 2)])
 def test_large_batches_are_extrapolated(monkeypatch, schedule, v):
     """A program of 96 microbatches takes what programs of 12 and 6 say."""
