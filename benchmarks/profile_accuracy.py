@@ -1,12 +1,13 @@
 """How near a profile's predictions come to real runs on this machine's CPU: p = 1 and 2, t = 1 and 2, small models.
 
-    python benchmarks/profile_accuracy.py                      # about 22 minutes on 2 quiet cores; a table
+    python benchmarks/profile_accuracy.py                      # about 45 minutes on 2 cores; a table
     python benchmarks/profile_accuracy.py --json accuracy.json # also every number
 
-For each pair of degrees in each round the model's blocks are profiled with tools/profile_model.py's session, the
-configurations that need just these are predicted by simulating their programs on those times, and at once each is
-trained for real, through torchrun, as `grid_search.py measure` does. A shared machine may be a tenth slower a minute
-later; so the error is the median over the rounds of the errors *within* the rounds.
+For each pair of degrees, profiles and training alternate: the model's blocks are profiled with tools/profile_model.py's
+session, each configuration of these degrees is trained for real, through torchrun, as `grid_search.py measure` does,
+the blocks are profiled again, and so on. A run is predicted by simulating its program on the times of a profile, with
+the mean of what the profiles before and after it say: a shared machine may be a tenth slower a minute later. "error"
+is the median over the rounds of the errors within the rounds; "of medians" compares the medians over all rounds.
 
 "others" says how much of the cores programs other than the benchmark used meanwhile. Where that is more than a few
 percent, the table measures them. What neighbours of a virtual machine do to it shows only in the rounds' errors.
@@ -34,7 +35,6 @@ from megatron.planner.configuration import Configuration
 from megatron.planner.measure.predict import predicted_seconds
 from megatron.planner.measure.records import Entry, Status
 from megatron.planner.measure.runs import Runs
-from megatron.planner.profile import Profile
 from megatron.training.measurement.session import Session
 from megatron.training.model_words import model_words
 
@@ -60,6 +60,10 @@ class Case:
     @property
     def error(self) -> float:
         return statistics.median(self.errors)
+
+    @property
+    def error_of_medians(self) -> float:
+        return statistics.median(self.predicted) / statistics.median(self.measured) - 1
 
 
 class Others:
@@ -108,44 +112,49 @@ def model_flags(args: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def run_round(cases: list[Case], args: argparse.Namespace, output: Path) -> None:
+def run_group(cases: list[Case], args: argparse.Namespace, output: Path) -> None:
+    """All rounds of the configurations of one pair of degrees."""
     words = model_flags(args)
     runs = Runs(
         program=ROOT / "pretrain_gpt.py", words=words, output=output, iterations=args.iterations, warmup=args.warmup
     )
-    for (tensor, pipeline), group in itertools.groupby(
-        cases, lambda case: (case.configuration.tensor, case.configuration.pipeline)
-    ):
-        others = Others()
-        profile = profile_for(words, tensor, pipeline, args)
-        say(f"  t={tensor}, p={pipeline}: profiled; others used {others.share():.0%}")
-        for case in group:
-            run_case(case, profile, runs, args.num_layers)
+    tensor, pipeline = cases[0].configuration.tensor, cases[0].configuration.pipeline
+    before = predictions(cases, words, args)
+    for number in range(args.rounds):
+        say(f"t={tensor}, p={pipeline}, round {number + 1} of {args.rounds}")
+        measured = [measure(case, runs) for case in cases]
+        after = predictions(cases, words, args)
+        for case, seconds, *predicted in zip(cases, measured, before, after, strict=True):
+            case.predicted.append(statistics.fmean(predicted))
+            case.measured.append(seconds)
+            say(
+                f"  {case.configuration.schedule}: predicted {1e3 * predicted[0]:.1f} ms before and "
+                f"{1e3 * predicted[1]:.1f} after, measured {1e3 * seconds:.1f} ({case.errors[-1]:+.1%}), others used "
+                f"{case.others[-1]:.0%}"
+            )
+        before = after
 
 
-def profile_for(words: tuple[str, ...], tensor: int, pipeline: int, args: argparse.Namespace) -> Profile:
-    """What configurations of these degrees need, and no more: they are to run soon after."""
+def predictions(cases: list[Case], words: tuple[str, ...], args: argparse.Namespace) -> list[float]:
+    """Seconds of an iteration of each case by a new profile of just what these degrees need."""
+    tensor, pipeline = cases[0].configuration.tensor, cases[0].configuration.pipeline
     weights = (WeightPolicy.FLUSH, WeightPolicy.TWO_BW) if pipeline > 1 else (WeightPolicy.FLUSH,)
-    return Session(
+    profile = Session(
         architecture="gpt", words=words, sequence_parallel=False, processes=tensor * pipeline, threads=1,
         tensors=(tensor,), micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,), weights=weights,
-        layers=tuple(args.layers), iterations=args.profile_iterations, rounds=1,
+        layers=tuple(args.layers), iterations=args.profile_iterations, rounds=args.profile_rounds,
     ).run()  # fmt: skip
+    return [predicted_seconds(profile, case.configuration, num_layers=args.num_layers) for case in cases]
 
 
-def run_case(case: Case, profile: Profile, runs: Runs, num_layers: int) -> None:
+def measure(case: Case, runs: Runs) -> float:
+    """Seconds of an iteration of training."""
     others = Others()
-    predicted = predicted_seconds(profile, case.configuration, num_layers=num_layers)
-    result = runs.run(Entry(configuration=case.configuration, predicted_seconds=predicted))
+    result = runs.run(Entry(configuration=case.configuration))
     if result.status is not Status.DONE:
         raise SystemExit(f"{result.name}: {result.status.value}: {result.sentence}")
-    case.predicted.append(result.predicted_seconds)
-    case.measured.append(result.seconds)
     case.others.append(others.share())
-    say(
-        f"  {result.name}: predicted {1e3 * result.predicted_seconds:.1f} ms, measured {1e3 * result.seconds:.1f} "
-        f"({result.error:+.1%}), others used {case.others[-1]:.0%}"
-    )
+    return result.seconds
 
 
 def say(text: str) -> None:
@@ -154,7 +163,7 @@ def say(text: str) -> None:
 
 def report(cases: list[Case]) -> None:
     table = Table(title=f"milliseconds per iteration; medians of {len(cases[0].measured)} rounds")
-    for column in ("configuration", "predicted", "measured", "error", "of the rounds", "others"):
+    for column in ("configuration", "predicted", "measured", "error", "of the rounds", "of medians", "others"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for case in cases:
         errors = sorted(case.errors)
@@ -164,6 +173,7 @@ def report(cases: list[Case]) -> None:
             f"{1e3 * statistics.median(case.measured):.1f}",
             f"{case.error:+.1%}{'' if abs(case.error) <= BAR else ' (beyond 5%)'}",
             f"{errors[0]:+.1%} to {errors[-1]:+.1%}",
+            f"{case.error_of_medians:+.1%}",
             f"{statistics.median(case.others):.0%}",
         )
     Console().print(table)
@@ -171,9 +181,10 @@ def report(cases: list[Case]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile-iterations", type=int, default=32, help="of each block in each round")
-    parser.add_argument("--iterations", type=int, default=20, help="of each run in each round")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--profile-iterations", type=int, default=32, help="of each block in each profile")
+    parser.add_argument("--profile-rounds", type=int, default=2, help="over which a profile spreads them")
+    parser.add_argument("--iterations", type=int, default=20, help="of each run")
     parser.add_argument("--warmup", type=int, default=4, help="of them, not measured")
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--layers", type=int, nargs=2, default=(2, 4), help="of the stages that are profiled")
@@ -188,12 +199,14 @@ def main() -> int:
     args = parse_arguments()
     cases = [Case(configuration) for configuration in configurations()]
     with tempfile.TemporaryDirectory(prefix="profile_accuracy_") as folder:
-        for number in range(args.rounds):
-            say(f"round {number + 1} of {args.rounds}")
-            run_round(cases, args, Path(folder))
+        for _, group in itertools.groupby(cases, lambda case: (case.configuration.tensor, case.configuration.pipeline)):
+            run_group(list(group), args, Path(folder))
     report(cases)
     if args.json:
-        numbers = [{**asdict(case), "errors": case.errors, "error": case.error} for case in cases]
+        numbers = [
+            {**asdict(case), "errors": case.errors, "error": case.error, "of_medians": case.error_of_medians}
+            for case in cases
+        ]
         args.json.write_text(json.dumps(numbers, indent=1, default=str) + "\n")
     return int(any(abs(case.error) > BAR for case in cases))
 
