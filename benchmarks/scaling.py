@@ -24,6 +24,7 @@ from scaling_tables import TABLES
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 DATA, PAGE, IMAGES = DOCS / "scaling.json", DOCS / "scaling.md", DOCS / "images"
 _DIGITS = 4
+_NOTHING = 1e-9  # of seconds, GB or GiB: what floating point leaves of a difference
 
 
 def compute(models: Sequence[study.Model]) -> dict:
@@ -40,12 +41,15 @@ def compute(models: Sequence[study.Model]) -> dict:
 
 
 def rounded(value: object) -> object:
-    """The same data with numbers of four digits, so that files change only when results do."""
+    """The same data with numbers of four digits, none smaller than a billionth, so that files change only when results
+    do."""
     if isinstance(value, dict):
         return {name: rounded(each) for name, each in value.items()}
     if isinstance(value, list):
         return [rounded(each) for each in value]
-    if isinstance(value, float) and value:
+    if isinstance(value, float) and abs(value) < _NOTHING:
+        return 0.0
+    if isinstance(value, float):
         return round(value, _DIGITS - 1 - floor(log10(abs(value))))
     return value
 

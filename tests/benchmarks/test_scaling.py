@@ -151,4 +151,5 @@ def test_marks_and_tables_have_to_correspond():
 
 def test_numbers_have_four_digits():
     """So that files change only when results do."""
-    assert scaling.rounded({"a": [1234.567, 0.000123456, 0.0, 3, "x"]}) == {"a": [1235.0, 0.0001235, 0.0, 3, "x"]}
+    data = {"a": [1234.567, 0.000123456, 0.0, -7e-14, 3, "x"]}
+    assert scaling.rounded(data) == {"a": [1235.0, 0.0001235, 0.0, 0.0, 3, "x"]}
