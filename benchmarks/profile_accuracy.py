@@ -5,9 +5,10 @@
 
 For each pair of degrees, profiles and training alternate: the model's blocks are profiled with tools/profile_model.py's
 session, each configuration of these degrees is trained for real, through torchrun, as `grid_search.py measure` does,
-the blocks are profiled again, and so on. A run is predicted by simulating its program on the times of a profile, with
-the mean of what the profiles before and after it say: a shared machine may be a tenth slower a minute later. "error"
-is the median over the rounds of the errors within the rounds; "of medians" compares the medians over all rounds.
+the blocks are profiled again, and so on. A run is predicted by simulating its program on the times of the profile before
+it. "error" is the median over the rounds of the errors within the rounds, since a shared machine may be a tenth slower
+a minute later; "of medians" compares the medians over all rounds. "between" is the median error of the mean of what the
+profiles before and after a run say, which a planner cannot know: where it is smaller, drift made the difference.
 
 "others" says how much of the cores programs other than the benchmark used meanwhile. Where that is more than a few
 percent, the table measures them. What neighbours of a virtual machine do to it shows only in the rounds' errors.
@@ -49,6 +50,7 @@ class Case:
 
     configuration: Configuration
     predicted: list[float] = field(default_factory=list)
+    predicted_after: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
 
@@ -60,6 +62,12 @@ class Case:
     @property
     def error(self) -> float:
         return statistics.median(self.errors)
+
+    @property
+    def error_between(self) -> float:
+        """With the mean of the predictions before and after."""
+        rounds = zip(self.predicted, self.predicted_after, self.measured, strict=True)
+        return statistics.median((before + after) / 2 / measured - 1 for before, after, measured in rounds)
 
     @property
     def error_of_medians(self) -> float:
@@ -124,13 +132,13 @@ def run_group(cases: list[Case], args: argparse.Namespace, output: Path) -> None
         say(f"t={tensor}, p={pipeline}, round {number + 1} of {args.rounds}")
         measured = [measure(case, runs) for case in cases]
         after = predictions(cases, words, args)
-        for case, seconds, *predicted in zip(cases, measured, before, after, strict=True):
-            case.predicted.append(statistics.fmean(predicted))
-            case.measured.append(seconds)
+        for case, *seconds in zip(cases, before, measured, after, strict=True):
+            for numbers, each in zip((case.predicted, case.measured, case.predicted_after), seconds, strict=True):
+                numbers.append(each)
+            first, trained, second = (f"{1e3 * each:.1f}" for each in seconds)
             say(
-                f"  {case.configuration.schedule}: predicted {1e3 * predicted[0]:.1f} ms before and "
-                f"{1e3 * predicted[1]:.1f} after, measured {1e3 * seconds:.1f} ({case.errors[-1]:+.1%}), others used "
-                f"{case.others[-1]:.0%}"
+                f"  {case.configuration.schedule}: predicted {first} ms, measured {trained} ({case.errors[-1]:+.1%}), "
+                f"predicted after it {second}, others used {case.others[-1]:.0%}"
             )
         before = after
 
@@ -163,7 +171,16 @@ def say(text: str) -> None:
 
 def report(cases: list[Case]) -> None:
     table = Table(title=f"milliseconds per iteration; medians of {len(cases[0].measured)} rounds")
-    for column in ("configuration", "predicted", "measured", "error", "of the rounds", "of medians", "others"):
+    for column in (
+        "configuration",
+        "predicted",
+        "measured",
+        "error",
+        "of the rounds",
+        "of medians",
+        "between",
+        "others",
+    ):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for case in cases:
         errors = sorted(case.errors)
@@ -174,6 +191,7 @@ def report(cases: list[Case]) -> None:
             f"{case.error:+.1%}{'' if abs(case.error) <= BAR else ' (beyond 5%)'}",
             f"{errors[0]:+.1%} to {errors[-1]:+.1%}",
             f"{case.error_of_medians:+.1%}",
+            f"{case.error_between:+.1%}",
             f"{statistics.median(case.others):.0%}",
         )
     Console().print(table)
@@ -203,10 +221,8 @@ def main() -> int:
             run_group(list(group), args, Path(folder))
     report(cases)
     if args.json:
-        numbers = [
-            {**asdict(case), "errors": case.errors, "error": case.error, "of_medians": case.error_of_medians}
-            for case in cases
-        ]
+        names = ("errors", "error", "error_of_medians", "error_between")
+        numbers = [{**asdict(case), **{name: getattr(case, name) for name in names}} for case in cases]
         args.json.write_text(json.dumps(numbers, indent=1, default=str) + "\n")
     return int(any(abs(case.error) > BAR for case in cases))
 

@@ -6,7 +6,7 @@ Notation: w is a microbatch's forward and backward at a stage, c a transfer (byt
     gpipe                 the same; its rate is the longest forward and the longest backward
     interleaved           m times a rank's w over all its stages, and the first stage's w of each other rank, and 2 c
     2bw                   m rates: nothing fills or drains
-    pipedream             1 rate: every microbatch is a batch
+    pipedream             1 rate: every microbatch is a batch, whose reductions its STEP waits for at once
 
 The rate of 1F1B is the largest w, or the largest round trip: stage s has p - s microbatches in flight, so one of them
 ends every (sum of w + 2 c from s on) / (p - s). All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal
@@ -19,7 +19,7 @@ STEP waits for all stages, for their gradients' norm. The last stage ends its ba
 room for its reductions as well: what exceeds there shows in every other batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.pipeline.costs import Costs
@@ -75,7 +75,8 @@ def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
     if configuration.schedule == "2bw":
         seconds = max(m * _rate(stages, m + p) + step, *(_with_chain(stages, stage, m) for stage in range(p)))
     elif configuration.schedule == "pipedream":
-        seconds = max(_rate(stages, p + 1) + step, max(stages.reduce))
+        updates = [sum(each) for each in zip(stages.work, stages.reduce, stages.step, strict=True)]
+        seconds = max(_rate(stages, p + 1) + step, *updates)
     elif configuration.virtual > 1:
         fill = sum(stages.work[:p]) - stages.work[busiest] + sum(stages.round_trip[: p - 1])
         seconds = m * by_rank[busiest] + fill + _end(stages, p) + step
@@ -84,7 +85,7 @@ def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
         if configuration.schedule == "gpipe":
             rate = max([*stages.forward, *stages.occupation]) + max([*stages.backward, *stages.occupation])
         seconds = sum(stages.work) + sum(stages.round_trip) + (m - 1) * rate + _end(stages, p) + step
-    return IterationTime(seconds=seconds, bubble=max(0.0, 1 - (m * by_rank[busiest] + step) / seconds))
+    return _time(seconds, m * by_rank[busiest] + step)
 
 
 def _rate(stages: _Stages, num_microbatches: int) -> float:
@@ -128,20 +129,27 @@ def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) ->
     """Execute the program of a batch, or of a steady period where batches do not drain.
 
     Where the batch is large, its time is extrapolated from two batches with fewer microbatches: what further groups of
-    p microbatches add, once the pipeline is full, hardly changes.
+    p microbatches add, once the pipeline is full, hardly changes. What 2bw hides of its reductions does, as more
+    microbatches hide more; so that part is of the closed form.
     """
     m, p = configuration.num_microbatches, configuration.pipeline
     groups = max(4, min(16, _MOST_SIMULATED // (configuration.num_stages * p)))
     more, span = groups * p + m % p, groups // 2 * p
     if m * configuration.num_stages <= _MOST_SIMULATED or m <= more:
-        seconds, busy = _simulate(costs, schedule, m)
-    else:
-        fewer_seconds, fewer_busy = _simulate(costs, schedule, more - span)
-        seconds, busy = _simulate(costs, schedule, more)
-        times = (m - more) / span
-        seconds += times * (seconds - fewer_seconds)
-        busy += times * (busy - fewer_busy)
-    return IterationTime(seconds=seconds, bubble=1 - busy / seconds)
+        return _time(*_simulate(costs, schedule, m))
+    shown = 0.0
+    if not schedule.weights.rule.drains:
+        hidden = replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
+        shown = closed_form(costs, configuration).seconds - closed_form(hidden, configuration).seconds
+        costs = hidden
+    fewer_seconds, fewer_busy = _simulate(costs, schedule, more - span)
+    seconds, busy = _simulate(costs, schedule, more)
+    times = (m - more) / span
+    return _time(seconds + times * (seconds - fewer_seconds) + shown, busy + times * (busy - fewer_busy))
+
+
+def _time(seconds: float, busy: float) -> IterationTime:
+    return IterationTime(seconds=seconds, bubble=max(0.0, 1 - busy / seconds))
 
 
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:

@@ -66,6 +66,14 @@ def test_pipedream_takes_a_microbatch_at_the_rate_of_the_slowest_stage():
     assert closed == pytest.approx(3.5) and exact == pytest.approx(3.5, rel=0.02)
 
 
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("reduce", [0.5, 3.0, 8.0])
+def test_pipedream_waits_for_the_reductions_of_every_microbatch(p, reduce):
+    costs = Costs(step=0.5, reduce_grad=reduce)
+    for seconds in both(costs, configuration("pipedream", p, 1, data=2)):
+        assert seconds == pytest.approx(3 + reduce + 0.5)
+
+
 def test_2bw_waits_only_for_what_the_next_batch_does_not_hide():
     """4 stages, 8 microbatches: the first stage has 5 forwards and backwards before its STEP, 15 in all."""
     for reduce, extra in ((15.0, 0.0), (18.0, 3.0)):
@@ -101,3 +109,23 @@ def test_large_batches_are_extrapolated(monkeypatch, schedule, v):
     part = simulated(costs, asked, asked.pipeline_schedule(tied_embeddings=False))
     assert part.seconds == pytest.approx(whole.seconds, rel=5e-3)
     assert part.bubble == pytest.approx(whole.bubble, abs=1e-3)
+
+
+@pytest.mark.parametrize(("m", "reduce"), [(96, 30.0), (96, 200.0), (96, 400.0), (14, 60.0)])
+def test_large_batches_hide_reductions_that_small_ones_show(monkeypatch, m, reduce):
+    """2bw, of which a small batch shows 15 seconds of 30 that a large one hides."""
+    from megatron.planner.timing import iteration
+
+    costs, asked = Costs(step=0.5, reduce_grad=reduce), configuration("2bw", 4, m, data=2)
+    whole = simulated(costs, asked, asked.pipeline_schedule(tied_embeddings=False))
+    monkeypatch.setattr(iteration, "_MOST_SIMULATED", 1)
+    part = simulated(costs, asked, asked.pipeline_schedule(tied_embeddings=False))
+    assert part.seconds == pytest.approx(whole.seconds, rel=1e-9)
+    assert part.bubble == pytest.approx(whole.bubble, abs=1e-9) and part.bubble >= 0
+
+
+def test_no_bubble_is_zero():
+    """And not what floating point leaves of it."""
+    costs = Costs(forward=0.1, backward=0.2)
+    asked = configuration("flush", 1, 7)
+    assert simulated(costs, asked, asked.pipeline_schedule(tied_embeddings=False)).bubble >= 0
