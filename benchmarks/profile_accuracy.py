@@ -5,10 +5,10 @@
 
 For each pair of degrees, profiles and training alternate: the model's blocks are profiled with tools/profile_model.py's
 session, each configuration of these degrees is trained for real, through torchrun, as `grid_search.py measure` does,
-the blocks are profiled again, and so on. A run is predicted by simulating its program on the times of the profile before
-it. "error" is the median over the rounds of the errors within the rounds, since a shared machine may be a tenth slower
-a minute later; "of medians" compares the medians over all rounds. "between" is the median error of the mean of what the
-profiles before and after a run say, which a planner cannot know: where it is smaller, drift made the difference.
+the blocks are profiled again, and so on. A run is predicted by simulating its program on the times of the profile
+before it. "error" is the median over the rounds of the errors within the rounds, since a shared machine may be a tenth
+slower a minute later; "of medians" compares the medians over all rounds. "between" is the median error of the mean of
+what the profiles before and after a run say, which a planner cannot know.
 
 "others" says how much of the cores programs other than the benchmark used meanwhile. Where that is more than a few
 percent, the table measures them. What neighbours of a virtual machine do to it shows only in the rounds' errors.

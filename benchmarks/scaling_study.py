@@ -122,7 +122,7 @@ def cell(model: Model, schedule: str, data: int) -> dict:
     costs = planner.cost_model.costs(configuration, layers)
     row["microbatches"] = configuration.num_microbatches
     row |= times(costs, configuration, built)
-    peak = num_gpus * planner.cluster.device.peak_teraflops * 1e12
+    peak = num_gpus * planner.cluster.device.peak(planner.software.element_bytes)
     row["mfu"] = model.architecture.operations(configuration.global_batch_size) / (row["seconds"] * peak)
     row["sent_gb"] = {name: value / 1e9 for name, value in sent(model, configuration, built).items()}
     return row

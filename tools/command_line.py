@@ -3,7 +3,7 @@
 A tool puts this folder on its path and imports this file before anything of `megatron`.
 
 Exit status: 0, or 1 where a program, a file or a combination is wrong, 2 where the command line is or a file cannot be
-opened. A pipe whose reader has seen enough, such as `head`, is no error.
+opened, 130 after Ctrl-C. A pipe whose reader has seen enough, such as `head`, is no error.
 """
 
 import argparse
@@ -35,8 +35,11 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename + ': ' if error.filename else ''}{error.strerror}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 @contextmanager

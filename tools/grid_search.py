@@ -4,7 +4,8 @@
 
 COMMAND is one of those below; each is a file in grid_search_commands/. Only `measure` needs torch.
 
-Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command line is.
+Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command line is or a file
+cannot be opened, 130 after Ctrl-C.
 """
 
 import importlib

@@ -10,7 +10,8 @@ processor it is.
       within_node: 300      # of one GPU, to the others of its node; by default that of the GPU's data sheet
       between_nodes: 100    # of one node to the network, shared by its GPUs
     memory_gib: 79.25       # optional: what a GPU has; `cpu`: what a process may use
-    peak_teraflops: 312     # optional, likewise memory_bandwidth (GB/s); `cpu`: of one process
+    peak_teraflops: 312     # optional, of the type that training multiplies in, likewise memory_bandwidth (GB/s);
+                            # `cpu`: of one process
 """
 
 from functools import cached_property
@@ -24,7 +25,9 @@ from megatron.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.devices import DEVICES, Device
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_CPU = Device(memory_gib=2.0, peak_teraflops=0.05, memory_bandwidth=10, link_bandwidth=2)  # a core of a laptop
+_CPU = Device(  # a core of a laptop
+    memory_gib=2.0, peak_teraflops=0.05, peak_teraflops_fp32=0.05, memory_bandwidth=10, link_bandwidth=2
+)
 
 
 class _Links(BaseModel):
@@ -68,6 +71,8 @@ class Cluster(BaseModel):
         return Device(
             memory_gib=self.memory_gib or known.memory_gib,
             peak_teraflops=self.peak_teraflops or known.peak_teraflops,
+            peak_teraflops_fp32=self.peak_teraflops or known.peak_teraflops_fp32,
+            has_bfloat16=known.has_bfloat16,
             memory_bandwidth=self.memory_bandwidth or known.memory_bandwidth,
             link_bandwidth=self.bandwidth.within_node or known.link_bandwidth,
         )

@@ -28,29 +28,72 @@ class Device:
 
     Attributes:
         memory_gib: what CUDA reports to programs.
-        peak_teraflops: 10^12 operations per second of a dense matrix product in the type that training uses: 16 bits
-            with sums in FP32 where there are tensor cores, else FP32.
+        peak_teraflops: 10^12 operations per second of a dense matrix product of 16-bit numbers, summed in FP32.
+        peak_teraflops_fp32: of one in FP32. As torch multiplies by default, without TF32.
         memory_bandwidth: GB/s of its memory.
         link_bandwidth: GB/s to the other GPUs of its node: NVLink where there is one, else PCIe.
+        has_bfloat16: multiplies in it; others emulate it, many times slower.
     """
 
     memory_gib: float
     peak_teraflops: float
+    peak_teraflops_fp32: float
     memory_bandwidth: float
     link_bandwidth: float
+    has_bfloat16: bool = True
+
+    def peak(self, element_bytes: int) -> float:
+        """Operations per second of a product of numbers of 2 or 4 bytes."""
+        return 1e12 * (self.peak_teraflops if element_bytes == 2 else self.peak_teraflops_fp32)
 
 
 DEVICES: dict[str, Device] = {
-    "A100-80": Device(memory_gib=79.25, peak_teraflops=312, memory_bandwidth=2039, link_bandwidth=300),
-    "A100-40": Device(memory_gib=39.5, peak_teraflops=312, memory_bandwidth=1555, link_bandwidth=300),
-    "H100": Device(memory_gib=79.1, peak_teraflops=989, memory_bandwidth=3350, link_bandwidth=450),
-    "H200": Device(memory_gib=139.7, peak_teraflops=989, memory_bandwidth=4800, link_bandwidth=450),
-    "V100-32": Device(memory_gib=31.75, peak_teraflops=125, memory_bandwidth=900, link_bandwidth=150),
-    "V100-16": Device(memory_gib=15.78, peak_teraflops=125, memory_bandwidth=900, link_bandwidth=150),
-    "RTX2080Ti": Device(memory_gib=10.76, peak_teraflops=53.8, memory_bandwidth=616, link_bandwidth=16),
-    "GTX1080Ti": Device(memory_gib=10.92, peak_teraflops=11.3, memory_bandwidth=484, link_bandwidth=16),
+    "A100-80": Device(
+        memory_gib=79.25, peak_teraflops=312, peak_teraflops_fp32=19.5, memory_bandwidth=2039, link_bandwidth=300
+    ),
+    "A100-40": Device(
+        memory_gib=39.5, peak_teraflops=312, peak_teraflops_fp32=19.5, memory_bandwidth=1555, link_bandwidth=300
+    ),
+    "H100": Device(
+        memory_gib=79.1, peak_teraflops=989, peak_teraflops_fp32=67, memory_bandwidth=3350, link_bandwidth=450
+    ),
+    "H200": Device(
+        memory_gib=139.7, peak_teraflops=989, peak_teraflops_fp32=67, memory_bandwidth=4800, link_bandwidth=450
+    ),
+    "V100-32": Device(
+        memory_gib=31.75,
+        peak_teraflops=125,
+        peak_teraflops_fp32=15.7,
+        memory_bandwidth=900,
+        link_bandwidth=150,
+        has_bfloat16=False,
+    ),
+    "V100-16": Device(
+        memory_gib=15.78,
+        peak_teraflops=125,
+        peak_teraflops_fp32=15.7,
+        memory_bandwidth=900,
+        link_bandwidth=150,
+        has_bfloat16=False,
+    ),
+    "RTX2080Ti": Device(
+        memory_gib=10.76,
+        peak_teraflops=53.8,
+        peak_teraflops_fp32=13.4,
+        memory_bandwidth=616,
+        link_bandwidth=16,
+        has_bfloat16=False,
+    ),
+    "GTX1080Ti": Device(
+        memory_gib=10.92,
+        peak_teraflops=11.3,
+        peak_teraflops_fp32=11.3,
+        memory_bandwidth=484,
+        link_bandwidth=16,
+        has_bfloat16=False,
+    ),
 }
-"""GPUs by name, from their data sheets."""
+"""GPUs by name, from their data sheets (SXM where there is one; the 1080 Ti multiplies 16-bit numbers in FP32)."""
 
 
 def device_gib(text: str) -> float:

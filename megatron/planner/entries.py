@@ -46,6 +46,7 @@ class Entry:
         model_name: as published.
         note: what the file says about it.
         assumed: what was filled in, in words.
+        unread: what was measured and is no number, in words.
     """
 
     id: str
@@ -63,6 +64,7 @@ class Entry:
     model_name: str = ""
     note: str = ""
     assumed: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class _Settings(_Record):
 
 
 class _Raw(_Record):
-    id: _Text = "?"
+    id: _Text
     source: _Text = ""
     model: ModelRecord = ModelRecord()
     hardware: _Hardware = _Hardware()
@@ -139,9 +141,13 @@ _SCHEDULES = {
 _SCOPES = {"full": "layer", "selective": "attention"}  # Megatron-LM's words
 _NOT_MODELLED = (  # in what an entry says of its technique or precision
     ("fp8", "products in FP8"),
+    ("tf32", "products in TF32"),
+    ("int8", "products in INT8"),
     ("compile", "compiled models"),
     ("asynctp", "tensor-parallel collectives in pieces"),
 )
+_MEASURED = ("iteration_s", "iteration_ms", "mfu", "forward_ms", "backward_ms", "throughput")
+_FP32 = ("fp32", "float32")
 _GPUS_PER_NODE = 8
 
 
@@ -151,15 +157,15 @@ def load_entries(path: str | Path) -> list[Entry | Unpredictable]:
     entries = document.get("entries") if isinstance(document, dict) else document
     if not isinstance(entries, list):
         raise ValueError(f"{path} has no list of entries; give measurements in the form of docs/planner.md")
-    return [read_entry(entry) for entry in entries]
+    return [read_entry(entry, f"entry {number}") for number, entry in enumerate(entries, start=1)]
 
 
-def read_entry(entry: object) -> Entry | Unpredictable:
-    """One entry, or why it cannot be predicted. What is null counts as not given."""
+def read_entry(entry: object, name: str = "?") -> Entry | Unpredictable:
+    """One entry, or why it cannot be predicted. What is null counts as not given. `name`: for one without an id."""
     if not isinstance(entry, Mapping):
-        return Unpredictable("?", f"an entry is {entry!r:.40}; give an object")
-    given = _without_nulls(entry)
-    name = str(given.get("id", "?"))
+        return Unpredictable(name, f"an entry is {entry!r:.40}; give an object")
+    given = {"id": name, **_without_nulls(entry)}
+    name = str(given["id"])
     try:
         return _Reader(_Raw.model_validate(given)).entry()
     except ValidationError as error:
@@ -188,8 +194,10 @@ class _Reader:
         configuration = self._configuration()
         cluster = self._cluster(configuration)
         software = self._software(cluster)
-        measured = {key: value for key, value in self.raw.measured.items() if _is_measured(value)}
-        seconds, published_mfu = self._seconds(measured, model, configuration, cluster)
+        given = {key: value for key, value in self.raw.measured.items() if key in _MEASURED}
+        measured = {key: value for key, value in given.items() if _is_measured(value)}
+        peak = configuration.num_gpus * cluster.device.peak(software.element_bytes)
+        seconds, published_mfu = _seconds(measured, model.operations(configuration.global_batch_size), peak)
         return Entry(
             id=self.raw.id,
             model=model,
@@ -206,6 +214,9 @@ class _Reader:
             model_name=self.raw.model.name,
             note=self.raw.note,
             assumed=tuple(self.assumed),
+            unread=tuple(
+                f"measured.{key} is {value!r:.40}" for key, value in given.items() if value != 0 and key not in measured
+            ),
         )
 
     def _refuse_what_is_not_modelled(self) -> None:
@@ -219,7 +230,7 @@ class _Reader:
             raise ValueError("sequences are split over context parallel ranks, which is not modelled")
         if extra.get("ep", 1) != 1 or any("expert" in key for key in self.raw.model.model_extra or {}):
             raise ValueError("layers have experts, which are not modelled")
-        named = " ".join(str(extra.get(key, "")) for key in ("technique", "precision", "dtype")).lower()
+        named = f"{extra.get('technique', '')} {self._precision()}".lower()
         for word, what in _NOT_MODELLED:
             if word in named:
                 raise ValueError(f"config says {word}, and {what} are not modelled")
@@ -302,7 +313,13 @@ class _Reader:
             software = replace(MEGATRON_CORE, flash_attention=True) if is_newer else MEGATRON_V3
             name = "megatron-core with flash attention" if is_newer else "Megatron-LM v3"
             self.assumed.append(f"the software of {name}")
+        if any(name in self._precision() for name in _FP32):
+            software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False)
         return software if flash is None else replace(software, flash_attention=flash)
+
+    def _precision(self) -> str:
+        extra = self.raw.config.model_extra or {}
+        return " ".join(str(extra.get(key, "")) for key in ("precision", "dtype")).lower()
 
     def _named_software(self) -> Software | None:
         raw = self.raw
@@ -331,25 +348,23 @@ class _Reader:
             bandwidth={"between_nodes": node_bandwidth(network, per_node) if nodes > 1 else None},
         )  # fmt: skip
 
-    def _seconds(
-        self, measured: Mapping[str, float], model: Architecture, configuration: Configuration, cluster: Cluster
-    ) -> tuple[float | None, bool]:
-        """Of an iteration, and whether they follow from an MFU."""
-        if "iteration_s" in measured:
-            return measured["iteration_s"], False
-        if "iteration_ms" in measured:
-            return measured["iteration_ms"] / 1e3, False
-        if "mfu" in measured:
-            if measured["mfu"] > 1:
-                raise ValueError(f"measured.mfu is {measured['mfu']}; give a part of 1")
-            peak = configuration.num_gpus * cluster.device.peak_teraflops * 1e12
-            return model.operations(configuration.global_batch_size) / (measured["mfu"] * peak), True
-        return None, False
+
+def _seconds(measured: Mapping[str, float], operations: float, peak: float) -> tuple[float | None, bool]:
+    """Of an iteration, and whether they follow from an MFU. `peak`: operations per second of all GPUs."""
+    if "iteration_s" in measured:
+        return measured["iteration_s"], False
+    if "iteration_ms" in measured:
+        return measured["iteration_ms"] / 1e3, False
+    if "mfu" in measured:
+        if measured["mfu"] > 1:
+            raise ValueError(f"measured.mfu is {measured['mfu']}; give a part of 1")
+        return operations / (measured["mfu"] * peak), True
+    return None, False
 
 
 def _is_measured(value: object) -> bool:
     """Of a run that failed some tables have 0."""
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
 def _milliseconds(measured: Mapping[str, float], name: str) -> float | None:

@@ -57,6 +57,8 @@ def device_of(text: str, memory_gb: float | None) -> tuple[str, float | None, bo
 def node_bandwidth(texts: tuple[str | None, ...], gpus_per_node: int) -> float:
     """GB/s of a node to the network. Raises ValueError where no text says it."""
     text = " | ".join(filter(None, texts))
+    if negative := re.search(r"(?<!\S)-\d\S*", text):
+        raise ValueError(f"the bandwidth between nodes is {negative[0]}; give a number above 0")
     parts = [part for part in re.split(r"[|;,]", text) if not _INSIDE.search(part)]
     rates = [_gigabytes(found, gpus_per_node) for part in parts for found in _RATE.finditer(part)]
     rates += [int(found[1]) * _ADAPTERS[found[2]] for part in parts for found in _INFINIBAND.finditer(part)]

@@ -51,6 +51,8 @@ class ModelRecord(BaseModel):
         h, heads, multiple = found["hidden"], found["heads"], _PADDING * tensor
         if h % heads:
             raise ValueError(f"hidden size {h} does not divide into {heads} heads")
+        if heads % (self.kv_heads or heads):
+            raise ValueError(f"{heads} heads do not divide into groups for {self.kv_heads} key and value heads")
         return Architecture(
             num_layers=found["layers"],
             hidden_size=h,

@@ -56,7 +56,8 @@ def fit_profile(profile: StageProfile, gpu: str, start: Constants = START) -> Co
     """
     runs = {}
     software = Software(
-        element_bytes=_BYTES[profile.dtype], flash_attention=profile.transformer_impl == "transformer_engine"
+        element_bytes=_BYTES[profile.dtype],
+        flash_attention=profile.transformer_impl == "transformer_engine" and profile.dtype != "float32",
     )
     for stage in profile.stages:
         if not profile.shares_processor or stage.working == stage.tensor:  # alone on its processor

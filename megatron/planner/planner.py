@@ -99,7 +99,7 @@ class Planner:
         else:
             time = closed_form(costs, configuration)
         operations = self.model.operations(configuration.global_batch_size)
-        peak = configuration.num_gpus * self.cluster.device.peak_teraflops * 1e12
+        peak = configuration.num_gpus * self.cluster.device.peak(self.software.element_bytes)
         return Estimate(
             configuration=configuration,
             seconds=time.seconds,

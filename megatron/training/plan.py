@@ -47,7 +47,8 @@ def architecture(args: argparse.Namespace) -> Architecture:
 def activation_setting(args: argparse.Namespace) -> ActivationSetting:
     """How the run keeps activations; `args.transformer_impl` is resolved."""
     element = _HALF if args.fp16 or args.bf16 else _FP32
-    is_flash = args.transformer_impl == "transformer_engine" and args.attention_backend in ("auto", "flash", "fused")
+    has_flash = args.transformer_impl == "transformer_engine" and args.attention_backend in ("auto", "flash", "fused")
+    is_flash = has_flash and element == _HALF  # the kernels take 16-bit numbers only
     return ActivationSetting(
         tensor=args.tensor_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
@@ -125,6 +126,6 @@ def software(args: argparse.Namespace) -> RunSoftware:
         element_bytes=setting.element_bytes,
         gradient_bytes=state.gradient_bytes,
         flash_attention=not setting.saves_scores,
-        fuses_softmax=args.masked_softmax_fusion,
+        fuses_softmax=args.masked_softmax_fusion and setting.element_bytes == _HALF,
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
     )

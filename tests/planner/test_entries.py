@@ -6,7 +6,9 @@ import pytest
 
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.entries import Entry, Unpredictable, load_entries, read_entry
+from megatron.planner.prediction import predict
 from megatron.planner.software import MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3, PIPEDREAM_2BW
+from megatron.planner.timing.calibration import default_constants
 from tests.planner.measured import ALL, BPIPE_TABLE_7, KORTHIKANTI, VTRAIN
 from tests.planner.measured import PIPEDREAM_2BW as TABLE_1
 
@@ -84,6 +86,9 @@ def test_pads_the_vocabulary_as_megatron_does():
         (changed(BPIPE_TABLE_7[0], hardware={"internode": "NVLink 600 GB/s"}), "bandwidth between them is not given"),
         (changed(BPIPE_TABLE_7[0], measured={"mfu": 50.64}), "measured.mfu is 50.64"),
         (BPIPE_TABLE_7[0] | {"model": [1]}, "model is [1]: input should be a valid dictionary"),
+        (changed(BPIPE_TABLE_7[0], model={"kv_heads": 7}), "do not divide into groups for 7 key and value heads"),
+        (changed(BPIPE_TABLE_7[0], hardware={"internode": "-5 Gb/s"}), "the bandwidth between nodes is -5; give"),
+        (changed(BPIPE_TABLE_7[0], config={"precision": "tf32"}), "products in TF32 are not modelled"),
         ({"id": "empty"}, "is not given"),
         ({}, "is not given"),
     ],
@@ -119,12 +124,34 @@ def test_reads_a_configuration_in_other_words(parts, expected):
 @pytest.mark.parametrize("measured", [None, {"mfu": None}, {"mfu": 0}, {"mfu": "high"}, {"feasible": False}])
 def test_what_was_not_measured_is_no_time(measured):
     """Of a run that ran out of memory some tables have 0."""
-    assert read_entry(BPIPE_TABLE_7[0] | {"measured": measured}).seconds is None
+    entry = read_entry(BPIPE_TABLE_7[0] | {"measured": measured})
+    assert entry.seconds is None
+    assert entry.unread == (("measured.mfu is 'high'",) if measured == {"mfu": "high"} else ())
 
 
 def test_every_entry_is_answered_by_its_id():
     found = [read_entry(entry) for entry in (BPIPE_TABLE_7[0] | {"id": 17}, "no object", {"id": None})]
     assert [each.id for each in found] == ["17", "?", "?"] and isinstance(found[0], Entry)
+
+
+def test_entries_without_an_id_are_told_apart(tmp_path):
+    named = {key: value for key, value in BPIPE_TABLE_7[0].items() if key != "id"}
+    (tmp_path / "entries.json").write_text(json.dumps([named, BPIPE_TABLE_7[1], named | {"id": None}, 5]))
+    found = [entry.id for entry in load_entries(tmp_path / "entries.json")]
+    assert found == ["entry 1", BPIPE_TABLE_7[1]["id"], "entry 3", "entry 4"]
+
+
+@pytest.mark.parametrize("key", ["precision", "dtype"])
+def test_single_precision(key):
+    """Four bytes an element, and the rate of FP32."""
+    half = read_entry(changed(BPIPE_TABLE_7[0], config={key: "fp16"}))
+    single = read_entry(changed(BPIPE_TABLE_7[0], config={key: "FP32"}))
+    assert (half.software.element_bytes, single.software.element_bytes) == (2, 4)
+    assert not single.software.fuses_softmax
+    assert single.seconds / half.seconds == pytest.approx(312 / 19.5)  # the same MFU
+    estimates = [predict(entry, default_constants()).estimate for entry in (half, single)]
+    assert estimates[1].seconds > 8 * estimates[0].seconds
+    assert 0 < estimates[1].mfu < 1
 
 
 def test_names_of_models():

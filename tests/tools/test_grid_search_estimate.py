@@ -104,6 +104,24 @@ def test_calibrate_warns_where_nothing_fits(run, tmp_path):
         assert status == 0 and all(name in err for name in names)
 
 
+@pytest.mark.parametrize("command", ["validate", "calibrate"])
+def test_measurements_that_are_no_numbers_are_named(run, tmp_path, command):
+    """Where a run is left out because of a slip of the pen, that is said."""
+    path, slips = tmp_path / "slips.json", {1: "0.4o", 2: -0.4, 3: 0}
+    runs = [
+        entry | {"measured": {"mfu": slips[index]}} if index in slips else entry
+        for index, entry in enumerate(measured.BPIPE_TABLE_7)
+    ]
+    path.write_text(json.dumps(runs))
+    output = ("--output", tmp_path / "fit.json") if command == "calibrate" else ()
+    _, _, err = run(command, "--entries", path, *output)
+    notes = [line for line in err.splitlines() if line.startswith("note: ") and "measured." in line]
+    assert notes == [
+        f"note: {runs[index]['id']}: measured.mfu is {slips[index]!r}, no number above 0, and left out"
+        for index in (1, 2)
+    ]
+
+
 def test_validate_with_a_few_of_the_fitted_runs(run, tmp_path):
     """The others are judged, and those that cannot be are counted; a ranked one that cannot run is left aside."""
     path = tmp_path / "few.json"

@@ -198,12 +198,47 @@ def test_flags_of_any_model_survive():
         ([*CLUSTER, *GPT, "--fp8-format", "hybrid"], 1, "--fp8-format hybrid: FP8 and FP4 are not supported"),
         ([*CLUSTER, *GPT, "--hidden-size", "16384"], 1, "can run; the nearest (tensor "),
         ([*CLUSTER, *GPT, "--max-safe-batch", "8"], 1, "maximum safe batch of 8 sequences is below"),
+        ([*CLUSTER, *GPT, "--bf16"], 1, "V100-16 has no units for bfloat16; give --precision fp16"),
+        ([*CLUSTER, *GPT, "--precision", "bf16"], 1, "V100-16 has no units for bfloat16; give --precision fp16"),
     ],
 )
 def test_refusals(run, words, status, reason):
     """What is wrong is one sentence, and the exit status says whose fault it is."""
     found, _, err = run(*words)
     assert found == status and reason in err
+
+
+def test_output_that_cannot_be_written_is_said_before_the_search(run, tmp_path, monkeypatch):
+    """And not after it, when its result would be lost."""
+    module = sys.modules["grid_search_commands.search"]
+    monkeypatch.setattr(module, "search", lambda *arguments, **options: pytest.fail("it has searched"))
+    (tmp_path / "file").write_text("")
+    status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / "file")
+    assert status == 2 and err.splitlines()[-1] == f"error: {tmp_path / 'file'}: File exists"
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / "plan")
+    assert status == 1 and f"--output {tmp_path / 'plan'} cannot be written to; give another folder" in err
+
+
+def test_an_interrupt_is_one_line(run, monkeypatch):
+    """Ctrl-C ends a command with the status that shells expect."""
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["grid_search_commands.search"], "search", interrupted)
+    status, out, err = run(*CLUSTER, *GPT)
+    assert status == 130 and not out and err.splitlines()[-1] == "ended by SIGINT"
+
+
+def test_single_precision_is_planned_at_its_own_rate(run):
+    """On a V100 an eighth of that of 16 bits, and without the kernels for them."""
+    best = {}
+    for precision in ("fp16", "fp32"):
+        _, out, _ = run("--cluster", "V100-32", *GPT, *QUICK, "--precision", precision, "--json")
+        best[precision] = json.loads(out)["best"][0]
+    assert best["fp32"]["iteration_seconds"] > 3 * best["fp16"]["iteration_seconds"]
+    assert 0.2 < best["fp32"]["mfu"] < 1
 
 
 def test_all_commands_are_named_and_one_is_loaded(capsys):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from grid_search_commands.tables import print_table
+from grid_search_commands.tables import note_unread, print_table
 from megatron.planner.devices import DEVICES
 from megatron.planner.entries import Entry, load_entries
 from megatron.planner.fit import ConstantsFit, fit_entries, is_timed
@@ -92,11 +92,11 @@ def _of_entries(options: argparse.Namespace) -> ConstantsFit:
     entries = [
         entry
         for entry in load_entries(options.entries)
-        if isinstance(entry, Entry) and is_timed(entry)
-        and options.source in entry.source and options.model in entry.model_name
-        and (entry.seconds is not None or not options.iterations)
-    ]  # fmt: skip
-    return fit_entries(entries)
+        if isinstance(entry, Entry) and options.source in entry.source and options.model in entry.model_name
+    ]
+    note_unread(entries)
+    timed = [entry for entry in entries if is_timed(entry) and (entry.seconds is not None or not options.iterations)]
+    return fit_entries(timed)
 
 
 def _of_profile(options: argparse.Namespace) -> ConstantsFit:

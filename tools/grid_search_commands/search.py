@@ -12,6 +12,7 @@ aside. docs/grid_search.md explains the result.
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -96,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
     model = read_model(options, cluster)
     job = model.job
     space = _space(options, model, cluster)
+    if options.output:
+        _make_folder(Path(options.output))
     constants = load_calibration(options.calibrated_on).fitted
     profile = None if options.predict_from is None else load_profile(options.predict_from)
     planners: dict[int, Planner] = {}
@@ -134,6 +137,13 @@ def run(options: argparse.Namespace) -> int:
     if outcome.best is None:
         raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}")
     return 0
+
+
+def _make_folder(folder: Path) -> None:
+    """Before a search that may take long. Raises ValueError, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {folder} cannot be written to; give another folder")
 
 
 def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
@@ -260,7 +270,6 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     from megatron.planner.search.picture import as_png, draw_outcome
     from megatron.planner.search.report import html_report
 
-    folder.mkdir(parents=True, exist_ok=True)
     job = model.job
     title = f"{job.program.removesuffix('.py').removeprefix('pretrain_').upper()} on {cluster.num_gpus} x {cluster.gpu}"
     shape = planner_of(1).model

@@ -120,6 +120,8 @@ def _for_processor(words: list[str], options: argparse.Namespace, cluster: Clust
     if precision is not None:
         words = [word for word in words if word not in ("--fp16", "--bf16")]
         words += [f"--{precision}"] if precision != "fp32" else []
+    if "--bf16" in words and not cluster.device.has_bfloat16:
+        raise ValueError(f"{cluster.gpu} has no units for bfloat16; give --precision fp16")
     if cluster.gpu in _WITHOUT_ENGINE and "--transformer-impl" not in {word.partition("=")[0] for word in words}:
         words = [*words, "--transformer-impl", "local"]
     return words, notes

@@ -1,4 +1,4 @@
-"""Tables for a terminal, and without lines and colours for a pipe."""
+"""What commands print alike: tables for a terminal, without lines and colours for a pipe, and notes on entries."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from megatron.planner.entries import Entry
 
 _PIPE_WIDTH = 250
 
@@ -19,3 +21,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     for row in rows:
         table.add_row(*row)
     Console(width=_PIPE_WIDTH, no_color=True).print(table) if plain else Console().print(table)
+
+
+def note_unread(entries: Sequence[Entry]) -> None:
+    """Say which measurements are no numbers, so that nobody misses them in silence."""
+    for entry in entries:
+        for text in entry.unread:
+            print(f"note: {entry.id}: {text}, no number above 0, and left out", file=sys.stderr)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from grid_search_commands.tables import print_table
+from grid_search_commands.tables import note_unread, print_table
 from megatron.planner.entries import Entry, load_entries
 from megatron.planner.fit import is_timed
 from megatron.planner.prediction import predict
@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
     calibration = load_calibration(options.calibrated_on)
     read = load_entries(options.entries)
     entries = [entry for entry in read if isinstance(entry, Entry)]
+    note_unread(entries)
     facts = load_facts(options.feasibility) if options.feasibility else []
     rows = row_errors(entries, calibration)
     throughputs = _throughputs([entry for entry in entries if entry.chosen is not None], calibration)

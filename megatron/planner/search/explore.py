@@ -150,13 +150,13 @@ class _Degrees:
         least, most = space.global_batch_size, space.largest_batch_size
         if preset_of(choice.schedule)[0] == "pipedream":
             most = per_round if least <= per_round <= most else most
-        count = most // per_round
+        count, parts = most // per_round, f"microbatches of {choice.micro_batch_size}"
         if interleaves(choice.schedule) and space.safe_batch_size is not None:
-            count -= count % choice.pipeline
+            count, parts = count - count % choice.pipeline, f"groups of {choice.pipeline} {parts}"
         if not least <= count * per_round <= most or not count:
             wanted = f"a batch of {least}" if least == most else f"no batch from {least} to {most}"
             does = "does not divide" if least == most else "divides"
-            return f"{wanted} {does} into microbatches of {choice.micro_batch_size}{_on_replicas(choice.data)}"
+            return f"{wanted} {does} into {parts}{_on_replicas(choice.data)}"
         whole = replace(choice, global_batch_size=count * per_round, recompute=SCOPES[0])
         schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         return rules.refuse_batch(schedule, count) or count * per_round

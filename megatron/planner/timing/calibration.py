@@ -65,7 +65,8 @@ def load_calibration(name: str = DEFAULT_NAME) -> Calibration:
         Constants(**found.constants)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(f"{path}: {where}: {first['msg']}") from error
     except TypeError as error:
         raise ValueError(f"{path}: constants: {str(error).partition(' ')[2]}") from error
     return found

@@ -20,7 +20,7 @@ from megatron.planner.timing.iteration import moving_part
 from megatron.planner.timing.links import Links
 from megatron.planner.timing.work import LayerWork, Work
 
-_GIGA, _TERA = 1e9, 1e12
+_GIGA = 1e9
 _NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
 
 
@@ -75,7 +75,7 @@ class FirstPrinciples:
     def _seconds(self, work: Work, links: Links) -> float:
         constants, device = self.constants, self.cluster.device
         tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
-        products = work.operations / (device.peak_teraflops * _TERA * constants.product_efficiency)
+        products = work.operations / (device.peak(self.software.element_bytes) * constants.product_efficiency)
         products += work.calls * constants.product_overhead
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link

@@ -38,7 +38,8 @@ def _number(profile: Profile, flag: str, default: int | None) -> int | None:
 def software_of(profile: Profile) -> Software:
     """What the profiled program does, as far as memory depends on it."""
     size = _BYTES[profile.dtype]
-    return Software(element_bytes=size, flash_attention=profile.transformer_impl == "transformer_engine")
+    has_flash = profile.transformer_impl == "transformer_engine" and size < 4  # its kernels take 16-bit numbers only
+    return Software(element_bytes=size, flash_attention=has_flash)
 
 
 class ProfiledCosts:

@@ -64,7 +64,8 @@ def load_facts(path: str | Path) -> list[Fact]:
         return TypeAdapter(list[Fact]).validate_python(read_document(path))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ValueError(f"{path}: fact {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        where = f"fact {'.'.join(map(str, first['loc']))}" if first["loc"] else "the file"
+        raise ValueError(f"{path}: {where}: {first['msg']}") from error
 
 
 def judge_facts(facts: Sequence[Fact], entries: Sequence[Entry]) -> list[Judged]:

@@ -197,6 +197,8 @@ def test_reasons():
         ({"micro_batch_sizes": (9,), "safe_batch_size": 12}, "the 6 sequences of a replica leave no room for "),
         ({"tensor": (1,), "pipeline": (1,), "global_batch_size": 1, "safe_batch_size": 7},
          "a batch of 7 is less than a sequence for each of 8 replicas"),
+        ({"safe_batch_size": 7, "global_batch_size": 5, "micro_batch_sizes": (1,), "schedules": ("interleaved",)},
+         "no batch from 5 to 7 divides into groups of 4 microbatches of 1"),
         ({"virtual": (5,)}, "3 layers of a rank do not divide into 5 stages"),
         ({"virtual": (1,)}, "interleaving takes 2 stages or more on a rank"),
         ({"pipeline": (4,), "layers": 4}, "the single layer of a rank makes no second stage"),
