@@ -30,6 +30,7 @@ class ModelRecord(BaseModel):
     ffn: Count | None = None
     seq: Count | None = None
     vocab: Count | None = None
+    tied_embeddings: bool | None = None
 
     def architecture(self, tensor: int, assume: Callable[[str], None]) -> Architecture:
         """A GPT-3, a BERT or a Llama, by the name. `assume` is told what is filled in. Raises ValueError."""
@@ -63,7 +64,7 @@ class ModelRecord(BaseModel):
             sequence_length=found["seq"],
             vocabulary_size=-(-found["vocab"] // multiple) * multiple,
             num_positions=0 if is_llama else found["seq"],
-            tied_embeddings=not is_llama,
+            tied_embeddings=not is_llama if self.tied_embeddings is None else self.tied_embeddings,
             gated=is_llama,
             linear_biases=not is_llama,
             norm_vectors=1 if is_llama else 2,

@@ -161,6 +161,12 @@ def test_names_of_models():
     llama = {"name": "Llama 3.1 8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "vocab": 128256}
     model = read_entry(changed(BPIPE_TABLE_7[0], model=llama)).model
     assert model.gated and not model.tied_embeddings
+    untied = changed(
+        BPIPE_TABLE_7[0],
+        model={"tied_embeddings": False},
+        config={"schedule": "pipedream", "global_batch": 2},
+    )
+    assert predict(read_entry(untied), default_constants()).estimate.seconds > 0
     matrices = model.operations(1) / (6 * 2048) - 32 * 2 * 4096 * 2048
     assert matrices == 8_030_261_248 - 128256 * 4096 - 65 * 4096  # its parameters, but embedding and norms
 
