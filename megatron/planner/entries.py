@@ -313,7 +313,8 @@ class _Reader:
             software = replace(MEGATRON_CORE, flash_attention=True) if is_newer else MEGATRON_V3
             name = "megatron-core with flash attention" if is_newer else "Megatron-LM v3"
             self.assumed.append(f"the software of {name}")
-        if any(name in self._precision() for name in _FP32):
+        precision = self._precision()
+        if any(name in precision for name in _FP32) and "16" not in precision:  # sums of 16-bit products are in FP32
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False)
         return software if flash is None else replace(software, flash_attention=flash)
 

@@ -26,6 +26,7 @@ _RATE = re.compile(
     r"(?:(?P<count>\d+) ?[x×*] ?)?(?P<rate>\d+(?:\.\d+)?) ?(?P<scale>[GT])(?P<unit>[bB])(?:it|yte)?s?"
     r"(?:/s(?:ec)?|ps|E\b| ?Ethernet)(?P<per_gpu>[ -]?(?:per|a|/)[ -]?GPU)?"
 )
+_NEGATIVE = re.compile(r"(?<!\S)-" + _RATE.pattern)
 _INFINIBAND = re.compile(r"(\d+) ?[x×*] ?(EDR|HDR|NDR)")
 _ADAPTERS = {"EDR": 12.5, "HDR": 25.0, "NDR": 50.0}
 _INSIDE = re.compile(r"nvlink|nvswitch|pcie", re.IGNORECASE)  # these rates are of links in a node
@@ -57,7 +58,7 @@ def device_of(text: str, memory_gb: float | None) -> tuple[str, float | None, bo
 def node_bandwidth(texts: tuple[str | None, ...], gpus_per_node: int) -> float:
     """GB/s of a node to the network. Raises ValueError where no text says it."""
     text = " | ".join(filter(None, texts))
-    if negative := re.search(r"(?<!\S)-\d\S*", text):
+    if negative := _NEGATIVE.search(text):
         raise ValueError(f"the bandwidth between nodes is {negative[0]}; give a number above 0")
     parts = [part for part in re.split(r"[|;,]", text) if not _INSIDE.search(part)]
     rates = [_gigabytes(found, gpus_per_node) for part in parts for found in _RATE.finditer(part)]

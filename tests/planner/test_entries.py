@@ -87,7 +87,7 @@ def test_pads_the_vocabulary_as_megatron_does():
         (changed(BPIPE_TABLE_7[0], measured={"mfu": 50.64}), "measured.mfu is 50.64"),
         (BPIPE_TABLE_7[0] | {"model": [1]}, "model is [1]: input should be a valid dictionary"),
         (changed(BPIPE_TABLE_7[0], model={"kv_heads": 7}), "do not divide into groups for 7 key and value heads"),
-        (changed(BPIPE_TABLE_7[0], hardware={"internode": "-5 Gb/s"}), "the bandwidth between nodes is -5; give"),
+        (changed(BPIPE_TABLE_7[0], hardware={"internode": "-5 Gb/s"}), "the bandwidth between nodes is -5 Gb/s; give"),
         (changed(BPIPE_TABLE_7[0], config={"precision": "tf32"}), "products in TF32 are not modelled"),
         ({"id": "empty"}, "is not given"),
         ({}, "is not given"),
@@ -148,6 +148,8 @@ def test_single_precision(key):
     single = read_entry(changed(BPIPE_TABLE_7[0], config={key: "FP32"}))
     assert (half.software.element_bytes, single.software.element_bytes) == (2, 4)
     assert not single.software.fuses_softmax
+    mixed = read_entry(changed(BPIPE_TABLE_7[0], config={key: "bf16, gradients in fp32"}))
+    assert mixed.software == half.software
     assert single.seconds / half.seconds == pytest.approx(312 / 19.5)  # the same MFU
     estimates = [predict(entry, default_constants()).estimate for entry in (half, single)]
     assert estimates[1].seconds > 8 * estimates[0].seconds

@@ -42,6 +42,7 @@ def test_processors(text, memory, expected):
         ("AWS p3.16xlarge for V100 (sec. 5)", 3.125),
         ("Selene (DGX A100, HDR IB)", 200),
         ("DGX H100", 400),
+        ("A100 -80GB, 100 Gb/s", 12.5),
     ],
 )
 def test_networks(text, expected):
