@@ -138,16 +138,30 @@ def test_what_cannot_be_measured_is_refused(run, tmp_path, arguments, status, me
 def test_a_signal_leaves_through_what_ends_processes(capsys, name):
     """With the status of a shell; nothing interrupts that, and the handlers of before come back."""
     number, ended = signal.Signals[name], []
-    before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as end, TOOL.command_line.unwinding("the same command goes on"):
-        try:
-            os.kill(os.getpid(), number)
-            time.sleep(10)
-        finally:
-            os.kill(os.getpid(), number)
-            ended.append(True)
-    assert (end.value.code, ended, signal.getsignal(number)) == (128 + number, [True], before)
+    outer = signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
+    try:
+        with pytest.raises(SystemExit) as end, TOOL.command_line.unwinding("the same command goes on"):
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(10)
+            finally:
+                os.kill(os.getpid(), number)
+                ended.append(True)
+        assert (end.value.code, ended, signal.getsignal(number)) == (128 + number, [True], signal.SIG_DFL)
+    finally:
+        signal.signal(number, outer)
     assert capsys.readouterr().err == f"ended by {name}; the same command goes on\n"
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """As nohup asks for."""
+    outer = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with TOOL.command_line.unwinding("the same command goes on"):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, outer)
 
 
 @pytest.mark.full
