@@ -48,51 +48,21 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "A100-80": Device(
-        memory_gib=79.25, peak_teraflops=312, peak_teraflops_fp32=19.5, memory_bandwidth=2039, link_bandwidth=300
-    ),
-    "A100-40": Device(
-        memory_gib=39.5, peak_teraflops=312, peak_teraflops_fp32=19.5, memory_bandwidth=1555, link_bandwidth=300
-    ),
-    "H100": Device(
-        memory_gib=79.1, peak_teraflops=989, peak_teraflops_fp32=67, memory_bandwidth=3350, link_bandwidth=450
-    ),
-    "H200": Device(
-        memory_gib=139.7, peak_teraflops=989, peak_teraflops_fp32=67, memory_bandwidth=4800, link_bandwidth=450
-    ),
-    "V100-32": Device(
-        memory_gib=31.75,
-        peak_teraflops=125,
-        peak_teraflops_fp32=15.7,
-        memory_bandwidth=900,
-        link_bandwidth=150,
-        has_bfloat16=False,
-    ),
-    "V100-16": Device(
-        memory_gib=15.78,
-        peak_teraflops=125,
-        peak_teraflops_fp32=15.7,
-        memory_bandwidth=900,
-        link_bandwidth=150,
-        has_bfloat16=False,
-    ),
-    "RTX2080Ti": Device(
-        memory_gib=10.76,
-        peak_teraflops=53.8,
-        peak_teraflops_fp32=13.4,
-        memory_bandwidth=616,
-        link_bandwidth=16,
-        has_bfloat16=False,
-    ),
-    "GTX1080Ti": Device(
-        memory_gib=10.92,
-        peak_teraflops=11.3,
-        peak_teraflops_fp32=11.3,
-        memory_bandwidth=484,
-        link_bandwidth=16,
-        has_bfloat16=False,
-    ),
-}
+    name: Device(
+        memory_gib=gib, peak_teraflops=half, peak_teraflops_fp32=single, memory_bandwidth=memory, link_bandwidth=link,
+        has_bfloat16=bfloat16,
+    )
+    for name, gib, half, single, memory, link, bfloat16 in (
+        ("A100-80", 79.25, 312, 19.5, 2039, 300, True),
+        ("A100-40", 39.5, 312, 19.5, 1555, 300, True),
+        ("H100", 79.1, 989, 67, 3350, 450, True),
+        ("H200", 139.7, 989, 67, 4800, 450, True),
+        ("V100-32", 31.75, 125, 15.7, 900, 150, False),
+        ("V100-16", 15.78, 125, 15.7, 900, 150, False),
+        ("RTX2080Ti", 10.76, 53.8, 13.4, 616, 16, False),
+        ("GTX1080Ti", 10.92, 11.3, 11.3, 484, 16, False),
+    )
+}  # fmt: skip
 """GPUs by name, from their data sheets (SXM where there is one; the 1080 Ti multiplies 16-bit numbers in FP32)."""
 
 
