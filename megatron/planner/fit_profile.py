@@ -16,9 +16,9 @@ from megatron.planner.fit import ConstantsFit, fit_runs
 from megatron.planner.software import Software
 from megatron.planner.timing.constants import FITTED, START, Constants
 from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.timing.profiled import software_of
 
 _POSITIONS = {"only": 0, "first": 0, "middle": 1, "last": 2}
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class _Spread(Protocol):
@@ -55,10 +55,7 @@ def fit_profile(profile: StageProfile, gpu: str, start: Constants = START) -> Co
     Raises ValueError for fewer stages than constants.
     """
     runs = {}
-    software = Software(
-        element_bytes=_BYTES[profile.dtype],
-        flash_attention=profile.transformer_impl == "transformer_engine" and profile.dtype != "float32",
-    )
+    software = software_of(profile)
     for stage in profile.stages:
         if not profile.shares_processor or stage.working == stage.tensor:  # alone on its processor
             scope = RecomputeScope(stage.recompute).value

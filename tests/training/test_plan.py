@@ -60,7 +60,8 @@ def test_formats():
     state, setting = plan.training_state(arguments("--bf16")), plan.activation_setting(arguments("--bf16"))
     assert (state.weight_bytes, state.gradient_bytes, setting.element_bytes) == (2, 4, 2)
     assert setting.saves_scores and not plan.activation_setting(arguments("--bf16", platform=GPU)).saves_scores
-    assert plan.activation_setting(arguments("--attention-backend unfused", platform=GPU)).saves_scores
+    assert plan.activation_setting(arguments("--bf16 --attention-backend unfused", platform=GPU)).saves_scores
+    assert plan.activation_setting(arguments("", platform=GPU)).saves_scores  # flash attention takes 16 bits only
     assert plan.training_state(arguments("--bf16 --grad-reduce-in-bf16")).gradient_bytes == 2
     assert plan.training_state(arguments("--fp16")).gradient_bytes == 2
     assert plan.training_state(arguments("--optimizer sgd --sgd-momentum 0")).num_moments == 0
