@@ -244,6 +244,7 @@ class Loop:
                 folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
                 write_timeline(run.engine, folder, drains=self._drains, most=most)
         run.engine.close()
+        run.update.close()
 
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:

@@ -5,18 +5,19 @@ when a buffer may be used again depends on who still reads it: a backward, a gra
 saved tensor, on CUDA kernels that the host has only queued.
 
 Solution: a buffer is free when nobody but the pool holds its storage. So nobody gives buffers back, none can be given
-back too early, and what is in use can be counted at any moment. On CUDA the stream that takes a buffer also waits for
-the kernels that used it last.
+back too early, and what is in use can be counted at any moment. Where the device lags behind the host, whoever has
+given it work on a buffer says so while still holding it (`mark_used`), and the stream that takes it next waits.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.backend.streams import Event, streams_of
 
 
 def num_holders(tensor: Tensor) -> int:
@@ -28,7 +29,7 @@ def num_holders(tensor: Tensor) -> int:
 @dataclass(slots=True)
 class _Buffer:
     memory: Tensor
-    last_use: Any = None  # event of another stream's
+    last_use: Event  # whoever takes it waits for that
 
     @property
     def is_free(self) -> bool:
@@ -40,6 +41,7 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._streams = streams_of(device)
         self._buffers: list[_Buffer] = []
         self._lock = threading.Lock()
 
@@ -54,23 +56,23 @@ class BufferPool:
         with self._lock:
             buffers = (buffer for buffer in self._buffers if len(buffer.memory) == num_bytes and buffer.is_free)
             buffer = next(buffers, None) or self._make(num_bytes)
-            if buffer.last_use is not None:
-                torch.cuda.current_stream(self._device).wait_event(buffer.last_use)
+            self._streams.wait(buffer.last_use)
             return buffer.memory.detach()
 
     def _make(self, num_bytes: int) -> _Buffer:
-        buffer = _Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), self._now())
+        buffer = _Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), self._streams.record())
         self._buffers.append(buffer)
         return buffer
 
-    def _now(self) -> Any:
-        is_cuda = self._device.type == "cuda"
-        return torch.cuda.current_stream(self._device).record_event() if is_cuda else None
+    def mark_used(self, taken: Tensor) -> None:
+        """What `take` returned is read by what the current stream has been given until now, and no longer.
 
-    def mark_used(self, address: int) -> None:
-        """The buffer at this address is read by what the current stream has been given until now, and no longer."""
+        To be called by one who still holds it: as soon as nobody does, the next may take it.
+        """
         with self._lock:
-            next(buffer for buffer in self._buffers if buffer.memory.data_ptr() == address).last_use = self._now()
+            address = taken.data_ptr()
+            buffer = next(buffer for buffer in self._buffers if buffer.memory.data_ptr() == address)
+            buffer.last_use = self._streams.record()
 
     @property
     def num_buffers(self) -> int:

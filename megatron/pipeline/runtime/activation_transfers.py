@@ -77,7 +77,7 @@ class ActivationTransfers:
         self._lent_sizes: dict[int, int] = {}  # the same for stages of the pair; only on the thread of the moves
         self._lent: dict[_Key, _Place] = {}
         self._loading: dict[_Key, _Place] = {}
-        self._loaded: dict[_Key, int] = {}  # until the end of its backward: address of the buffer
+        self._loaded: dict[_Key, Tensor] = {}  # until the end of its backward: the buffer
         self._num_loaded: Counter[int] = Counter()  # size -> loads that were requested and whose backward has not ended
         self.waiting: tuple[Instruction, int] | None = None
         """While a computation waits: for which move, and the global rank at its other end."""
@@ -100,12 +100,13 @@ class ActivationTransfers:
         self._sizes[stage.index] = size
         self._memory.pool.reserve(self._num_loaded[size] + 1, size)
 
-        def move() -> None:
+        def move() -> list[Tensor]:
             buffer = eviction.pack()
             if is_first:
                 self._transfer(instruction, lambda: self._link.send_size(size))
             self._transfer(instruction, lambda: self._link.send(buffer, microbatch.index))
             self._saved.remove(stage.index)
+            return eviction.held
 
         self._request(instruction, move)
 
@@ -149,7 +150,7 @@ class ActivationTransfers:
 
         self._request(instruction, move)
 
-    def _request(self, instruction: Instruction, move: Callable[[], None]) -> None:
+    def _request(self, instruction: Instruction, move: Callable[[], list[Tensor] | None]) -> None:
         assert self._link is not None, f"{instruction} on a rank without a pair"
         self._order.awaited(instruction)
         self._queue.request(instruction, move)
@@ -169,10 +170,12 @@ class ActivationTransfers:
     def wait_for(self, computation: Instruction) -> bool:
         """Wait until the moves that `computation` needs are complete. Whether there was anything to wait for.
 
+        On CUDA the host waits until they have been given to the device, and the current stream until they are done.
         Raises TransferError when that takes too long, or what a move raised.
         """
         needed = self._order.awaited(computation)
         if self._queue.num_complete >= needed:
+            self._queue.follow(needed)
             return False
         move = self._queue.incomplete_move(needed)
         if move is not None:
@@ -180,6 +183,7 @@ class ActivationTransfers:
             if not self._queue.wait(needed, self._timeout):
                 raise self._overdue(computation, move)
             self.waiting = None
+        self._queue.follow(needed)
         return True
 
     def finish_load(self, stage: Stage, microbatch: Microbatch) -> None:
@@ -187,15 +191,15 @@ class ActivationTransfers:
         key = stage.index, microbatch.index
         place = self._loading.pop(key, None)
         if place is not None:
-            self._loaded[key] = place.buffer.data_ptr()
+            self._loaded[key] = place.buffer  # else it is free before it is marked, while kernels still read it
             stage.load(microbatch, place.buffer)
 
     def end_backward(self, stage: int, microbatch: int) -> None:
         """What was loaded for the backward is needed no longer."""
-        address = self._loaded.pop((stage, microbatch), None)
-        if address is not None:
+        buffer = self._loaded.pop((stage, microbatch), None)
+        if buffer is not None:
             self._num_loaded[self._sizes[stage]] -= 1
-            self._memory.pool.mark_used(address)
+            self._memory.pool.mark_used(buffer)
 
     def close(self, timeout: float = 5.0) -> None:
         self._queue.close(timeout)

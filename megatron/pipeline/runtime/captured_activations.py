@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.activation_layout import ActivationLayout
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.saved_tensors import SavedTensors, storages_of
@@ -70,6 +71,7 @@ class CapturedActivations:
         """Of every microbatch; known from the first eviction on."""
         self._stage = stage
         self._memory = memory
+        self._streams = streams_of(memory.device)
         # Unbound, since megatron.core's DDP has a list named `buffers`.
         self._own = [*torch.nn.Module.parameters(module), *torch.nn.Module.buffers(module)]
         self._saved: dict[int, SavedTensors] = {}
@@ -149,17 +151,18 @@ class CapturedActivations:
             self.layout = saved.layout
         self.layout.require_equal(saved.layout, saved.name)
         saved.leave()
-        device = self._memory.device
-        made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        made = self._streams.record()
+        held: list[Tensor] = []
 
         def pack() -> Tensor:
-            if made is not None:
-                torch.cuda.current_stream(device).wait_event(made)
+            self._streams.wait(made)
             buffer = self._memory.take_buffer(saved.layout.buffer_bytes, instead_of=(self._stage, microbatch))
-            saved.evict(buffer)
+            left = saved.evict(buffer)
+            if self._streams.runs_ahead:
+                held.extend(left)
             return buffer
 
-        return Eviction(saved.layout.buffer_bytes, pack)
+        return Eviction(saved.layout.buffer_bytes, pack, held)
 
     def load(self, microbatch: int, buffer: Tensor) -> None:
         """Let the backward of `microbatch` read from `buffer`. It counts in the pool until nothing refers to it."""

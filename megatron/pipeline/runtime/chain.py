@@ -4,8 +4,8 @@ Problem: reductions over replicas, tied embeddings and the global norm depend on
 they are posted would stall the pipeline at every batch border.
 
 Solution: one background thread per rank runs them in program order, so every group of ranks sees its collectives in one
-order. Only STEP waits. On CUDA the thread works on a stream of its own, which first waits for an event that the compute
-stream recorded when the reduction was posted. A failure in the thread is raised by the next post or wait of the main
+order. Only STEP waits. On CUDA the thread works on a stream of its own, which first waits for what the compute stream
+had been given when the reduction was posted. A failure in the thread is raised by the next post or wait of the main
 thread, and handed to `on_error` at once, since the main thread may be blocked in a transfer.
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.runtime.trace import Tracer
 
@@ -35,17 +35,17 @@ class Chain:
         on_error: Callable[[Exception], None] = lambda error: None,
         annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
     ) -> None:
-        self._device = device
+        self._streams = streams_of(device)
         self._timeout = timeout
         self._tracer = tracer
         self._on_error = on_error
         self._annotate = annotate
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = self._streams.make()
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._posted: dict[int, int] = {}  # version -> number of the last call posted for it
         self._num_posted = 0
         self._num_done = 0
-        self._done_event: Any = None
+        self._done: Event = None
         self._progress = threading.Condition()
         self.error: Exception | None = None
         self.current: Instruction | None = None
@@ -57,10 +57,9 @@ class Chain:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipeline chain", daemon=True)
             self._thread.start()
-        ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         self._num_posted += 1
         self._posted[instruction.version] = self._num_posted
-        self._queue.put((instruction, call, ready))
+        self._queue.put((instruction, call, self._streams.record()))
 
     def wait(self, version: int) -> None:
         """Until everything posted so far for `version` is done; on CUDA the current stream waits for it as well.
@@ -76,8 +75,8 @@ class Chain:
                     f"{self.current} has not ended after {self._timeout:g} s: another rank has not joined it"
                 )
         self.raise_error()
-        if self._stream and ticket:
-            torch.cuda.current_stream(self._device).wait_event(self._done_event)
+        if ticket:
+            self._streams.wait(self._done)
 
     def close(self) -> None:
         """Stop the thread once it has run what was posted."""
@@ -92,8 +91,7 @@ class Chain:
             raise self.error
 
     def _work(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._streams.enter_thread()
         while (item := self._queue.get()) is not None:
             instruction, call, ready = item
             self.current = instruction
@@ -111,13 +109,11 @@ class Chain:
                 self._num_done += 1
                 self._progress.notify_all()
 
-    def _run(self, instruction: Instruction, call: Callable[[], None], ready: Any) -> None:
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext(), torch.no_grad():
-            if ready is not None:
-                self._stream.wait_event(ready)
+    def _run(self, instruction: Instruction, call: Callable[[], None], ready: Event) -> None:
+        with self._streams.on(self._stream), torch.no_grad():
+            self._streams.wait(ready)
             start = self._tracer.now() if self._tracer else None
             call()
-            if self._stream:
-                self._done_event = self._stream.record_event()
+            self._done = self._streams.record()
             if self._tracer:
                 self._tracer.record_chain(instruction, start, self._tracer.now())

@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.moves import partner_of_rank
 from megatron.pipeline.runtime.links import LINKS, Link, Receive
@@ -38,6 +40,18 @@ class TransferError(RuntimeError):
         super().__init__(message)
         self.peer_rank = peer_rank
         self.timed_out = timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A tensor that a stream waits for: when the host came there, and what for."""
+
+    event: Event
+    since: float
+    kind: Kind
+    stage: int
+    microbatch: int
+    during: Instruction
 
 
 def edges_in_order(rank_of_stage: Sequence[int]) -> Iterator[tuple[str, int, int]]:
@@ -86,7 +100,9 @@ class Channels:
         self._rank_of_stage = tuple(rank_of_stage)
         self._timeout = timeout
         self._posted: dict[tuple[Kind, int, int], Receive] = {}
-        self._waited: deque[tuple[Receive, tuple[Kind, int, int, Instruction]]] = deque()
+        self._streams = streams_of(device)
+        self._arrivals = self._streams.make()  # waits for receives alone, in the order of the row
+        self._arriving: deque[_Arrival] = deque()
         self._report = on_error
         self._error: TransferError | None = None
         self._links: dict[tuple[Kind, int], tuple[Link, TensorSpec]] = {}
@@ -100,6 +116,7 @@ class Channels:
             )
         _num_built[self._ranks] += 1
         scope = f"pipeline/{'-'.join(map(str, self._ranks))}/{_num_built[self._ranks]}"
+        self._store, self._end = store, f"{scope}/end"
         options = {"store": store, "timeout": timeout, "device": device}
         for letter, source, destination in edges_in_order(self._rank_of_stage):
             kinds = Kind(f"SEND_{letter}"), Kind(f"RECV_{letter}")
@@ -158,6 +175,7 @@ class Channels:
 
     def post_receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Start receiving; returns at once."""
+        self._drop_read()
         link, spec = self._links[kind, stage]
         try:
             self._posted[kind, stage, microbatch] = link.receive(spec, microbatch)
@@ -174,14 +192,38 @@ class Channels:
         self.waiting = kind, stage, microbatch
         start = time.monotonic()
         try:
-            tensor = receive.wait(self._timeout)
+            if self._links[kind, stage][0].host_waits:
+                tensor = receive.wait(self._timeout)
+            else:
+                tensor = self._follow(receive, kind, stage, microbatch, during)
         except RuntimeError as error:
             timed_out = time.monotonic() - start >= 0.9 * self._timeout.total_seconds()
             raise self._wait_error(kind, stage, microbatch, during, None if timed_out else error) from error
         self.waiting = None
-        if hasattr(receive, "is_overdue"):
-            self._waited.append((receive, (kind, stage, microbatch, during)))
         return tensor
+
+    def _follow(self, receive: Receive, kind: Kind, stage: int, microbatch: int, during: Instruction) -> Tensor:
+        """The current stream waits for the tensor, and what has not arrived is known without holding it."""
+        while self._arriving and self._streams.is_done(self._arriving[0].event):
+            self._arriving.popleft()
+        with self._streams.on(self._arrivals):
+            tensor = receive.wait(self._timeout)
+            event = self._streams.record()
+        self._streams.wait(event)
+        self._arriving.append(_Arrival(event, time.monotonic(), kind, stage, microbatch, during))
+        return tensor
+
+    def _meet_at_the_end(self, timeout: float) -> None:
+        """Until all ranks are done with their transfers: a group that one end has left may fail the other."""
+        deadline = time.monotonic() + timeout
+        num_here = self._store.add(self._end, 1)
+        while num_here < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            num_here = self._store.add(self._end, 0)
+
+    def _drop_read(self) -> None:
+        for link, _ in self._links.values():
+            link.drop_read()
 
     def _wait_error(self, kind, stage, microbatch, during, error: Exception | None) -> TransferError:
         peer = self._peers[kind, stage]
@@ -203,14 +245,15 @@ class Channels:
         self._report(self._error)
 
     def check_overdue(self) -> TransferError | None:
-        """Where waiting blocks a stream and not the host (NCCL): the first receive that is overdue, else None."""
-        while self._waited:
-            receive, waiter = self._waited[0]
-            overdue = receive.is_overdue(self._timeout)
-            if overdue is None:
-                self._waited.popleft()
-            else:
-                return self._wait_error(*waiter, None) if overdue else None
+        """Where waiting blocks a stream and not the host (NCCL): the first receive that is overdue, else None.
+
+        For the guard's thread, which only looks.
+        """
+        for each in list(self._arriving):
+            if not self._streams.is_done(each.event):
+                if time.monotonic() - each.since <= self._timeout.total_seconds():
+                    return None
+                return self._wait_error(each.kind, each.stage, each.microbatch, each.during, None)
         return None
 
     def num_unread_sends(self) -> int:
@@ -218,7 +261,13 @@ class Channels:
         return sum(link.num_unread() for (kind, _), (link, _) in self._links.items() if kind in _SENDS)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait for unread sends and stop the threads. Links cannot be used afterwards."""
+        """Wait for unread sends, stop the threads, end the groups. Links cannot be used afterwards."""
+        self._streams.finish(self._streams.record())
+        if any(not link.host_waits for link, _ in self._links.values()):
+            self._meet_at_the_end(timeout)
         for link, _ in self._links.values():
             link.close(timeout)
         self._links.clear()
+        if self.move_link is not None:
+            self.move_link.close()
+            self.move_link = None

@@ -36,13 +36,14 @@ class GradientBuffer:
         for flat in self.flat:
             flat.zero_()
 
-    def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> float:
-        """Sum of squares in float64."""
-        return sum(
-            torch.linalg.vector_norm(view, dtype=torch.float64).item() ** 2
+    def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
+        """Sum of squares in float64, a scalar on the device: nobody has waited for it."""
+        norms = [
+            torch.linalg.vector_norm(view, dtype=torch.float64)
             for name, view in self.views.items()
             if name not in leave_out
-        )
+        ]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     def scale(self, factor: float) -> None:
         for flat in self.flat:

@@ -4,12 +4,13 @@ Problem: the executor wants to post a send or a receive and go on computing; onl
 waits for it. How that is done depends on where tensors live and what carries them: gloo between CPUs, NCCL between
 GPUs, or gloo through pinned host memory where GPUs are not joined by NCCL (several ranks on one GPU, as in a test).
 
-Solution: a link class for each of them under one face, chosen by data (`LINKS`; the CUDA classes run in `gpu` tests
-only). Every link owns a process group of its two ranks, so that nothing queues behind what it does not depend on. A
-link keeps what it sends alive until it has been read: it holds an alias of the tensor, so the stage may drop its own
-hold as soon as the send is posted. With gloo, posting itself takes time (a send copies into the socket, a receive makes
-its memory), and a send counts as read only once ``wait()`` has returned, while ``is_completed()`` says nothing. So one
-thread per link posts in order, waits for the sends and drops the aliases; the compute thread does neither.
+Solution: a link class for each of them under one face, chosen by data (`LINKS`). Every link owns a process group of its
+two ranks, so that nothing queues behind what it does not depend on. A link keeps what it sends alive until it has been
+read: it holds an alias of the tensor, so the stage may drop its own hold as soon as the send is posted. With gloo,
+posting itself takes time (a send copies into the socket, a receive makes its memory), and a send counts as read only
+once ``wait()`` has returned, while ``is_completed()`` says nothing. So one thread per link posts in order, waits for
+the sends and drops the aliases; the compute thread does neither. With NCCL posting is quick and ``is_completed()``
+true, so there is no thread: the link looks what has been read whenever it is used (`drop_read`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import abc
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
@@ -28,6 +30,9 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from megatron.backend.communicators import shut_down
+from megatron.backend.streams import streams_of
+from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.stage import TensorSpec
 
 NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
@@ -36,7 +41,7 @@ _SENDER, _RECEIVER = 0, 1
 
 
 class Receive(Protocol):
-    """A posted receive."""
+    """A posted receive; afterwards it holds nothing."""
 
     def wait(self, timeout: timedelta) -> Tensor:
         """The received tensor; RuntimeError when `timeout` has passed or the connection broke."""
@@ -45,15 +50,21 @@ class Receive(Protocol):
 class Link(Protocol):
     """One direction between two ranks; both see sends and receives in the same order."""
 
+    host_waits: bool
+    """Whether ``Receive.wait`` returns when the tensor is there, and not as soon as the current stream waits for it."""
+
     def send(self, tensor: Tensor, tag: int) -> None: ...
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
+
+    def drop_read(self) -> None:
+        """Let go of what has been read, on the thread that sends."""
 
     def num_unread(self) -> int:
         """Sends whose storage is still held."""
 
     def close(self, timeout: float) -> None:
-        """Wait until all sends were read, then stop the link's thread."""
+        """Wait until all sends were read, then end the link's thread, and what else forgetting it does not end."""
 
 
 @lru_cache(maxsize=4)
@@ -84,8 +95,15 @@ def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> Pr
 class _Worker:
     """A thread that finishes what it is given, in order, and then drops it."""
 
-    def __init__(self, name: str, finish: Callable[[Any], None], on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        finish: Callable[[Any], None],
+        on_error: Callable[[Exception], None],
+        begin: Callable[[], None],
+    ) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._begin = begin
         self._finish = finish
         self._on_error = on_error
         self._num_put = 0
@@ -105,6 +123,7 @@ class _Worker:
         self._thread.join(timeout)
 
     def _work(self) -> None:
+        self._begin()
         while (item := self._queue.get()) is not None:
             try:
                 self._finish(item)
@@ -153,24 +172,32 @@ class GlooReceive:
         if self._error is not None:
             raise self._error
         self._work.wait(timeout)
-        return self._tensor
+        tensor, self._tensor, self._work = self._tensor, None, None
+        return tensor
 
 
 class _GlooEnd(abc.ABC):
     """One end of a link over gloo, with the thread that posts its transfers."""
+
+    host_waits = True
 
     def __init__(
         self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
     ) -> None:
         self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
         self._timeout = timeout
-        self._device = device
+        self._streams = streams_of(device)
         self._sends = sends
-        self._worker = _Worker(name, self._finish_send if sends else GlooReceive.post, on_error)
+        finish = self._finish_send if sends else GlooReceive.post
+        self._worker = _Worker(name, finish, on_error, self._streams.enter_thread)
 
     @abc.abstractmethod
     def _finish_send(self, item: Any) -> None:
         """On the link's thread: send what `send` has put there, and return when it has been read."""
+
+    def drop_read(self) -> None:
+        """The link's thread does."""
+        return
 
     def num_unread(self) -> int:
         return self._worker.num_unfinished() if self._sends else 0
@@ -200,23 +227,27 @@ class HostStagedLink(_GlooEnd):
 
     def __init__(self, name: str, store: Store, *, device: torch.device, **options: Any) -> None:
         super().__init__(name, store, device=device, **options)
-        self._stream = torch.cuda.Stream(device)
+        self._device = device
+        self._stream = self._streams.make()
 
     def send(self, tensor: Tensor, tag: int) -> None:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(self._stream)
-        self._worker.put((self._stream.record_event(), host, tag % NUM_TAGS))
+        host = self._streams.host_buffer(tensor.shape, tensor.dtype)
+        alias = tensor.detach()
+        made = self._streams.record()
+        with self._streams.on(self._stream):
+            self._streams.wait(made)
+            host.copy_(alias, non_blocking=True)
+            copied = self._streams.record()
+        self._worker.put((copied, alias, host, tag % NUM_TAGS))
 
-    def _finish_send(self, item: tuple[Any, Tensor, int]) -> None:
-        copied, host, tag = item
-        copied.synchronize()
+    def _finish_send(self, item: tuple[Any, Tensor, Tensor, int]) -> None:
+        copied, _, host, tag = item
+        self._streams.finish(copied)
         self._group.send([host], _RECEIVER, tag).wait(self._timeout)
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        receive = _HostStagedReceive(self._group, spec, self._device, tag)
+        receive = _HostStagedReceive(self._group, lambda: self._streams.host_buffer(spec.shape, spec.dtype), tag)
+        receive.device = self._device
         self._worker.put(receive)
         return receive
 
@@ -224,76 +255,75 @@ class HostStagedLink(_GlooEnd):
 class _HostStagedReceive(GlooReceive):
     """Arrives in pinned memory; waiting copies it to the device."""
 
-    __slots__ = ("_device",)
-
-    def __init__(self, group: ProcessGroupGloo, spec: TensorSpec, device: torch.device, tag: int) -> None:
-        super().__init__(group, lambda: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True), tag)
-        self._device = device
+    __slots__ = ("device",)
 
     def wait(self, timeout: timedelta) -> Tensor:
-        return super().wait(timeout).to(self._device, non_blocking=True)
+        return super().wait(timeout).to(self.device, non_blocking=True)
 
 
 class NcclLink:
     """CUDA tensors over NCCL, on the group's own stream; waiting makes the current stream wait, not the host."""
 
+    host_waits = False
+
     def __init__(
         self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
     ) -> None:
-        options = torch.distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout * 2  # `check_overdue` speaks first, and names who waits for whom
-        member = _SENDER if sends else _RECEIVER
-        self._group = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
         self._device = device
+        self._streams = streams_of(device)
+        self._group = self._streams.communicator(
+            PrefixStore(name, store),
+            _SENDER if sends else _RECEIVER,
+            2,
+            max_ctas=COMMUNICATOR_CTAS["link"],
+            timeout=timeout * 2,  # `Channels.check_overdue` speaks first, and names who waits for whom
+        )
+        self._unread: deque[tuple[Any, Tensor]] = deque()
         self._meet(sends)
-        self._worker = _Worker(name, self._finish, on_error) if sends else None
 
     def _meet(self, sends: bool) -> None:
         """NCCL connects at the first use and blocks there; do it now, while both ends are known to come."""
         probe = torch.zeros(1, device=self._device)
         work = self._group.send([probe], _RECEIVER, 0) if sends else self._group.recv([probe], _SENDER, 0)
         work.wait()
-        torch.cuda.current_stream(self._device).synchronize()
+        self._streams.finish(self._streams.record())
 
     def send(self, tensor: Tensor, tag: int) -> None:
+        self.drop_read()
         alias = tensor.detach()
-        self._worker.put((self._group.send([alias], _RECEIVER, 0), alias))
-
-    def _finish(self, item: tuple[Any, Tensor]) -> None:
-        while not item[0].is_completed():
-            time.sleep(0.0005)
-        item[0].wait()
+        self._unread.append((self._group.send([alias], _RECEIVER, 0), alias))
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
 
+    def drop_read(self) -> None:
+        while self._unread and self._unread[0][0].is_completed():
+            self._unread.popleft()
+
     def num_unread(self) -> int:
-        return self._worker.num_unfinished() if self._worker else 0
+        self.drop_read()
+        return len(self._unread)
 
     def close(self, timeout: float) -> None:
-        if self._worker:
-            self._worker.close(timeout)
+        deadline = time.monotonic() + timeout
+        while self.num_unread() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if not self._unread:
+            shut_down(self._group)
 
 
 class _NcclReceive:
-    __slots__ = ("_tensor", "_waited_since", "_work")
+    __slots__ = ("_tensor", "_work")
 
     def __init__(self, work: Any, tensor: Tensor) -> None:
         self._work = work
         self._tensor = tensor
-        self._waited_since: float | None = None
 
     def wait(self, timeout: timedelta) -> Tensor:
         self._work.wait()
-        self._waited_since = time.monotonic()
-        return self._tensor
-
-    def is_overdue(self, timeout: timedelta) -> bool | None:
-        """None once it has arrived, else whether the stream has waited for it longer than `timeout`."""
-        if self._work.is_completed():
-            return None
-        return self._waited_since is not None and time.monotonic() - self._waited_since > timeout.total_seconds()
+        tensor, self._tensor, self._work = self._tensor, None, None  # the Work holds the tensor, too
+        return tensor
 
 
 LINKS: dict[tuple[str, str], type] = {

@@ -12,11 +12,14 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron import backend
+from megatron.backend.communicators import shut_down
+from megatron.backend.streams import streams_of
 from megatron.core import parallel_state
+from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _num_created: Counter[tuple] = Counter()  # per name and ranks: part of the names, so that a later group is another
@@ -34,9 +37,9 @@ class ChainGroup:
         self.size = len(ranks)
         self.uses_nccl = backend_name == "nccl"
         if self.uses_nccl:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self.process_group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self.process_group = streams_of(backend.device()).communicator(
+                store, self.rank, self.size, max_ctas=COMMUNICATOR_CTAS["chain"], timeout=timeout
+            )
         else:
             self.process_group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
@@ -54,6 +57,11 @@ class ChainGroup:
         with _Staged(tensor, self.uses_nccl) as staged:
             share = staged.chunk(self.size)[self.rank]
             self.process_group._reduce_scatter_base(share, staged, options).wait()
+
+    def close(self) -> None:
+        """End the group, when nothing is left for it; all members do."""
+        if self.uses_nccl:
+            shut_down(self.process_group)
 
 
 class _Staged:
@@ -83,7 +91,7 @@ class ChainGroups:
     @classmethod
     def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT) -> "ChainGroups":
         """Duplicate megatron.core's current groups. Collective: every rank of the job calls it once."""
-        backend_name = "nccl" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "gloo"
+        backend_name = "nccl" if uses_nccl() else "gloo"
 
         def duplicate(name: str, ranks: list[int]) -> ChainGroup | None:
             if len(ranks) < 2 or dist.get_rank() not in ranks:
@@ -96,6 +104,17 @@ class ChainGroups:
             embedding=duplicate("embedding", _ranks(parallel_state.get_embedding_group(check_initialized=False))),
             world=duplicate("world", list(range(dist.get_world_size()))),
         )
+
+    def close(self) -> None:
+        """End all groups, drained. Collective: every rank does."""
+        for group in (self.data, self.tensor, self.embedding, self.world):
+            if group is not None:
+                group.close()
+
+
+def uses_nccl() -> bool:
+    """Whether the job's collectives go over NCCL."""
+    return "nccl" in dist.get_backend() and backend.is_cuda()
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

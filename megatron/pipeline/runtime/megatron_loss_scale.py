@@ -4,8 +4,12 @@ Under 2bw batch j starts before batch j-1 has been stepped, so it cannot use the
 scaled and unscaled with the scale after the STEP of batch j-2 (`delay` 2), under flush after that of batch j-1
 (`delay` 1); the first batches use the initial scale. That choice must not depend on a drain, which executes steps
 early, so the scales after the last steps are kept. Two batches in flight can overflow for one and the same too large
-scale; such a pair lowers it once: a batch that overflowed with a scale above the current one changes nothing.
+scale; such a pair lowers it once: a batch that overflowed with a scale above the current one changes nothing. The
+scaler's tensors live on the host, because the thread that computes reads its scale at every step, and would otherwise
+wait for the device.
 """
+
+import torch
 
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
@@ -15,6 +19,7 @@ class LossScales:
 
     def __init__(self, scaler: MegatronGradScaler | None, *, delay: int) -> None:
         self._scaler = scaler
+        _to_host(scaler)
         self._delay = delay
         self._after_step: dict[int, float] = {}
         self._before_first = self.current
@@ -45,6 +50,15 @@ class LossScales:
         return {"after_step": dict(self._after_step), "before_first": self._before_first}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore; None (a checkpoint without, or of another schedule): go on with the scaler's present scale."""
+        """Restore; None (a checkpoint without, or of another schedule): go on with the scaler's present scale. To be
+        called whenever the scaler's own state was loaded, which puts it on the device.
+        """
+        _to_host(self._scaler)
         self._after_step = dict(state["after_step"]) if state else {}
         self._before_first = state["before_first"] if state else self.current
+
+
+def _to_host(scaler: MegatronGradScaler | None) -> None:
+    for name, value in vars(scaler).items() if scaler is not None else ():
+        if isinstance(value, torch.Tensor):
+            setattr(scaler, name, value.cpu())

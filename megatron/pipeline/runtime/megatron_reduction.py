@@ -5,6 +5,9 @@ backwards write to, on its own groups and with two or three collectives for norm
 takes the gradient slot of one finished batch, so the next batch's backwards may run meanwhile.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +19,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
-from megatron.pipeline.runtime.megatron_groups import ChainGroups
+from megatron.pipeline.runtime.megatron_groups import ChainGroup, ChainGroups
 from megatron.pipeline.runtime.megatron_weights import MegatronCoreOptimizer, named_parameters
 
 
@@ -35,7 +38,8 @@ class GradientReduction:
         self._buffers = gradients.buffers
         self._groups = groups
         self._embedding = _tied_embedding(chunks)
-        self._summed, self._averaged = _tensor_parallel_parameters(chunks)
+        summed, averaged = _tensor_parallel_parameters(chunks)
+        self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
         self._counted = self._find_counted(chunks)
 
     def over_data(self, slot: GradientSlot) -> None:
@@ -62,7 +66,7 @@ class GradientReduction:
 
     def over_tensor(self, slot: GradientSlot) -> None:
         """Add up the gradients of parameters of which each tensor rank has seen a part (sequence parallelism)."""
-        for params, operation in ((self._summed, dist.ReduceOp.SUM), (self._averaged, dist.ReduceOp.AVG)):
+        for params, operation in self._over_tensor:
             if params and self._groups.tensor is not None:
                 views = [slot.views[param] for param in params]
                 flat = torch.cat([view.reshape(-1) for view in views])
@@ -70,17 +74,30 @@ class GradientReduction:
                 for view, reduced in zip(views, flat.split([view.numel() for view in views]), strict=True):
                     view.copy_(reduced.view_as(view))
 
-    def local_norm_squared(self, slot: GradientSlot) -> float:
+    def operations(self) -> list[tuple[ChainGroup, Callable[[Tensor], None]]]:
+        """The collectives of a batch, but for the norm's, each with its group; on a flat tensor of any size."""
+        data, embedding, tensor = self._groups.data, self._groups.embedding, self._groups.tensor
+        found = []
+        if data is not None:
+            found.append((data, data.reduce_scatter if self._distributed else data.all_reduce))
+        if embedding is not None and self._embedding is not None:
+            found.append((embedding, embedding.all_reduce))
+        for params, operation in self._over_tensor:
+            if params and tensor is not None:
+                found.append((tensor, partial(tensor.all_reduce, operation=operation)))
+        return found
+
+    def local_norm_squared(self, slot: GradientSlot) -> Tensor:
         """Square of the norm of the gradients that this rank counts: every element of the model is counted once.
 
         One FP32 norm per parameter, their squares added in float64: so the sum depends on the cut into stages only in
-        its last bits. Not finite if any gradient is not.
+        its last bits. Not finite if any gradient is not. A scalar on the device: nobody has waited for it.
         """
         gradients = [part for param in self._counted if (part := self._owned(param, slot)) is not None]
         if not gradients:
-            return 0.0
+            return torch.zeros((), dtype=torch.float64)
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        return float(torch.stack(norms).double().square().sum())
+        return torch.stack(norms).double().square().sum()
 
     def _owned(self, param: Parameter, slot: GradientSlot) -> Tensor | None:
         """The part of a parameter's gradient that is valid on this rank after `over_data`; None if there is none."""

@@ -11,17 +11,19 @@ PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - upd
 """
 
 import math
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron import backend
+from megatron.backend.streams import Milestone, streams_of
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program import WeightPolicy
@@ -29,6 +31,7 @@ from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
 from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
 from megatron.pipeline.runtime.megatron_loss_scale import LossScales
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
+from megatron.pipeline.runtime.megatron_warm_up import warm_up
 from megatron.pipeline.runtime.megatron_weights import (
     MegatronCoreOptimizer,
     steps_parameters_in_place,
@@ -45,12 +48,12 @@ class _Batch:
     info: BatchInfo
     scale: float
     report: BatchReport
+    gradients_ready: Milestone
+    norm_reduced: Milestone
     slot: int | None = None
-    norm_squared: float | None = None  # of this rank's scaled gradients; None until the chain has them ready
+    norm_squared: Tensor | None = None  # of this rank's scaled gradients; None until they have been made ready
     applied: bool = False
     stepped: bool = False
-    gradients_ready: threading.Event = field(default_factory=threading.Event)
-    norm_reduced: threading.Event = field(default_factory=threading.Event)
 
 
 class MegatronWeightUpdate:
@@ -107,12 +110,18 @@ class MegatronWeightUpdate:
         self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._gradients = GradientBuffers(chunks)
+        self._streams = streams_of(backend.device())
         self._timeout = timeout or DEFAULT_TIMEOUT
         self._groups = ChainGroups.create(timeout=self._timeout)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients, self._groups)
         self._scales = LossScales(self._scaler, delay=(rule.delay or 0) + 1)
         self._batches: dict[int, _Batch] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
+        warm_up(chunks, self._reduction, self._groups.world, distributed_optimizer=self._shards_optimizer)
+
+    @property
+    def _shards_optimizer(self) -> bool:
+        return isinstance(self._inner, DistributedOptimizer)
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:
@@ -142,7 +151,7 @@ class MegatronWeightUpdate:
         """Choose the loss scale of a batch that begins."""
         scale = self._scales.of_batch(info.index)
         report = BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
-        self._batches[info.index] = _Batch(info, scale, report)
+        self._batches[info.index] = _Batch(info, scale, report, Milestone(self._streams), Milestone(self._streams))
 
     def loss_scale(self, batch: int) -> float:
         """The factor on the losses of a running batch."""
@@ -172,10 +181,11 @@ class MegatronWeightUpdate:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
         batch = self._batches[version - 1]
         self._prepare(batch)
+        norm_squared = batch.norm_squared.item()
         group = self._groups.world
         sums = all_reduce_norm(
-            norm_squared=batch.norm_squared,
-            overflow=not math.isfinite(batch.norm_squared),
+            norm_squared=norm_squared,
+            overflow=not math.isfinite(norm_squared),
             wishes=wishes,
             losses=losses,
             loss_names=self.loss_names,
@@ -184,7 +194,7 @@ class MegatronWeightUpdate:
             gauges={name: read() for name, read in self._gauges.items()},
         )
         self._complete(batch, sums)
-        batch.norm_reduced.set()
+        batch.norm_reduced.reach()
         if batch.stepped:
             del self._batches[version - 1]
 
@@ -194,7 +204,7 @@ class MegatronWeightUpdate:
             slot = self._gradients[batch.slot]
             self._reduction.over_tensor(slot)
             batch.norm_squared = self._reduction.local_norm_squared(slot)
-            batch.gradients_ready.set()
+            batch.gradients_ready.reach()
 
     def _complete(self, batch: _Batch, sums: NormReduction) -> None:
         report = batch.report
@@ -217,7 +227,7 @@ class MegatronWeightUpdate:
             self._apply(batch, self._coefficient(batch))
         batch.stepped = True
         self._last_norm = batch.report.grad_norm
-        if batch.norm_reduced.is_set():
+        if batch.norm_reduced.is_reached:
             del self._batches[version - 1]
         return batch.report
 
@@ -276,6 +286,11 @@ class MegatronWeightUpdate:
         groups = self.optimizer.param_groups
         followers = [group for group in groups if group.get("default_config", True)] or groups
         return float(followers[0]["lr"]) if followers else 0.0
+
+    def close(self) -> None:
+        """End the groups of the chain, drained. Collective: every rank of the job calls it, after the engine's."""
+        dist.barrier()  # a group that one member has left may fail another that is still at its last reduction
+        self._groups.close()
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 

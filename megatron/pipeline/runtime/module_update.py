@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
 from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
@@ -36,7 +38,7 @@ class _Pending:
 
     report: BatchReport
     buffer: GradientBuffer | None = None
-    norm_squared: float | None = None
+    norm_squared: Tensor | None = None  # of a batch that is stepped before its norm is reduced
     reduced: bool = False
     norm: float = math.nan
     losses: dict[str, float] = field(default_factory=dict)
@@ -48,8 +50,8 @@ class ModuleUpdate:
     `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
     none. `num_grad_buffers`: 1 with flushes, 2 without. `data_parallel_group`: the replicas of this stage, None for
     one replica. `counts_in_norm`: False on all replicas but one. `job_group`: all ranks of the job, None for a single
-    one. Groups are used from the chain thread, so nobody else may use them. `scheduler`: a torch learning-rate
-    scheduler over `optimizer`.
+    one. Groups are used from the chain thread, so nobody else may use them; once they are used here, by all their
+    ranks. `scheduler`: a torch learning-rate scheduler over `optimizer`.
     """
 
     def __init__(
@@ -82,6 +84,18 @@ class ModuleUpdate:
         self._loss_names = loss_names
         self._device = torch.device(device)
         self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Use each group once while nothing else runs: NCCL connects a group at its first use, for which it waits for
+        the whole device, and later receives spin there.
+        """
+        tied = None if self._tied is None else self._tied.group
+        for group in (self._data_parallel_group, tied, self._job_group):
+            if group is not None:
+                group.allreduce([torch.zeros(1, device=self._device)]).wait()
+        streams = streams_of(self._device)
+        streams.finish(streams.record())
 
     def begin_batch(self, info: BatchInfo) -> None:
         self._pending[info.index + 1] = _Pending(BatchReport(batch=info.index, num_samples=info.num_samples))
@@ -104,7 +118,7 @@ class ModuleUpdate:
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]
         stepped = pending.buffer is None
-        local = pending.norm_squared if stepped else self._norm_squared(pending.buffer)
+        local = (pending.norm_squared if stepped else self._norm_squared(pending.buffer)).item()
         sums = all_reduce_norm(
             norm_squared=local if self._counts_in_norm else 0.0,
             overflow=not math.isfinite(local),
@@ -155,5 +169,5 @@ class ModuleUpdate:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _norm_squared(self, buffer: GradientBuffer) -> float:
+    def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._uncounted)

@@ -8,9 +8,9 @@ is complete, which takes that both ends have come to it. They wait without a lim
 before the evictor does. Who needs the result waits with one (`ActivationTransfers.wait_for`). A peer that is gone is a
 RuntimeError at once.
 
-The CUDA classes run in `gpu` tests only. They work on the current stream, which is the move thread's own, and return
-when the device has done the work. Over NCCL the two hosts meet first, so that no kernel waits on a device for the
-other one.
+The CUDA classes work on the current stream, which is the move thread's own. Through host memory they return when the
+device has done the work; over NCCL when it has been given it, and the current stream waits for it. There the two hosts
+meet first, so that no kernel waits on a device for a host that comes minutes later.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+from megatron.backend.communicators import shut_down
+from megatron.backend.streams import streams_of
+from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.links import FOREVER, NUM_TAGS, gloo_pair
-from megatron.pipeline.runtime.streams import finish_stream
 
 _SIZE_TAG = NUM_TAGS  # no microbatch has it
 
@@ -32,7 +34,7 @@ class MoveLink(Protocol):
     """One end. Both ends call in the same order, one its `send` where the other calls `receive`."""
 
     def send(self, buffer: Tensor, tag: int) -> None:
-        """Send uint8 [bytes]; afterwards the buffer may be written."""
+        """Send uint8 [bytes]; afterwards the current stream may write to the buffer."""
 
     def receive(self, buffer: Tensor, tag: int) -> None:
         """Fill uint8 [bytes]."""
@@ -42,6 +44,9 @@ class MoveLink(Protocol):
 
     def receive_size(self) -> int: ...
 
+    def close(self) -> None:
+        """When all moves are done: end what forgetting the link does not end."""
+
 
 class GlooMoveLink:
     """CPU buffers over gloo."""
@@ -50,7 +55,7 @@ class GlooMoveLink:
         """`member`: 0 at one end, 1 at the other. `timeout`: for connecting."""
         self._group = gloo_pair(name, store, member=member, timeout=timeout)
         self._peer = 1 - member
-        self._device = device
+        self._streams = streams_of(device)
 
     def send(self, buffer: Tensor, tag: int) -> None:
         self._group.send([buffer], self._peer, tag % NUM_TAGS).wait(FOREVER)
@@ -66,6 +71,9 @@ class GlooMoveLink:
         self._group.recv([size], self._peer, _SIZE_TAG).wait(FOREVER)
         return int(size.item())
 
+    def close(self) -> None:
+        """Nothing to do."""
+
 
 class HostStagedMoveLink(GlooMoveLink):
     """CUDA buffers over gloo, through pinned host memory that is made once for each size."""
@@ -76,19 +84,19 @@ class HostStagedMoveLink(GlooMoveLink):
 
     def _staging(self, num_bytes: int) -> Tensor:
         if num_bytes not in self._host:
-            self._host[num_bytes] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._host[num_bytes] = self._streams.host_buffer((num_bytes,), torch.uint8)
         return self._host[num_bytes]
 
     def send(self, buffer: Tensor, tag: int) -> None:
         host = self._staging(len(buffer)).copy_(buffer, non_blocking=True)
-        finish_stream(self._device)
+        self._streams.finish(self._streams.record())
         super().send(host, tag)
 
     def receive(self, buffer: Tensor, tag: int) -> None:
         host = self._staging(len(buffer))
         super().receive(host, tag)
         buffer.copy_(host, non_blocking=True)
-        finish_stream(self._device)
+        self._streams.finish(self._streams.record())  # the next move writes to the same host memory
 
 
 class NcclMoveLink(GlooMoveLink):
@@ -96,23 +104,23 @@ class NcclMoveLink(GlooMoveLink):
 
     def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(f"{name}/hosts", store, member=member, timeout=timeout, device=device)
-        options = torch.distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        self._nccl = torch.distributed.ProcessGroupNCCL(PrefixStore(name, store), member, 2, options)
+        self._nccl = self._streams.communicator(
+            PrefixStore(name, store), member, 2, max_ctas=COMMUNICATOR_CTAS["move"], timeout=timeout
+        )
         probe = torch.zeros(1, dtype=torch.uint8, device=device)  # NCCL connects at the first use
         (self.send if member == 0 else self.receive)(probe, 0)
+        self._streams.finish(self._streams.record())
 
     def send(self, buffer: Tensor, tag: int) -> None:
         super().send(torch.empty(1), tag)
-        self._finish(self._nccl.send([buffer], self._peer, 0))
+        self._nccl.send([buffer], self._peer, 0).wait()
 
     def receive(self, buffer: Tensor, tag: int) -> None:
         super().receive(torch.empty(1), tag)
-        self._finish(self._nccl.recv([buffer], self._peer, 0))
+        self._nccl.recv([buffer], self._peer, 0).wait()
 
-    def _finish(self, work: Any) -> None:
-        work.wait()  # the stream waits
-        finish_stream(self._device)
+    def close(self) -> None:
+        shut_down(self._nccl)
 
 
 MOVE_LINKS: dict[tuple[str, str], type] = {

@@ -5,8 +5,10 @@ before has freed as much (see `megatron.pipeline.moves`).
 
 Solution: one background thread per rank (on CUDA with a stream of its own) calls what it is given, in order. A call
 that has begun is *posted*, one that has returned is *complete*. The compute thread asks that the first n moves be
-complete. A failure is handed to `on_error` at once, since the compute thread may be blocked in a transfer, and raised
-by the next request or wait.
+complete. On CUDA that a call has returned says that both hosts have come to the move and that the device has been
+given it; the compute thread waits for no more, its stream waits for the rest (`follow`), and what the move still reads
+is held until then. A failure is handed to `on_error` at once, since the compute thread may be blocked in a transfer,
+and raised by the next request or wait.
 """
 
 from __future__ import annotations
@@ -14,13 +16,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
+from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.runtime.trace import Tracer
+
+
+@dataclass(slots=True)
+class _Given:
+    """A move that the device was given: the how manieth, when it is done, and what it reads until then."""
+
+    count: int
+    event: Event
+    held: Any
 
 
 class MoveQueue:
@@ -36,12 +49,13 @@ class MoveQueue:
     ) -> None:
         self.num_complete = 0
         self.error: Exception | None = None
-        self._device = device
+        self._streams = streams_of(device)
         self._tracer = tracer
         self._on_error = on_error
         self._annotate = annotate
         self._incomplete: deque[Instruction] = deque()
-        self._calls: SimpleQueue[tuple[Instruction, Callable[[], None]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Instruction, Callable[[], Any]] | None] = SimpleQueue()
+        self._given: deque[_Given] = deque()  # what the device may still be at; empty on a CPU
         self._progress = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -58,8 +72,11 @@ class MoveQueue:
         except IndexError:
             return None
 
-    def request(self, instruction: Instruction, call: Callable[[], None]) -> None:
-        """Have `call` called when the moves before it are complete; it returns when this one is."""
+    def request(self, instruction: Instruction, call: Callable[[], Any]) -> None:
+        """Have `call` called when the moves before it are complete; it returns when this one is.
+
+        On CUDA what it returns is held until the device is done or a stream follows.
+        """
         self._raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipeline moves", daemon=True)
@@ -83,8 +100,22 @@ class MoveQueue:
                 self._raise_error()
             return self.num_complete >= count
 
+    def follow(self, count: int) -> None:
+        """The current stream goes on when the device is done with the first `count` moves, which are complete.
+
+        What they held is let go: whoever is given its memory now comes after them on that stream.
+        """
+        if not self._given:
+            return
+        followed = []
+        with self._progress:
+            while self._given and self._given[0].count <= count:
+                followed.append(self._given.popleft())
+        if followed:
+            self._streams.wait(followed[-1].event)
+
     def close(self, timeout: float) -> None:
-        """Stop the thread once it has carried out what was requested."""
+        """Stop the thread once what was requested is done, on the device too."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join(timeout)
@@ -95,13 +126,11 @@ class MoveQueue:
             raise self.error
 
     def _work(self) -> None:
-        is_cuda = self._device.type == "cuda"
-        if is_cuda:
-            torch.cuda.set_device(self._device)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)) if is_cuda else nullcontext(), torch.no_grad():
+        self._streams.enter_thread()
+        with self._streams.on(self._streams.make()), torch.no_grad():
             while (item := self._calls.get()) is not None:
                 try:
-                    self._carry_out(*item)
+                    held = self._carry_out(*item)
                 except Exception as error:
                     self._annotate(error, item[0])
                     with self._progress:
@@ -110,13 +139,21 @@ class MoveQueue:
                     self._on_error(error)
                     return
                 del item  # and what the call holds
+                event = self._streams.record()
                 with self._progress:
+                    while self._given and self._streams.is_done(self._given[0].event):
+                        self._given.popleft()
+                    if self._streams.runs_ahead:
+                        self._given.append(_Given(self.num_complete + 1, event, held))
                     self._incomplete.popleft()
                     self.num_complete += 1
                     self._progress.notify_all()
+                del held
+            self._streams.finish(self._streams.record())
 
-    def _carry_out(self, instruction: Instruction, call: Callable[[], None]) -> None:
+    def _carry_out(self, instruction: Instruction, call: Callable[[], Any]) -> Any:
         start = self._tracer.now() if self._tracer else None
-        call()
+        held = call()
         if self._tracer:
             self._tracer.record_move(instruction, start, self._tracer.now())
+        return held

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.pipeline.runtime.activation_layout import ActivationLayout, merged
-from megatron.pipeline.runtime.streams import finish_stream
 
 
 def storages_of(tensors: Iterable[Tensor | None]) -> set[int]:
@@ -164,11 +163,12 @@ class SavedTensors:
             raise RuntimeError(f"{self.name} cannot be evicted: it is evicted already")
         self._is_evicted = True
 
-    def evict(self, buffer: Tensor) -> None:
-        """After `leave`: copy what moves into `buffer`, then let go of it.
+    def evict(self, buffer: Tensor) -> list[Tensor]:
+        """After `leave`: copy what moves into `buffer`, and let go of it.
 
-        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device; on CUDA the current stream copies. Raises
-        RuntimeError when a tensor was changed in place after it had been saved.
+        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device; on CUDA the current stream copies. Returns what
+        was let go of, to be held until the copies are made. Raises RuntimeError when a tensor was changed in place
+        after it had been saved.
         """
         assert self._is_evicted, "`leave` comes first"
         self._require_fit(buffer)
@@ -183,10 +183,12 @@ class SavedTensors:
             for handle, offset in handles:
                 handle.place = handle.tensor.dtype, position + offset, handle.tensor.shape, handle.tensor.stride()
                 moved.append(handle)
-        finish_stream(buffer.device)  # or the allocator would hand out what is still read
         for handle in moved:
             handle.require_unchanged()
+        left = [handle.tensor for handle in moved]
+        for handle in moved:
             handle.tensor = None
+        return left
 
     def restore(self, buffer: Tensor) -> None:
         """Let the saved tensors be views of `buffer`, which holds the bytes that `evict` wrote.

@@ -83,11 +83,12 @@ class BatchReport:
 class Eviction:
     """A microbatch that leaves its stage. `pack`, called once, on any thread and beside other computations, copies what
     is saved of it into a buffer of the rank's pool, uint8 [num_bytes], and frees it. All microbatches of a stage have
-    one size.
+    one size. `held`: filled by `pack` with what the device may still copy from; it is free once nobody holds the list.
     """
 
     num_bytes: int
     pack: Callable[[], Tensor]
+    held: list[Tensor] = field(default_factory=list)
 
 
 @runtime_checkable

@@ -1,0 +1,175 @@
+"""Streams and events: what the runtime asks of a device that works through what it is given.
+
+Problem: on CUDA a call returns before its work is done. Work of one stream that needs what another stream writes has to
+be told to wait, and memory may be given away only when nobody works on it any more. On a CPU nothing of that exists.
+Asked for at every place anew, one of the two is soon forgotten, and nobody without a GPU can see it.
+
+Solution: one face, with a side for each kind of device. The runtime speaks of events and streams always; on a CPU they
+are None, and nobody waits. The tests have a third side, which runs on a CPU and keeps account of what is ordered before
+what (`tests/pipeline/runtime/recording`). `streams_of` chooses by data (`SIDES`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megatron.backend.communicators import nccl_communicator
+
+Event = Any  # None where nothing is ever outstanding
+Stream = Any
+
+
+class Streams(Protocol):
+    """The streams of one device, as the calling thread sees them."""
+
+    device: torch.device
+    runs_ahead: bool
+    """Whether calls return before their work is done."""
+
+    def enter_thread(self) -> None:
+        """Once at the start of a thread that gives the device work."""
+
+    def make(self, *, urgent: bool = False) -> Stream:
+        """Another stream; an urgent one goes first where the device has to choose."""
+
+    def on(self, stream: Stream) -> AbstractContextManager:
+        """In this context `stream` is the thread's current one."""
+
+    def record(self) -> Event:
+        """What the current stream has been given until now; happens when that is done."""
+
+    def wait(self, event: Event) -> None:
+        """What the current stream is given from now on begins after `event`. The host goes on at once."""
+
+    def is_done(self, event: Event) -> bool:
+        """Whether `event` has happened. The host does not wait."""
+
+    def finish(self, event: Event) -> None:
+        """The host sleeps until `event` has happened. Not on a thread that computes."""
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device can copy from and to while the host goes on."""
+
+    def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
+        """A process group that works on a stream of its own, with at most `max_ctas` blocks: see `communicators`."""
+
+
+class CpuStreams:
+    """A CPU has done its work when the call returns."""
+
+    runs_ahead = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def enter_thread(self) -> None:
+        pass
+
+    def make(self, *, urgent: bool = False) -> Stream:
+        return None
+
+    def on(self, stream: Stream) -> AbstractContextManager:
+        return nullcontext()
+
+    def record(self) -> Event:
+        return None
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def is_done(self, event: Event) -> bool:
+        return True
+
+    def finish(self, event: Event) -> None:
+        pass
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
+        raise AssertionError("NCCL joins GPUs; CPUs have gloo groups, whose calls return when they are done")
+
+
+class CudaStreams:
+    """torch's streams and events of one CUDA device."""
+
+    runs_ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)  # else the thread makes a context on GPU 0 and works there
+
+    def make(self, *, urgent: bool = False) -> Stream:
+        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+
+    def on(self, stream: Stream) -> AbstractContextManager:
+        return torch.cuda.stream(stream)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event(blocking=True)  # whose waiting host sleeps and takes no core from the others
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, event: Event) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def is_done(self, event: Event) -> bool:
+        return event is None or event.query()
+
+    def finish(self, event: Event) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
+        return nccl_communicator(store, rank, size, max_ctas=max_ctas, timeout=timeout)
+
+
+SIDES: dict[str, Callable[[torch.device], Streams]] = {"cpu": CpuStreams, "cuda": CudaStreams}
+"""device type -> its side of the face."""
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams of `device`."""
+    return SIDES[device.type](device)
+
+
+class Milestone:
+    """A point in the work of one thread's stream that other threads and their streams wait for."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._event: Event = None
+        self._reached = threading.Event()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the host has come there; what its stream was given may still be at work."""
+        return self._reached.is_set()
+
+    def reach(self) -> None:
+        """What the current stream was given until now is what the others wait for."""
+        self._event = self._streams.record()
+        self._reached.set()
+
+    def wait(self, timeout: float) -> bool:
+        """The host waits until the other thread has come there, at most `timeout` seconds, and the current stream until
+        the work is done. False: nobody has come.
+        """
+        if not self._reached.wait(timeout):
+            return False
+        self._streams.wait(self._event)
+        return True

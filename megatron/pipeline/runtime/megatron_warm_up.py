@@ -1,0 +1,71 @@
+"""Every collective of training, once, before the first batch.
+
+Problem: NCCL connects a group with its first collective, and again with the first one that takes another algorithm,
+which the operation and the size decide. Connecting allocates and waits for the whole device. In the middle of training
+receives spin there, posted ahead for what the peer may send only after that very collective: nobody goes on.
+
+Solution: use each group as training will, in small, in the middle and in large, while nothing else runs. All ranks go
+through the groups in one order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron import backend
+from megatron.backend.streams import streams_of
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.pipeline.runtime.megatron_groups import ChainGroup, uses_nccl
+from megatron.pipeline.runtime.megatron_reduction import GradientReduction
+
+_BYTES = (8, 1 << 20, 1 << 26)
+"""Below, between and above where NCCL changes its algorithm on today's machines."""
+
+
+def warm_up(
+    chunks: list[DistributedDataParallel],
+    reduction: GradientReduction,
+    world: ChainGroup | None,
+    *,
+    distributed_optimizer: bool,
+) -> None:
+    """Use the chain's groups, and those of megatron.core's that forwards, backwards and steps use. Collective."""
+    for num_bytes in _BYTES if uses_nccl() else _BYTES[:1]:
+        for group, operation in reduction.operations():
+            operation(_probe(num_bytes, group.size))
+        _warm_up_tensor_group(num_bytes, sequence_parallel=chunks[0].config.sequence_parallel)
+        if distributed_optimizer:
+            _gather(parallel_state.get_data_parallel_group(with_context_parallel=True), num_bytes)
+    if world is not None:
+        world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
+    dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and wishes between stretches
+    streams = streams_of(backend.device())
+    streams.finish(streams.record())
+
+
+def _warm_up_tensor_group(num_bytes: int, *, sequence_parallel: bool) -> None:
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
+    dist.broadcast(_probe(num_bytes, 1), dist.get_process_group_ranks(group)[0], group=group)
+    if sequence_parallel:
+        _gather(group, num_bytes)
+        whole = _probe(num_bytes, group.size())
+        dist.reduce_scatter_tensor(whole.chunk(group.size())[group.rank()].clone(), whole, group=group)
+
+
+def _gather(group: dist.ProcessGroup, num_bytes: int) -> None:
+    if group.size() > 1:
+        whole = _probe(num_bytes, group.size())
+        dist.all_gather_into_tensor(whole, whole.chunk(group.size())[group.rank()].clone(), group=group)
+
+
+def _probe(num_bytes: int, parts: int) -> Tensor:
+    """Zeros of at least so many bytes, in equal parts."""
+    length = -(-num_bytes // (4 * parts)) * parts
+    return torch.zeros(length, device=backend.device())
