@@ -37,8 +37,8 @@ def warm_up(
         for group, operation in reduction.operations():
             operation(_probe(num_bytes, group.size))
         _warm_up_tensor_group(num_bytes, sequence_parallel=chunks[0].config.sequence_parallel)
-        if distributed_optimizer:
-            _gather(parallel_state.get_data_parallel_group(with_context_parallel=True), num_bytes)
+    for chunk in chunks if distributed_optimizer else ():
+        chunk.start_param_sync()  # what a step ends with; the replicas' weights are equal now
     if world is not None:
         world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
     dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and wishes between stretches
@@ -47,22 +47,15 @@ def warm_up(
 
 
 def _warm_up_tensor_group(num_bytes: int, *, sequence_parallel: bool) -> None:
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return
+    group = parallel_state.get_tensor_model_parallel_group()  # of one rank, too: its losses go through it
     for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
     dist.broadcast(_probe(num_bytes, 1), dist.get_process_group_ranks(group)[0], group=group)
     if sequence_parallel:
-        _gather(group, num_bytes)
         whole = _probe(num_bytes, group.size())
-        dist.reduce_scatter_tensor(whole.chunk(group.size())[group.rank()].clone(), whole, group=group)
-
-
-def _gather(group: dist.ProcessGroup, num_bytes: int) -> None:
-    if group.size() > 1:
-        whole = _probe(num_bytes, group.size())
-        dist.all_gather_into_tensor(whole, whole.chunk(group.size())[group.rank()].clone(), group=group)
+        share = whole.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(whole, share, group=group)
+        dist.reduce_scatter_tensor(share, whole, group=group)
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:

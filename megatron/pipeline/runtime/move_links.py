@@ -107,8 +107,9 @@ class NcclMoveLink(GlooMoveLink):
         self._nccl = self._streams.communicator(
             PrefixStore(name, store), member, 2, max_ctas=COMMUNICATOR_CTAS["move"], timeout=timeout
         )
-        probe = torch.zeros(1, dtype=torch.uint8, device=device)  # NCCL connects at the first use
-        (self.send if member == 0 else self.receive)(probe, 0)
+        probe = torch.zeros(1, dtype=torch.uint8, device=device)
+        for sends in (member == 0, member == 1):  # NCCL connects each direction at its first use
+            (self.send if sends else self.receive)(probe, 0)
         self._streams.finish(self._streams.record())
 
     def send(self, buffer: Tensor, tag: int) -> None:

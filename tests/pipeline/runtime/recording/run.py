@@ -1,0 +1,47 @@
+"""The stand-in in place of a CPU's side, for a block."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+
+from megatron.backend import cpu, streams
+from megatron.pipeline.runtime import chain, links, megatron_groups, megatron_warm_up, move_links, move_queue
+from tests.pipeline.runtime.recording.device import Recorder
+from tests.pipeline.runtime.recording.operations import Operations, Values
+from tests.pipeline.runtime.recording.threads import watched_threads
+
+
+@contextmanager
+def recording(*, seed: int = 0, backend: str = "nccl"):
+    """In this block the runtime works on a Recorder; the engine is built with the same `backend`."""
+    recorder = Recorder(seed=seed)
+    staged = {"nccl": (links.NcclLink, move_links.NcclMoveLink)}
+    staged["gloo"] = (links.HostStagedLink, move_links.HostStagedMoveLink)
+    link, move_link = staged[backend]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(streams.SIDES, {"cpu": lambda device: recorder}))
+        stack.enter_context(mock.patch.dict(links.LINKS, {(backend, "cpu"): link}))
+        stack.enter_context(mock.patch.dict(move_links.MOVE_LINKS, {(backend, "cpu"): move_link}))
+        for module in (megatron_groups, megatron_warm_up):
+            stack.enter_context(mock.patch.object(module, "uses_nccl", lambda: backend == "nccl"))
+        stack.enter_context(mock.patch.object(megatron_warm_up, "_BYTES", (8, 4096)))
+        for name in cpu._FACTORIES:
+            stack.enter_context(mock.patch.object(torch, name, _marking(recorder, getattr(torch, name))))
+        stack.enter_context(watched_threads(recorder, (chain, links, move_queue)))
+        stack.enter_context(Operations(recorder))
+        stack.enter_context(Values(recorder))
+        yield recorder
+
+
+def _marking(recorder: Recorder, factory):
+    """What megatron.core makes on "cuda" lies on the device."""
+
+    def make(*args, **kwargs):
+        names_cuda = cpu._names_cuda(kwargs.get("device"))
+        tensor = factory(*args, **kwargs)
+        return recorder.mark_on_device(tensor) if names_cuda else tensor
+
+    return make

@@ -1,0 +1,165 @@
+"""What the runtime does for CUDA's sake, taken back: each entry leaves out one wait, or one hold, for a block.
+
+By these the tests know that the stand-in for CUDA finds what it is there for.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from megatron.backend.streams import Milestone
+from megatron.pipeline.runtime import megatron_loss_scale, megatron_update
+from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
+from megatron.pipeline.runtime.captured_activations import CapturedActivations
+from megatron.pipeline.runtime.chain import Chain
+from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.links import HostStagedLink, NcclLink
+from megatron.pipeline.runtime.megatron_reduction import GradientReduction
+from megatron.pipeline.runtime.move_queue import MoveQueue
+from tests.pipeline.runtime.recording import Recorder
+
+
+def early_gradients():
+    """A milestone holds up the host alone."""
+    return mock.patch.object(Milestone, "wait", lambda self, timeout: self._reached.wait(timeout))
+
+
+def loaded_buffers():
+    """Of what was loaded only the address is kept."""
+    finish = ActivationTransfers.finish_load
+
+    def finish_load(self, stage, microbatch):
+        finish(self, stage, microbatch)
+        key = stage.index, microbatch.index
+        if key in self._loaded:
+            address = self._loaded[key].data_ptr()
+            self._loaded[key] = SimpleNamespace(data_ptr=lambda: address)
+
+    return mock.patch.object(ActivationTransfers, "finish_load", finish_load)
+
+
+def received_tensors():
+    """Receives are remembered with their tensors, until somebody polls."""
+    follow = Channels._follow
+
+    def remembering(self, receive, *place):
+        work, tensor = receive._work, receive._tensor
+        self.__dict__.setdefault("remembered", []).append((work, tensor))
+        return follow(self, receive, *place)
+
+    return mock.patch.object(Channels, "_follow", remembering)
+
+
+def posted_reductions():
+    """A reduction does not wait for the backwards before it."""
+    run = Chain._run
+    return mock.patch.object(Chain, "_run", lambda self, instruction, call, ready: run(self, instruction, call, None))
+
+
+@contextmanager
+def awaited_reductions():
+    """A step waits for the host of the chain alone, whose norms are not read."""
+
+    def wait(self, version):
+        streams, self._streams = self._streams, SimpleNamespace(wait=lambda event: None)
+        try:
+            original(self, version)
+        finally:
+            self._streams = streams
+
+    original = Chain.wait
+    with mock.patch.object(Chain, "wait", wait):
+        yield
+
+
+def host_scale():
+    """The loss scale lies on the device."""
+    return mock.patch.object(megatron_loss_scale, "_to_host", lambda scaler: None)
+
+
+def host_norm():
+    """The norm is read where it is computed."""
+    norm = GradientReduction.local_norm_squared
+    return mock.patch.object(
+        GradientReduction,
+        "local_norm_squared",
+        lambda self, slot: torch.tensor(norm(self, slot).item(), dtype=torch.float64),
+    )
+
+
+def warm_up():
+    """Communicators are connected when they are needed."""
+    return mock.patch.object(megatron_update, "warm_up", lambda *args, **options: None)
+
+
+def arrivals():
+    """The computation does not wait for what it receives."""
+
+    def follow(self, receive, kind, stage, microbatch, during):
+        with self._streams.on(self._arrivals):
+            return receive.wait(self._timeout)
+
+    return mock.patch.object(Channels, "_follow", follow)
+
+
+def unread_sends():
+    """A link forgets what it has posted."""
+    return mock.patch.object(NcclLink, "drop_read", lambda self: self._unread.clear())
+
+
+def staged_copies():
+    """The copy to the host does not wait for what it copies."""
+    send = HostStagedLink.send
+
+    def early(self, tensor, tag):
+        with mock.patch.object(Recorder, "wait", lambda recorder, event: None):
+            send(self, tensor, tag)
+
+    return mock.patch.object(HostStagedLink, "send", early)
+
+
+def followed_moves():
+    """A computation waits for the host of its moves alone."""
+    return mock.patch.object(MoveQueue, "follow", lambda self, count: None)
+
+
+def held_evictions():
+    """What was packed is let go of at once."""
+    evict = CapturedActivations.evict
+
+    def letting_go(self, microbatch):
+        eviction = evict(self, microbatch)
+        pack = eviction.pack
+
+        def packed():
+            buffer = pack()
+            eviction.held.clear()
+            return buffer
+
+        return type(eviction)(eviction.num_bytes, packed, eviction.held)
+
+    return mock.patch.object(CapturedActivations, "evict", letting_go)
+
+
+def packed_activations():
+    """What leaves is packed though its forward may not have ended."""
+    evict = CapturedActivations.evict
+
+    def early(self, microbatch):
+        streams, self._streams = self._streams, SimpleNamespace(record=lambda: None)
+        try:
+            eviction = evict(self, microbatch)
+        finally:
+            self._streams = streams
+        return eviction
+
+    return mock.patch.object(CapturedActivations, "evict", early)
+
+
+def taken_back(name: str | None):
+    """A context in which `name` is taken back; None: nothing is."""
+    return nullcontext() if name is None else globals()[name]()

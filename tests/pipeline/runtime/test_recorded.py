@@ -1,0 +1,133 @@
+"""The runtime on the stand-in for CUDA: nothing is found, and what would be missing is."""
+
+import pytest
+
+from tests import workers
+from tests.pipeline.runtime import reference
+from tests.pipeline.runtime.reference import Training
+
+CASES = "tests.pipeline.runtime.recorded_cases"
+TRAINING = Training(batches=(4, 4, 8, 4), clip_grad=0.05)
+ONE_EACH = Training(batches=(1,) * 8)
+REPLICATED = Training(batches=(4, 4, 4, 4), num_replicas=2)
+
+
+def gpt(num_ranks, **options):
+    return workers.run(num_ranks, f"{CASES}:train_gpt", **options)
+
+
+def module(num_ranks, preset, training=TRAINING, **options):
+    return workers.run(num_ranks, f"{CASES}:train_module", preset=preset, training=training, **options)
+
+
+def assert_in_order(outcomes):
+    for rank, (findings, num_operations, _) in enumerate(outcomes):
+        assert not findings, f"rank {rank}: {findings}"
+        assert num_operations > 300, "the account is empty"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (1, {"schedule": "2bw", "dtype": "float16", "overflow_batches": (1, 2), "drains": (2,)}),
+        (2, {"schedule": "gpipe", "p": 2, "clip": 1.0}),
+        (2, {"schedule": "flush", "p": 2, "clip": 1.0, "tied": True, "drains": (1,)}),
+        (2, {"schedule": "flush", "t": 2, "sequence_parallel": True}),
+        (2, {"schedule": "2bw", "p": 2, "clip": 1.0, "tied": True}),
+        (2, {"schedule": "2bw", "p": 2, "recompute": True, "dropout": 0.1, "dtype": "bfloat16", "extra_warmup": True}),
+        (2, {"schedule": "2bw", "p": 2, "dtype": "float16", "overflow_batches": (2,), "drains": (1,)}),
+        (2, {"schedule": "2bw", "t": 2, "clip": 1.0, "sequence_parallel": True}),
+        (2, {"schedule": "2bw", "d": 2, "clip": 1.0}),
+        (2, {"schedule": "2bw", "d": 2, "clip": 1.0, "distributed_optimizer": True, "dtype": "float16"}),
+        (2, {"schedule": "2bw", "d": 2, "clip": 1.0, "single_gradient_buffer": True}),
+        (2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 6}),
+        (2, {"schedule": "interleaved", "p": 2, "v": 2, "tied": True}),
+    ],
+)
+def test_megatron_updates_are_in_order(num_ranks, options):
+    """A GPT under every schedule, with d=2, t=2 and in fp16: each access comes after those that it has to, nothing is
+    freed too early or kept for ever, the computing thread waits for no kernel, and every communicator is connected
+    before training.
+    """
+    assert_in_order(gpt(num_ranks, **options))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "preset", "training", "options"),
+    [
+        (2, "2bw", TRAINING, {"backend": "gloo", "drains": (1,)}),
+        (4, "pipedream", ONE_EACH, {}),
+        (4, "flush", REPLICATED, {}),
+        (4, "2bw", REPLICATED, {}),
+        (4, "bpipe", TRAINING, {"moves_activations": True, "drains": (1,)}),
+        (4, "bpipe", TRAINING, {"moves_activations": True, "recompute": True}),
+        (4, "bpipe", TRAINING, {"moves_activations": True, "backend": "gloo"}),
+        (4, "2bw", TRAINING, {"moves_activations": True, "balance": True, "drains": (1,)}),
+    ],
+)
+def test_modules_and_moves_are_in_order(num_ranks, preset, training, options):
+    """The same for plain modules, over NCCL and through host memory, and while saved activations move; and the losses
+    are those of a single process.
+    """
+    outcomes = module(num_ranks, preset, training, **options)
+    assert_in_order(outcomes)
+    expected = reference.train(training, delay={"2bw": 1}.get(preset, 0)).losses
+    if preset != "pipedream":
+        assert outcomes[0][2] == pytest.approx(expected, rel=1e-5)
+
+
+def test_early_gradients_wait_for_the_chain():
+    """Gradients that are applied before their norm is known are those of all replicas. Without the wait of the stream
+    the replica that counts nothing, on the stage that reads no loss, updates its weights beside the all-reduce.
+    """
+    options = {"schedule": "2bw", "p": 2, "d": 2, "single_gradient_buffer": True}
+    found = gpt(4, taken_back="early_gradients", **options)
+    first_stage_second_replica, _, _ = found[1]
+    assert any("_apply" in what and "after all-reduce" in what for _, what in first_stage_second_replica)
+
+
+def test_loaded_buffers_are_kept_until_they_are_marked():
+    """A buffer whose backward is only queued goes to nobody else: with its address alone it is written too early."""
+    options = {"training": Training(batches=(10, 10)), "moves_activations": True, "balance": True, "slow_host": True}
+    assert_in_order(module(5, "2bw", **options))
+    found = module(5, "2bw", taken_back="loaded_buffers", **options)
+    assert any("after" in what and "backward" in what for findings, _, _ in found for _, what in findings)
+
+
+def test_received_tensors_are_let_go():
+    """What was received is freed with its backward, though nobody polls for overdue receives."""
+    found = module(2, "flush", taken_back="received_tensors")
+    assert all("held" in {kind for kind, _ in findings} for findings, _, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("taken_back", "kind", "num_ranks", "options"),
+    [
+        ("posted_reductions", "unordered", 2, {"schedule": "2bw", "d": 2}),
+        ("awaited_reductions", "unordered", 2, {"schedule": "2bw", "d": 2, "distributed_optimizer": True}),
+        ("host_scale", "host sync", 1, {"schedule": "2bw", "dtype": "float16"}),
+        ("host_norm", "host sync", 2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 4}),
+        ("warm_up", "late", 2, {"schedule": "2bw", "d": 2}),
+    ],
+)
+def test_what_megatron_updates_need_is_missed(taken_back, kind, num_ranks, options):
+    """Each wait of the update and its chain is needed: without it there is a finding of that kind."""
+    found = gpt(num_ranks, taken_back=taken_back, **options)
+    assert kind in {each for findings, _, _ in found for each, _ in findings}
+
+
+@pytest.mark.parametrize(
+    ("taken_back", "kind", "num_ranks", "preset", "options"),
+    [
+        ("arrivals", "unordered", 2, "flush", {}),
+        ("unread_sends", "freed", 2, "flush", {}),
+        ("staged_copies", "unordered", 2, "flush", {"backend": "gloo"}),
+        ("followed_moves", "unordered", 4, "bpipe", {"moves_activations": True}),
+        ("held_evictions", "freed", 4, "bpipe", {"moves_activations": True}),
+        ("packed_activations", "unordered", 4, "bpipe", {"moves_activations": True}),
+    ],
+)
+def test_what_transfers_need_is_missed(taken_back, kind, num_ranks, preset, options):
+    """Each wait of links and moves is needed: without it there is a finding of that kind."""
+    found = module(num_ranks, preset, taken_back=taken_back, **options)
+    assert kind in {each for findings, _, _ in found for each, _ in findings}
