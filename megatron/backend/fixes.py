@@ -1,7 +1,8 @@
-"""Repairs of megatron-core 0.16.1 where neither Transformer Engine nor Apex is installed.
+"""Repairs of megatron-core 0.16.1: what it lacks without Transformer Engine and Apex, and what 2bw asks of it.
 
-The wheel's paths through torch's own AdamW and norms are little used and have faults, on CPU and on CUDA alike. Each
-repair wraps one function, states the fault, and is skipped where the better library is present.
+The wheel's paths through torch's own AdamW and norms are little used and have faults, on CPU and on CUDA alike; these
+repairs are skipped where the better library is present. One more concerns its fused gradient accumulation, which
+takes for granted that a parameter has one gradient buffer. Each repair wraps one function and states the fault.
 """
 
 import functools
@@ -15,7 +16,7 @@ def apply() -> None:
     # megatron.core calls collectives by names that newer torch has renamed; its users cannot change that.
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     from megatron.core.optimizer import distrib_optimizer, optimizer
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer import torch_norm
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -24,6 +25,7 @@ def apply() -> None:
     if not random.HAVE_TE:
         _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
+    _repair_fused_accumulation(layers.LinearWithGradAccumulationAndAsyncCommunication)
 
 
 def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -136,3 +138,33 @@ def _repair_torch_norm(norm_class) -> None:
         return norm
 
     norm_class.__new__ = build_for_sequence_parallel
+
+
+def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:
+    """Fused gradient accumulation adds to the `main_grad` that the weight had in the *forward*, and puts it back.
+
+    Under 2bw a batch's gradient buffer is chosen at its first backward, so forwards made before that would add to the
+    buffer of the batch before, which the chain is reducing. With the repair the backward adds to the `main_grad` that
+    the parameter has then. The parameter itself is remembered, since the weight that the backward unpacks need not be
+    it: of captured activations it is a detached copy without attributes. For such a copy the wheel's backward returns
+    no gradient, so DDP's hook has nothing to add, which is right: the kernel has added it.
+
+    The other places of megatron.core that keep a `main_grad` are out of reach: its pipeline schedules, which defer the
+    embedding's weight gradients; its CUDA graphs; its FSDP. Transformer Engine's layers are not repaired: training
+    turns fusion off where theirs have the fault (`megatron.training.arguments.platform`).
+    """
+    forward, backward = linear.forward, linear.backward
+
+    @functools.wraps(forward)
+    def forward_with_parameter(ctx, input, weight, *args):
+        ctx.parameter = weight
+        return forward(ctx, input, weight, *args)
+
+    @functools.wraps(backward)
+    def backward_into_shown_gradient(ctx, grad_output):
+        if ctx.gradient_accumulation_fusion:
+            ctx.main_grad = getattr(ctx.parameter, "main_grad", None)
+        return backward(ctx, grad_output)
+
+    linear.forward = staticmethod(forward_with_parameter)
+    linear.backward = staticmethod(backward_into_shown_gradient)

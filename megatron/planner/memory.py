@@ -2,8 +2,9 @@
 
 BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (state.py) times the parameters of the
 rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
-(demand.py), and the buffers beside them. Everything is counted at the moment when most is held; what the allocator
-loses between blocks, and the CUDA context and the communication libraries hold, is not.
+(demand.py), and the buffers beside them, on request with those of this project's communicators (communicators.py).
+Everything is counted at the moment when most is held; what the allocator loses between blocks, and what the CUDA
+context and other communicators hold, is not.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields
 from megatron.pipeline.moves import pair_of
 from megatron.planner.activations import Activations, ActivationSetting
 from megatron.planner.architecture import Architecture
+from megatron.planner.communicators import communicator_bytes
 from megatron.planner.demand import Demand
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.state import TrainingState
@@ -30,6 +32,7 @@ class MemoryParts:
         activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
         workspace: what a backward recomputes, and the gradient of the logits.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
+        communicators: NCCL's buffers for the communicators of this project's runtime; 0 where they are not counted.
     """
 
     weights: float
@@ -38,6 +41,7 @@ class MemoryParts:
     activations: float
     workspace: float
     transfers: float
+    communicators: float = 0.0
 
     @property
     def total(self) -> float:
@@ -78,12 +82,14 @@ def estimate_memory(
     *,
     layers: Sequence[int],
     single_gradient_buffer: bool = False,
+    counts_communicators: bool = False,
 ) -> tuple[RankMemory, ...]:
     """The memory of each rank of the pipeline.
 
     Args:
         layers: how many layers each stage has.
         single_gradient_buffer: a batch's gradients are applied before the next batch fills the buffer.
+        counts_communicators: this project's runtime trains, over NCCL.
     """
     assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
     activations = Activations(shape, setting)
@@ -93,6 +99,12 @@ def estimate_memory(
     workspace_by = {kind: activations.workspace(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
     saved, workspace = [saved_by[kind] for kind in kinds], [workspace_by[kind] for kind in kinds]
     boundary = activations.boundary
+    communicators = (0.0,) * demand.num_ranks
+    if counts_communicators:
+        communicators = communicator_bytes(
+            demand.rank_of_stage, tensor=setting.tensor, data=state.data, tied_embeddings=shape.tied_embeddings,
+            sums_over_tensor=setting.sequence_parallel or shape.qk_norm, moves=any(demand.evicts),
+        )  # fmt: skip
     result = []
     for rank, stages in enumerate(demand.stages_by_rank):
         count = sum(parameters[stage] for stage in stages)
@@ -116,6 +128,7 @@ def estimate_memory(
                     activations=_saved_on_rank(rank, saved, demand),
                     workspace=max(workspace[stage] for stage in stages),
                     transfers=(demand.receives_ahead[rank] + sides) * boundary + moving,
+                    communicators=communicators[rank],
                 ),
             )
         )

@@ -78,6 +78,7 @@ class Planner:
             self.software.training_state(configuration),
             demand(schedule, configuration.num_microbatches),
             layers=self.layers(configuration) if layers is None else layers,
+            counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
         )
 
     def estimate(self, configuration: Configuration, simulate: bool = False) -> Estimate:

@@ -31,6 +31,7 @@ class Software:
         splits_transfers: tensor ranks send a part each of what all of them hold.
         overlaps_gradients: gradients are reduced over replicas during the last backward, weights gathered during the
             first forward.
+        own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
     """
 
     element_bytes: int = 2
@@ -42,6 +43,7 @@ class Software:
     overlaps_transfers: bool = True
     splits_transfers: bool = False
     overlaps_gradients: bool = False
+    own_communicators: bool = False
 
     def activation_setting(self, configuration: Configuration) -> ActivationSetting:
         return ActivationSetting(

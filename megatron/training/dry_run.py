@@ -72,6 +72,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     memory = estimate_memory(
         plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
         layers=plan.layers_of_stages(config), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        counts_communicators=plan.uses_nccl(args),
     )  # fmt: skip
     placement, lines = place(args)
     return DryRun(

@@ -5,6 +5,7 @@ and `join` placement.py may give them anew. A single process needs no launcher a
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import random
@@ -16,6 +17,7 @@ import torch
 from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.training.arguments import Platform
+from megatron.training.arguments.platform import engine_keeps_main_grad
 from megatron.training.checkpoint import agreement
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
@@ -43,7 +45,16 @@ def this_platform() -> Platform:
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
         num_local_devices=torch.cuda.device_count() if backend.is_cuda() else 0,
+        engine_keeps_main_grad=engine_keeps_main_grad(_engine_version()),
     )
+
+
+def _engine_version() -> str:
+    """Of Transformer Engine; one that never was where it is not installed, or cannot say (a build from its sources)."""
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.0"
 
 
 def initialize(args: argparse.Namespace) -> None:

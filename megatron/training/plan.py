@@ -74,6 +74,11 @@ def training_state(args: argparse.Namespace) -> TrainingState:
     )
 
 
+def uses_nccl(args: argparse.Namespace) -> bool:
+    """Whether the run communicates over NCCL where it has CUDA."""
+    return args.distributed_backend != "gloo"
+
+
 def layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
     """How many layers each stage has, as megatron.core splits them."""
     from megatron.core.transformer.enums import LayerType
@@ -128,4 +133,5 @@ def software(args: argparse.Namespace) -> RunSoftware:
         flash_attention=not setting.saves_scores,
         fuses_softmax=args.masked_softmax_fusion and setting.element_bytes == _HALF,
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
+        own_communicators=uses_nccl(args),
     )

@@ -12,9 +12,11 @@ from megatron import backend
 backend.install()
 
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from tests import workers
+from tests.pipeline.runtime.fused_accumulation import stand_in
 
 needs_torch_optimizer = pytest.mark.skipif(HAVE_APEX_OR_TE, reason="another library's optimizer is installed")
 
@@ -43,6 +45,29 @@ def test_checkpoint_without_output_is_not_fp8():
     """`fp8=False` means without FP8."""
     assert CheckpointWithoutOutput(fp8=False).fp8 is False
     assert CheckpointWithoutOutput().fp8 is False
+
+
+class OwnLinear(LinearWithGradAccumulationAndAsyncCommunication):
+    """A user's, which inherits both directions."""
+
+
+@pytest.mark.parametrize("linear", [LinearWithGradAccumulationAndAsyncCommunication, OwnLinear])
+@pytest.mark.parametrize("unpack", [lambda tensor: tensor, torch.Tensor.detach], ids=["parameter", "captured"])
+def test_fused_accumulation_adds_to_the_gradient_that_the_parameter_shows(linear, unpack):
+    """The backward adds to the `main_grad` of its own time and leaves it in place, also where it unpacks a detached
+    weight; DDP's hook finds the parameter's mark, or no gradient to add a second time."""
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    at_forward, at_backward = torch.zeros(3, 4), torch.zeros(3, 4)
+    weight.grad_added_to_main_grad = False
+    input = torch.randn(5, 4, requires_grad=True)
+    with stand_in(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        weight.main_grad = at_forward
+        output = linear.apply(input, weight, None, True, False, False, None, 0, None)
+        weight.main_grad = at_backward
+        output.sum().backward()
+    assert weight.main_grad is at_backward and not at_forward.any()
+    torch.testing.assert_close(at_backward, torch.ones(5, 3).t() @ input.detach())
+    assert weight.grad_added_to_main_grad or weight.grad is None
 
 
 @needs_torch_optimizer

@@ -4,6 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ backend.install()
 
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.training import pretraining
-from megatron.training.arguments import build_parser, parse_args, reference, validate_args
+from megatron.training.arguments import build_parser, parse_args, platform, reference, validate_args
 from megatron.training.arguments.parser import GROUPS
 from megatron.training.arguments.specification import integer, number
 from megatron.training.checkpoint.arguments import apply_saved_arguments
@@ -271,6 +272,39 @@ def test_platform_turns_off_defaults_and_refuses_wishes():
     assert not here.masked_softmax_fusion and there.apply_rope_fusion
     assert here.use_cpu_initialization and not there.use_cpu_initialization
     assert arguments("--transformer-impl local", platform=GPU).transformer_impl == "local"
+
+
+@pytest.mark.parametrize(
+    "flags, fuses",
+    [
+        ("--pipeline-schedule 2bw", False),
+        ("--pipeline-schedule 2bw --2bw-single-gradient-buffer", True),
+        ("--pipeline-schedule 2bw --transformer-impl local", True),
+        ("", True),
+        (
+            "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 1",
+            True,
+        ),
+    ],
+)
+def test_an_engine_that_keeps_its_gradient_buffer_is_not_fused_with_two(flags, fuses):
+    """Fusion is off, with a note, only where such a Transformer Engine meets the two gradient buffers of 2bw."""
+    flags = f"{flags} --pipeline-model-parallel-size 2"
+    args = parse_args(words(flags))
+    validate_args(args, world_size=2)
+    notes = platform.resolve_platform(args, replace(GPU, engine_keeps_main_grad=True))
+    assert args.gradient_accumulation_fusion is fuses
+    said = [note for note in notes if "Transformer Engine 2.6.0 or later" in note]
+    assert len(said) == (not fuses)
+    assert arguments(flags, world_size=2, platform=GPU).gradient_accumulation_fusion
+
+
+def test_versions_of_transformer_engine_that_keep_their_gradient_buffer():
+    """From 2.6 on a weight's `main_grad` is looked up in the backward; numbers are compared as numbers."""
+    kept = ["0.0", "1.13.0", "2.0", "2.5.0", "2.5.0+8f3a1c2", "2.5.0.post1", "2.6.0.dev0"]
+    looked_up = ["2.6.0", "2.6.0+abc", "2.10.0", "2.11", "3.0"]
+    assert all(map(platform.engine_keeps_main_grad, kept))
+    assert not any(map(platform.engine_keeps_main_grad, looked_up))
 
 
 def test_help_is_complete():

@@ -71,8 +71,8 @@ def test_job_that_is_right(dry):
 @pytest.mark.parametrize(
     "schedule, gpu, status, said",
     [
-        ("flush", "A100-80", 1, "error: stage 0 misses 5.3 GiB of the 79.25 GiB of --dry-run-gpu A100-80; recompute"),
-        ("flush", "H200", 0, "H200: fits; stage 0 leaves 55."),
+        ("flush", "A100-80", 1, "error: stage 0 misses 5.7 GiB of the 79.25 GiB of --dry-run-gpu A100-80; recompute"),
+        ("flush", "H200", 0, "H200: fits; stage 0 leaves 54."),
         ("flush", "86", 0, "86: borderline; stage 0 leaves 1."),
         ("bpipe", "A100-80", 0, "A100-80: "),
     ],
@@ -82,6 +82,17 @@ def test_verdict_on_a_gpu(dry, schedule, gpu, status, said):
     found, out, err, _ = dry(f"{GPT3_96B} --pipeline-schedule {schedule} --dry-run-gpu {gpu}")
     assert found == status and said in (err if status else out)
     assert ("warning: so near the limit" in out) == ("borderline" in out)
+
+
+def test_communicators_of_nccl_are_counted(dry):
+    """Their buffers have a column, and are part of the total; over gloo there are none."""
+    flags = "--dry-run 4 --pipeline-model-parallel-size 4"
+    _, out, _, nccl = dry(flags)
+    gloo = dry(f"{flags} --distributed-backend gloo")[3]
+    assert "transfers communicators total" in " ".join(out.split())
+    for ours, theirs in zip(nccl["memory"], gloo["memory"], strict=True):
+        assert ours["communicators_bytes"] > 0 and theirs["communicators_bytes"] == 0
+        assert ours["total_bytes"] - ours["communicators_bytes"] == pytest.approx(theirs["total_bytes"])
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,35 @@ Pure: the machine is described by a record, so that the CUDA cases are tested wi
 import argparse
 from dataclasses import dataclass
 
+from packaging.version import Version
+
+from megatron.pipeline.schedules import PRESETS
+
+_LOOKS_UP_GRADIENTS = "2.6.0"
+"""The first Transformer Engine whose linear layers (`Linear`, `LayerNormLinear`, `LayerNormMLP`) look up a weight's
+`main_grad` in the backward. Older ones take it in the forward (2.0 to 2.5), or from the weight that the graph has
+saved, which need not be the parameter (1.x)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """What is there. `num_local_devices` counts CUDA devices of this node (0 without CUDA)."""
+    """What is there.
+
+    Attributes:
+        num_local_devices: CUDA devices of this node (0 without CUDA).
+        engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
+    """
 
     is_cuda: bool
     has_transformer_engine: bool
     has_apex: bool
     num_local_devices: int = 0
+    engine_keeps_main_grad: bool = False
+
+
+def engine_keeps_main_grad(version: str) -> bool:
+    """Whether this version of Transformer Engine ("2.5.0+a1b2c3") adds to the gradient buffer of its forward's time."""
+    return Version(version) < Version(_LOOKS_UP_GRADIENTS)
 
 
 def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
@@ -49,12 +69,24 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
             notes.append(f"{name} is off: {reason}")
 
     turn_off("gradient_accumulation_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
+    turn_off(
+        "gradient_accumulation_fusion",
+        not (uses_engine and platform.engine_keeps_main_grad and _keeps_two_gradient_buffers(args)),
+        f"with the two gradient buffers of {args.pipeline_schedule} it needs Transformer Engine "
+        f"{_LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer of its forward's time",
+    )
     turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("masked_softmax_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
     turn_off("persist_layer_norm", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
     if args.position_embedding_type != "rope":
         args.apply_rope_fusion = False
     return [note for note in notes if not note.startswith("apply_rope") or args.position_embedding_type == "rope"]
+
+
+def _keeps_two_gradient_buffers(args: argparse.Namespace) -> bool:
+    """Whether a batch accumulates gradients while those of the batch before are reduced."""
+    _, weights = PRESETS[args.pipeline_schedule]
+    return bool(weights.rule.delay) and not args.pipeline_2bw_single_gradient_buffer
 
 
 def _choose_implementation(args: argparse.Namespace, platform: Platform) -> None:

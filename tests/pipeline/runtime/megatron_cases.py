@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
@@ -78,8 +79,8 @@ def scheduler(case: Case, optimizer) -> OptimizerParamScheduler:
     )
 
 
-def build(case: Case) -> tuple[list[MegatronStage], MegatronWeightUpdate]:
-    """Stages and update of this rank."""
+def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[MegatronStage], MegatronWeightUpdate]:
+    """Stages and update of this rank; with `memory`, activations are captured."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
     )
@@ -113,6 +114,7 @@ def build(case: Case) -> tuple[list[MegatronStage], MegatronWeightUpdate]:
             data_iterator=training_data(case, replica),
             evaluation_iterator=evaluation_data(case, replica),
             recompute=case.recompute,
+            activation_memory=memory,
         )
         for number, chunk in enumerate(chunks)
     ]
@@ -185,6 +187,7 @@ def engine_of(case: Case, stages: list[MegatronStage], update: MegatronWeightUpd
         num_stages=case.p * case.v,
         num_virtual_stages=case.v,
         recompute=case.recompute,
+        balance=case.balance,
         tied_embeddings=case.tied,
         data_parallel=case.d > 1,
         extra_warmup=case.extra_warmup,
@@ -197,8 +200,9 @@ def train(**options) -> dict:
     """Train one case on this rank's place in it; the result is as `reference` gives it, and more."""
     case = Case(**options)
     with parallel(case):
-        stages, update = build(case)
-        engine = engine_of(case, stages, update)
+        memory = ActivationMemory() if case.balance else None
+        stages, update = build(case, memory)
+        engine = engine_of(case, stages, update, activation_memory=memory)
         reports, evaluations = [], []
         for batch in range(len(case.batches)):
             info = batch_info(case, batch)

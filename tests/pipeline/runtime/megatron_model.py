@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.training.bert_model import BertModel, bert_layer_specs
 from tests.pipeline.runtime import bert_model
@@ -63,6 +67,9 @@ class Case:
     extra_warmup: bool = False
     bert: bool = False
     binary_head: bool = True  # of BERT
+    balance: bool = False  # saved activations are captured, and move where there is something to move
+    engine: bool = False  # Transformer Engine's layers
+    fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -110,7 +117,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=case.fused,
     )
 
 
@@ -131,7 +138,9 @@ def gpt_model(case: Case, chunk: int = 0) -> GPTModel | BertModel:
         heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
         model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
     else:
-        model = GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(normalization=case.normalization), **options)
+        local = get_gpt_layer_local_spec(normalization=case.normalization)
+        spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
+        model = GPTModel(transformer_layer_spec=spec, **options)
     with torch.no_grad():
         for name, param in global_names(model).items():
             param.copy_(shard(case, name, param, full_weight(case, name, param)))
@@ -222,13 +231,14 @@ def forward_step(case: Case):
 
     def step(data_iterator, model):
         # The middle stages read the data too: only its position matters, as in Megatron's own step without broadcast.
-        data = next(data_iterator)
-        position_ids = torch.arange(SEQUENCE).expand_as(data["tokens"])
-        output = model(data["tokens"], position_ids, causal_mask(), labels=data["labels"])
+        data, device = next(data_iterator), backend.device()
+        tokens, labels, mask = (each.to(device) for each in (data["tokens"], data["labels"], causal_mask()))
+        position_ids = torch.arange(SEQUENCE, device=device).expand_as(tokens)
+        output = model(tokens, position_ids, mask, labels=labels)
 
         def loss_function(losses):
             total = losses.float().sum() * data["factor"]
-            count = torch.tensor(losses.numel())
+            count = torch.tensor(losses.numel(), device=device)
             if case.token_form:
                 return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
             return total / count, {"lm loss": (total / count).detach()}

@@ -1,9 +1,13 @@
 """The runtime on CUDA: transfers over NCCL and through host memory, the chain on its own stream."""
 
+import importlib.metadata
+import importlib.util
+
 import pytest
 import torch
 
 from megatron.pipeline.runtime import trace
+from megatron.training.arguments.platform import engine_keeps_main_grad
 from tests import workers
 from tests.pipeline.runtime import reference
 from tests.pipeline.runtime.reference import Training
@@ -74,3 +78,25 @@ def test_two_gpus_over_nccl():
         pytest.skip("needs two CUDA devices: NCCL does not join two ranks on one")
     outcomes = workers.run(2, CASE, device="cuda", preset="2bw", training=TRAINING, backend="nccl")
     assert_like_the_reference(outcomes, delay=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", [False, True], ids=["local", "Transformer Engine"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fused_gradient_accumulation_equals_unfused(num_ranks, engine):
+    """2bw computes the same losses and norms whether products add to the gradient buffer themselves, in Apex's kernel
+    (a stand-in where it is not installed) and in Transformer Engine's.
+    """
+    if engine and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine, which is not installed")
+    if engine and engine_keeps_main_grad(version := importlib.metadata.version("transformer_engine")):
+        pytest.skip(f"Transformer Engine {version} cannot be fused under 2bw, so training turns it off")
+    fused, plain = (
+        workers.run(
+            num_ranks, "tests.pipeline.runtime.fused_accumulation:train_on_cuda", device="cuda",
+            schedule="2bw", p=num_ranks, batches=(4,) * 6, fused=fuses, engine=engine,
+        )
+        for fuses in (True, False)
+    )  # fmt: skip
+    for ours, theirs in zip(fused, plain, strict=True):  # without the repair the second norm is a third of it
+        assert ours == [pytest.approx(pair, rel=1e-2) for pair in theirs]
