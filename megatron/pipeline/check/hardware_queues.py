@@ -66,16 +66,16 @@ def prove_hardware_queues(
     if num_queues < 1:
         raise ValueError(f"a device cannot have {num_queues} hardware queues; give 1 and more")
     job = _Job(program, tensor, data, distributed_optimizer)
-    num_streams = tuple(each.num_streams for each in job.ranks)
-    shares = [needed > num_queues for needed in num_streams]
+    streams = tuple(each.num_streams for each in job.ranks)
+    shares = [needed > num_queues for needed in streams]
     num_looked_at = 0
     for is_early in job.interleavings(shares):
         execution = job.execution(shares, is_early)
         num_looked_at += 1
         if not execution.run():
-            raise explain_queue_deadlock(job.compact, execution, _where(max(num_streams), num_queues))
+            raise explain_queue_deadlock(job.compact, execution, _where(max(streams), num_queues))
     verdict = PROVED if job.has_fixed_order(shares) else NOT_PROVED
-    return HardwareQueuesReport(verdict, num_streams, num_looked_at)
+    return HardwareQueuesReport(verdict, streams, num_looked_at)
 
 
 def _where(num_streams: int, num_queues: int) -> str:
@@ -97,10 +97,10 @@ def count_deadlocks(
 
 
 def num_streams(
-    program: Program, rank: int, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False
-) -> int:
-    """How many streams a pipeline rank uses, and so how many hardware queues it needs to have one for each."""
-    return _Job(program, tensor, data, distributed_optimizer, only=rank).ranks[0].num_streams
+    program: Program, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False
+) -> tuple[int, ...]:
+    """How many streams each pipeline rank uses, and so how many hardware queues it needs to have one for each."""
+    return tuple(each.num_streams for each in _Job(program, tensor, data, distributed_optimizer).ranks)
 
 
 def launches_beside(program: Program) -> bool:
@@ -121,9 +121,7 @@ def may_deadlock(program: Program, *, tensor: int = 1, data: int = 1, distribute
 class _Job:
     """A program at given degrees."""
 
-    def __init__(
-        self, program: Program, tensor: int, data: int, distributed_optimizer: bool, only: int | None = None
-    ) -> None:
+    def __init__(self, program: Program, tensor: int, data: int, distributed_optimizer: bool) -> None:
         for name, degree in (("tensor", tensor), ("data", data)):
             if degree < 1:
                 raise ValueError(f"the {name} parallel degree cannot be {degree}; give 1 and more")
@@ -137,7 +135,7 @@ class _Job:
             raise ValueError("a compute-only program does not say what is launched; give one with SENDs and RECVs")
         options = {"tensor": tensor, "data": data, "distributed_optimizer": distributed_optimizer}
         self._degrees = min(tensor, 2), min(data, 2)
-        self.ranks = [lower(self.compact, rank, **options) for rank in (range(num_ranks) if only is None else (only,))]
+        self.ranks = [lower(self.compact, rank, **options) for rank in range(num_ranks)]
 
     def has_fixed_order(self, shares: list[bool]) -> bool:
         """Whether the order of launches is fixed, or does not matter, on every rank."""

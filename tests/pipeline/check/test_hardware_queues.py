@@ -277,7 +277,7 @@ def test_a_compute_only_program_is_refused():
 def test_streams_are_counted(rank, tensor, data, options, expected):
     """Every communicator has one, beside compute's and the chain's."""
     program = build("2bw", 4, 4)
-    assert num_streams(program, rank, tensor=tensor, data=data, **options) == expected
+    assert num_streams(program, tensor=tensor, data=data, **options)[rank] == expected
     report = prove_hardware_queues(program, tensor=tensor, data=data, num_queues=MANY, **options)
     assert report.num_streams[rank] == expected
 
