@@ -116,6 +116,20 @@ def test_a_deadlock_is_told():
     assert str(error.instruction) == "0SEND_F5" and str(error).splitlines()[1].startswith("rank 0: ...")
 
 
+def test_only_the_circle_is_told():
+    """Who waits for the circle from outside is left out: here rank 0, while two tensor ranks of rank 1 wait for each
+    other.
+    """
+    reason = refused(build("2bw", 2, 4), tensor=2, num_queues=1).reason
+    one, other = reason.split("streams: ")[1].split("; ")
+    assert one.startswith("rank 1 (tensor 0, data 0) has") and one.endswith(
+        "which rank 1 (tensor 1, data 0) has not joined"
+    )
+    assert other.startswith("rank 1 (tensor 1, data 0) has") and other.endswith(
+        "rank 1 (tensor 0, data 0) has not joined"
+    )
+
+
 def test_fewer_queues_than_streams_may_all_be_one():
     """Which streams share is the driver's choice: 9 queues for 10 streams are refused, 10 are proved."""
     program = build("2bw", 4, 8)
