@@ -79,7 +79,10 @@ def _prove_hardware_queues(options: argparse.Namespace, program: Program) -> str
     report = prove_hardware_queues(program, num_queues=options.hardware_queues, **job)
     queues = f"{options.hardware_queues} hardware queue{'s' * (options.hardware_queues > 1)}"
     if report.verdict == PROVED:
-        return f"proved with {queues}: every rank runs to its end (it has at most {max(report.num_streams)} streams)"
+        return (
+            f"proved with {queues} for these {len(program.batches)} batches: every rank runs to its end "
+            f"(it has at most {max(report.num_streams)} streams)"
+        )
     return (
         f"not proved with {queues}: of {report.num_interleavings} orders in which threads may launch none deadlocks, "
         f"which is no proof; {max(report.num_streams)} queues are one for each stream"

@@ -92,11 +92,15 @@ def test_check_says_what_moves(run):
 @pytest.mark.parametrize(
     ("options", "status", "sentence"),
     [
-        ("2bw --hardware-queues 32 --tensor 2 --data 2", 0, "proved with 32 hardware queues: every rank runs to its"),
+        (
+            "2bw --hardware-queues 32 --tensor 2 --data 2",
+            0,
+            "proved with 32 hardware queues for these 3 batches: every",
+        ),
         (
             "flush --hardware-queues 1 --tensor 2 --data 2",
             0,
-            "proved with 1 hardware queue: every rank runs to its end",
+            "proved with 1 hardware queue for these 3 batches: every",
         ),
         ("2bw --stages 1 --hardware-queues 1 --data 2", 0, "not proved with 1 hardware queue: of 4 orders"),
         ("2bw --hardware-queues 8 --tensor 2", 1, "deadlock with 8 hardware queues for 9 streams"),

@@ -112,7 +112,7 @@ def launches_beside(program: Program) -> bool:
 
 def may_deadlock(program: Program, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False) -> bool:
     """Whether streams that share a queue may end in a deadlock: threads launch beside one another, and two of them
-    launch what waits for other ranks. No search; what `prove_hardware_queues` finds is among it.
+    launch what waits for other ranks. No search. (Where one thread launches at a time `prove_hardware_queues` decides.)
     """
     job = _Job(program, tensor, data, distributed_optimizer)
     return any(not _launches_alone(each) and _num_meeting_threads(each) > 1 for each in job.ranks)

@@ -75,7 +75,7 @@ def _number(text: str) -> int:
 
 
 def _smallest_program(schedule: Schedule, args: argparse.Namespace) -> Program:
-    """A short program that launches what the job's do: three batches, as small as the schedule takes them.
+    """A short program that launches what the job's do: two batches, as small as the schedule takes them.
 
     They move activations if those of the job do.
     """
@@ -85,5 +85,5 @@ def _smallest_program(schedule: Schedule, args: argparse.Namespace) -> Program:
         except ValueError:
             continue
         if bool(schedule.evicting_ranks((num_microbatches,))) == args.moves_activations:
-            return schedule.build((num_microbatches,) * 3)
+            return schedule.build((num_microbatches,) * 2)
     raise AssertionError("the job's own batches are among them")
