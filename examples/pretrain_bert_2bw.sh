@@ -44,7 +44,7 @@ TP=${TP:-1}
 SCHEDULE=${SCHEDULE:-2bw}
 SEQUENCE=${SEQUENCE:-${size[3]}}
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 # a hardware queue for each stream: docs/gpu.md
 
 DISTRIBUTED_ARGS=(--standalone --nnodes 1 --nproc-per-node "$GPUS_PER_NODE")
 

@@ -25,7 +25,7 @@ SCHEDULE=${SCHEDULE:-2bw} # or gpipe, flush, interleaved
 MICRO_BATCH=${MICRO_BATCH:-4}
 GLOBAL_BATCH=${GLOBAL_BATCH:-256} # under 2bw at least PP microbatches for each data-parallel replica
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 # a hardware queue for each stream: docs/gpu.md
 
 DISTRIBUTED_ARGS=(--standalone --nnodes 1 --nproc-per-node "$GPUS_PER_NODE")
 

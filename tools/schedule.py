@@ -2,6 +2,7 @@
 
     python tools/schedule.py show  --schedule 2bw --stages 4 --microbatches 4 --batches 3
     python tools/schedule.py check --schedule 2bw --stages 64 --microbatches 512
+    python tools/schedule.py check --schedule 2bw --stages 4 --hardware-queues 8 --tensor 2 --data 2
     python tools/schedule.py draw  --schedule 2bw --stages 4 --microbatches 4 --batches 3 --output 2bw.png
     python tools/schedule.py simulate --schedule flush --stages 8 --microbatches 16 --latency 0.1
 
@@ -22,6 +23,7 @@ import schedule_costs
 import schedule_options as meaning
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
+from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.critical_path import critical_path, critical_path_text
 from megatron.pipeline.memory_curve import memory_curves
 from megatron.pipeline.program import Program
@@ -66,7 +68,25 @@ def _check(options: argparse.Namespace) -> int:
             max_saved_on_rank=schedule.max_saved_on_rank(many),
         )
         print("proved for every number of batches: fill, n periods, drain")
+    if options.hardware_queues is not None:
+        print(_prove_hardware_queues(options, program))
     return 0
+
+
+def _prove_hardware_queues(options: argparse.Namespace, program: Program) -> str:
+    """A sentence with the verdict. Raises ValueError where a deadlock is found."""
+    job = {name: getattr(options, name) for name in ("tensor", "data", "distributed_optimizer")}
+    report = prove_hardware_queues(program, num_queues=options.hardware_queues, **job)
+    queues = f"{options.hardware_queues} hardware queue{'s' * (options.hardware_queues > 1)}"
+    if report.verdict == PROVED:
+        return (
+            f"proved with {queues} for these {len(program.batches)} batches: every rank runs to its end "
+            f"(it has at most {max(report.num_streams)} streams)"
+        )
+    return (
+        f"not proved with {queues}: of {report.num_interleavings} orders in which threads may launch none deadlocks, "
+        f"which is no proof; {max(report.num_streams)} queues are one for each stream"
+    )
 
 
 def _simulate(options: argparse.Namespace) -> int:

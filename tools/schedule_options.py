@@ -15,6 +15,7 @@ from megatron.pipeline.schedules.orders import BALANCED_PRESETS, ORDERS, PRESETS
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
 _MOST = 20_000_000  # computations and transfers of a program; more do not fit into the memory of a common machine
+_JOB_ONLY = ("tensor", "data", "distributed_optimizer")
 _TEXT_ONLY = ("versions", "columns")
 _PICTURE_ONLY = ("saved", "lanes", "critical_path", "title", "time_label", "time_scale", "width", *schedule_costs.SIZES)
 
@@ -98,6 +99,8 @@ def parse(description: str, commands: dict[str, Command], arguments: list[str] |
     options = _parser(description, commands).parse_args(arguments)
     _require_one_source(options)
     _require_effect(options)
+    if options.command == "check" and options.schedule is not None and options.data > 1:
+        options.data_parallel = True
     return options
 
 
@@ -125,6 +128,8 @@ def _require_effect(options: argparse.Namespace) -> None:
         ignored += [(name, "text; add --output FILE") for name in _PICTURE_ONLY if not options.output]
     elif options.command == "show" and not options.timeline:
         ignored += [(name, "the rows; add --timeline") for name in (*schedule_costs.NAMES, "one_based", *_TEXT_ONLY)]
+    elif options.command == "check" and options.hardware_queues is None:
+        ignored += [(name, "the program; add --hardware-queues N") for name in _JOB_ONLY]
     if options.schedule is not None and options.command != "check":
         without = {"recompute_time": "recompute", "reduce_grad": "data_parallel", "reduce_embed": "tied_embeddings"}
         without |= dict.fromkeys(("evict", "load"), "balance") if options.schedule not in BALANCED_PRESETS else {}
@@ -152,12 +157,13 @@ def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParse
     )
     show.add_argument("--timeline", action="store_true", help="print the timeline of a simulation instead of the rows")
     _add_text_options(show)
-    _command(
+    check = _command(
         commands,
         "check",
         run["check"],
         "prove the program, for a preset with any number of batches; status 1 where it is wrong",
     )
+    _add_job_options(check)
     timed = _command(
         commands, "simulate", run["simulate"], "execute the program on a table of costs, and print times and bubbles"
     )
@@ -247,6 +253,19 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
     )
     preset.add_argument("--tied-embeddings", action="store_true", help="reduce the gradients of tied embeddings")
     preset.add_argument("--data-parallel", action="store_true", help="reduce gradients over replicas")
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    job = parser.add_argument_group("hardware queues")
+    job.add_argument(
+        "--hardware-queues",
+        type=count,
+        metavar="N",
+        help="prove or refute that the job ends on GPUs with N hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)",
+    )
+    job.add_argument("--tensor", type=count, default=1, metavar="T", help="tensor parallel degree (default: 1)")
+    job.add_argument("--data", type=count, default=1, metavar="D", help="data parallel degree (default: 1)")
+    job.add_argument("--distributed-optimizer", action="store_true", help="a step gathers parameters over replicas")
 
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:

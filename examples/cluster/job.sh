@@ -107,4 +107,4 @@ if [ -n "$dry_run" ]; then
     exec python "$program" "${arguments[@]}" --dry-run "$((NNODES * GPUS_PER_NODE))" \
         --dry-run-gpus-per-node "$GPUS_PER_NODE" --dry-run-gpu "${GPU:-$gpu}"
 fi
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 # a hardware queue for each stream: docs/gpu.md

@@ -1,6 +1,9 @@
-"""Order of installation: stand-ins, then megatron.core, then repairs."""
+"""Order of installation: the environment, stand-ins, then megatron.core, then repairs."""
 
+import os
 import sys
+
+import torch
 
 from megatron.backend.device import is_cuda
 
@@ -24,6 +27,9 @@ def install() -> None:
         return
     from megatron.backend import cpu
 
+    if not torch.cuda.is_initialized():  # CUDA reads it when it begins; a later value would say what is not so
+        # A hardware queue for each stream: reductions run beside computations (pipeline/check/hardware_queues.py).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if is_cuda():
         _import_core()
     else:

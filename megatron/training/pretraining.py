@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import os
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.megatron_stage import ForwardStep
 from megatron.training import initialize
 from megatron.training.arguments import notes_on_overridden, resolve_platform, validate_args
+from megatron.training.arguments.hardware_queues import require_hardware_queues
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
 from megatron.training.checkpoint.arguments import PARALLEL_ARGUMENTS
 from megatron.training.checkpointing import apply_checkpoint_arguments
@@ -102,4 +104,6 @@ def complete(args: argparse.Namespace) -> list[str]:
     notes = args.notes_for_log + resolve_platform(args, initialize.this_platform())
     del args.notes_for_log
     initialize.choose_device(args)
+    if args.distributed_backend == "nccl":
+        require_hardware_queues(args, os.environ)
     return notes

@@ -89,6 +89,40 @@ def test_check_says_what_moves(run):
     assert status == 1 and "there is nothing to balance; drop balance, or use order 1f1b" in err
 
 
+@pytest.mark.parametrize(
+    ("options", "status", "sentence"),
+    [
+        (
+            "2bw --hardware-queues 32 --tensor 2 --data 2",
+            0,
+            "proved with 32 hardware queues for these 3 batches: every",
+        ),
+        (
+            "flush --hardware-queues 1 --tensor 2 --data 2",
+            0,
+            "proved with 1 hardware queue for these 3 batches: every",
+        ),
+        ("2bw --stages 1 --hardware-queues 1 --data 2", 0, "not proved with 1 hardware queue: of 4 orders"),
+        ("2bw --hardware-queues 8 --tensor 2", 1, "deadlock with 8 hardware queues for 9 streams"),
+        ("2bw --stages 1 --hardware-queues 1 --data 2 --distributed-optimizer", 1, "deadlock with one hardware queue"),
+    ],
+)
+def test_check_says_whether_hardware_queues_suffice(run, options, status, sentence):
+    """One sentence with the verdict; a deadlock is told as any other, with status 1."""
+    found, out, error = run("check", "--schedule", *options.split())
+    assert found == status
+    assert sentence in (out.splitlines()[-1] if status == 0 else error)
+
+
+def test_check_takes_a_file_for_its_hardware_queues(run, tmp_path):
+    """A program of one's own is proved alike; replicas need reductions in it."""
+    path = tmp_path / "program.csv"
+    path.write_text(build("flush", data_parallel=True).to_csv())
+    assert "proved with 1 hardware queue" in run("check", path, "--hardware-queues", 1, "--data", 2)[1]
+    path.write_text(build("flush").to_csv())
+    assert "no REDUCE_GRAD for 2 data" in run("check", path, "--hardware-queues", 1, "--data", 2)[2]
+
+
 def test_draw_shows_what_is_saved_where_activations_move(run, tmp_path):
     """Below the timeline of Figure 4 stands the count of each stage, unless it is refused; else it is asked for."""
     for name, flag, shown in (("bpipe", "", True), ("bpipe", "--no-saved", False), ("flush", "", False)):
@@ -158,6 +192,7 @@ def test_binary_and_missing_files(run, tmp_path):
         (["check", "a.csv", "--recompute"], "--recompute says nothing about a CSV file"),
         (["check", "a.csv", "--stages", "4"], "--stages says nothing about a CSV file"),
         (["check", "--schedule", "2bw", "--weights", "flush"], "--weights says nothing about this preset"),
+        (["check", "--schedule", "2bw", "--tensor", "2"], "--tensor says nothing about the program; add --hardware-qu"),
         (["check", "--schedule", "2bw", "--microbatches", "4,8", "--batches", "2"], "--batches says nothing"),
         (["check", "--schedule", "2bw", "--microbatches", "4,x"], "'x' is no positive whole number"),
         (["check", "--schedule", "2bw", "--stages", "0"], "'0' is no positive whole number"),

@@ -53,7 +53,7 @@ class Runs:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(self.threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return {"OMP_NUM_THREADS": str(self.threads), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
     @property
     def _exports(self) -> str:

@@ -62,7 +62,7 @@ class Pool:
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
         with _environment(environment):
             for index in range(size):

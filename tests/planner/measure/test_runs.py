@@ -135,7 +135,7 @@ def test_a_warm_up_leaves_something_to_measure(tmp_path, warmup):
 def test_a_script_starts_the_run_again(tmp_path, started):
     """With the same environment, and metrics of its own."""
     lines = Path(runs(tmp_path, threads=3).run(ENTRIES[0]).directory, "run.sh").read_text().splitlines()
-    assert "export OMP_NUM_THREADS=3 CUDA_DEVICE_MAX_CONNECTIONS=1" in lines
+    assert "export OMP_NUM_THREADS=3 CUDA_DEVICE_MAX_CONNECTIONS=32" in lines
     assert f"rm -f {tmp_path / ENTRIES[0].name / METRICS}" in lines
 
 

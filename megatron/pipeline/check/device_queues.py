@@ -1,0 +1,245 @@
+"""Execute what the threads of all ranks launch, on devices whose hardware queues are FIFO.
+
+The model. A stream belongs to a hardware queue. An operation is issued when all that was launched before it in its
+queue has been issued, the operation before it on its stream is complete, and the one of another stream that it waits
+for is complete. So what stands at the head of a queue and waits blocks all behind it, whatever stream they belong to. A
+kernel is complete once it is issued, a collective or a transfer once all its members have issued it. Queues have no
+end, so a host never waits to launch.
+
+With a queue for each stream nothing depends on who is faster: what each thread launches and waits for is fixed, an
+operation waits for fixed others, and every wait is monotone in what has happened. So one execution stands for all. The
+same holds for one queue where the order of launches is fixed, as it is where one thread at a time can launch.
+
+Where two threads of a rank share a queue, their relative order matters. An *interleaving* gives each rank one of two:
+the other threads launch as early as they can, and its main thread one operation at a time, when nothing else in the job
+can go on; or as late as they can, when its main thread waits on the host.
+
+Ranks that launch alike may run in step. So a collective over tensor or data ranks that all launch alike completes when
+one of them issues it, and two of each degree are enough where even and odd ones launch differently.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from megatron.pipeline.check.device_operations import (
+    AWAIT,
+    BEGIN,
+    DATA,
+    END,
+    HOST_WAIT,
+    LAUNCH,
+    MAIN,
+    MEET,
+    NONE,
+    POST,
+    SAME_PLACE,
+    TENSOR,
+    THREADS,
+    RankOperations,
+)
+
+
+class Place(NamedTuple):
+    """A rank of the job, by its place in each degree."""
+
+    pipeline: int
+    tensor: int
+    data: int
+
+
+IsEarly = Callable[[Place], bool]
+
+
+class Device:
+    """One rank: its threads, its device, and where all of them have come."""
+
+    def __init__(self, place: Place, operations: RankOperations, *, is_early: bool, shares: bool) -> None:
+        self.place, self.operations, self.is_early = place, operations, is_early
+        self.complete = bytearray(len(operations.stream))
+        self.queue_of_stream = [0 if shares else stream for stream in range(operations.num_streams)]
+        self.queues: list[list[int]] = [[] for _ in range(1 if shares else operations.num_streams)]
+        self.head = [0] * len(self.queues)
+        self.step = [0] * len(THREADS)
+        self.posted = [0] * len(THREADS)
+        self.done = [0] * len(THREADS)
+        self.waiting: dict[int, list[int]] = {}  # operation -> queues, and threads as ~thread, that wait for it
+        self.waits_of_threads: list[tuple[int, int]] = []  # (thread awaited, thread that waits)
+
+
+class Execution:
+    """One execution of the whole job under one interleaving."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankOperations],
+        *,
+        tensor: int,
+        data: int,
+        shares: Sequence[bool],
+        is_early: IsEarly | None,
+    ) -> None:
+        """`tensor`, `data`: how many of each degree are executed. `shares`: whether all streams of a rank have one
+        queue. `is_early`: the interleaving; None where the order of launches does not matter or is fixed.
+        """
+        self.degrees = tensor, data
+        self.devices = {
+            place: Device(place, operations, is_early=is_early is not None and is_early(place), shares=shares[rank])
+            for rank, operations in enumerate(ranks)
+            for place in (Place(rank, i, k) for i in range(tensor) for k in range(data))
+        }
+        self._is_free = is_early is None
+        self._joined: dict[tuple, list[tuple[Device, int]]] = {}
+        self._met: dict[tuple, list[Device]] = {}
+        self._issue: list[tuple[Device, int]] = []
+        self._soon: deque[tuple[Device, int]] = deque()
+        self._later: deque[tuple[Device, int]] = deque()  # other threads of ranks where these are late
+        self._last: deque[tuple[Device, int]] = deque()  # main threads of ranks where the others are early
+
+    def run(self) -> bool:
+        """Whether every thread comes to its end and every operation completes."""
+        for device in self.devices.values():
+            for thread in range(len(THREADS)):
+                self._wake(device, thread)
+        while True:
+            if self._issue:
+                self._advance(*self._issue.pop())
+            elif self._soon:
+                self._go_on(*self._soon.popleft(), one=False)
+            elif self._later:
+                self._go_on(*self._later.popleft(), one=True)
+            elif self._last:
+                self._go_on(*self._last.popleft(), one=True)
+            else:
+                return all(self._has_ended(device) for device in self.devices.values())
+
+    def _has_ended(self, device: Device) -> bool:
+        steps = device.operations.steps
+        return all(device.step[thread] == len(steps[thread]) for thread in range(len(THREADS))) and all(device.complete)
+
+    # --- hosts
+
+    def _wake(self, device: Device, thread: int) -> None:
+        if self._is_free or (thread == MAIN) != device.is_early:
+            self._soon.append((device, thread))
+        else:
+            (self._last if thread == MAIN else self._later).append((device, thread))
+
+    def _go_on(self, device: Device, thread: int, *, one: bool) -> None:
+        """Let a thread go on until it waits or ends, or by one step."""
+        steps, position = device.operations.steps[thread], device.step[thread]
+        while position < len(steps):
+            action, argument = steps[position]
+            if action == LAUNCH:
+                self._launch(device, argument)
+            elif not self._can_pass(device, thread, action, argument):
+                break
+            position += 1
+            if one:
+                self._wake(device, thread)
+                break
+        device.step[thread] = position
+
+    def _can_pass(self, device: Device, thread: int, action: int, argument) -> bool:
+        """Whether a thread need not wait here; if it has to, it is woken when that may have changed."""
+        if action == HOST_WAIT:
+            if not device.complete[argument]:
+                device.waiting.setdefault(argument, []).append(~thread)
+                return False
+        elif action == BEGIN:
+            return device.posted[thread] >= argument
+        elif action == POST:
+            device.posted[argument] += 1
+            self._wake(device, argument)
+        elif action == END:
+            device.done[thread] += 1
+            waits, device.waits_of_threads = device.waits_of_threads, []
+            for awaited, waiter in waits:
+                if awaited == thread:
+                    self._wake(device, waiter)
+                else:
+                    device.waits_of_threads.append((awaited, waiter))
+        elif action == AWAIT:
+            awaited, count = argument
+            if device.done[awaited] < count:
+                device.waits_of_threads.append((awaited, thread))
+                return False
+        elif action == MEET:
+            return self._meet(device, thread, (*argument, *device.place[1:]))
+        return True
+
+    def _meet(self, device: Device, thread: int, key: tuple) -> bool:
+        hosts = self._met.setdefault(key, [])
+        if device not in hosts:
+            hosts.append(device)
+            if len(hosts) == 2:
+                self._wake(hosts[0], thread)
+        return len(hosts) == 2
+
+    def _launch(self, device: Device, operation: int) -> None:
+        queue = device.queue_of_stream[device.operations.stream[operation]]
+        device.queues[queue].append(operation)
+        if device.head[queue] == len(device.queues[queue]) - 1:
+            self._issue.append((device, queue))
+
+    # --- devices
+
+    def blocked_by(self, device: Device, queue: int) -> int:
+        """The operation that the head of a queue waits for; NONE where the queue is empty or its head can be issued."""
+        if device.head[queue] == len(device.queues[queue]):
+            return NONE
+        operations, head = device.operations, device.queues[queue][device.head[queue]]
+        for needed in (operations.before[head], operations.after[head]):
+            if needed != NONE and not device.complete[needed]:
+                return needed
+        return NONE
+
+    def _advance(self, device: Device, queue: int) -> None:
+        """Issue what can be issued."""
+        launched, operations, complete = device.queues[queue], device.operations, device.complete
+        before, after, joint = operations.before, operations.after, operations.joint
+        while device.head[queue] < len(launched):
+            operation = launched[device.head[queue]]
+            for needed in (before[operation], after[operation]):
+                if needed != NONE and not complete[needed]:
+                    device.waiting.setdefault(needed, []).append(queue)
+                    return
+            device.head[queue] += 1
+            if joint[operation] is None:
+                self._complete(device, operation)
+            else:
+                self._join(device, operation)
+
+    def _join(self, device: Device, operation: int) -> None:
+        members, _, num_ranks = device.operations.joint[operation]
+        joined = self._joined.setdefault(self.key(device, operation), [])
+        joined.append((device, operation))
+        if len(joined) == self.num_members(members, num_ranks):
+            for member, its_operation in joined:
+                self._complete(member, its_operation)
+
+    def key(self, device: Device, operation: int) -> tuple:
+        """What the members of a collective have in common, and nobody else."""
+        members, which, _ = device.operations.joint[operation]
+        _, i, k = device.place
+        if members == SAME_PLACE:
+            return which, i, k
+        return which, NONE if members != DATA else i, NONE if members != TENSOR else k
+
+    def num_members(self, members: int, num_ranks: int) -> int:
+        tensor, data = self.degrees
+        if members == SAME_PLACE:
+            return num_ranks
+        return num_ranks * (1 if members == DATA else tensor) * (1 if members == TENSOR else data)
+
+    def joined(self, device: Device, operation: int) -> list[Device]:
+        """Who has issued a collective."""
+        return [member for member, _ in self._joined.get(self.key(device, operation), [])]
+
+    def _complete(self, device: Device, operation: int) -> None:
+        device.complete[operation] = True
+        for waiter in device.waiting.pop(operation, ()):
+            if waiter < 0:
+                self._wake(device, ~waiter)
+            else:
+                self._issue.append((device, waiter))

@@ -1,0 +1,210 @@
+"""Proof: the job runs to its end on devices whose hardware queues are FIFO.
+
+Problem: a GPU takes work from a number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With fewer queues than
+streams, a stream's wait at the head of a queue blocks what other streams launched after it. Under a schedule whose
+chain of reductions runs beside computations, two threads of a rank launch in an order that differs from rank to rank:
+one rank has a reduction first, another a computation's collective or transfer, each waits for the other, and no row
+shows it.
+
+Solution: `device_operations` lowers the rows to what the threads launch, `device_queues` executes that, with tensor and
+data ranks. What one execution says depends on what the ranks share:
+
+    a queue for each stream            "proved": one execution stands for all (see `device_queues`).
+    fewer, one thread launches at a    "proved": the order of launches is fixed, so one execution with one queue stands
+    time on each rank that shares      for all, and for every assignment of streams to more queues: in one queue an
+                                       operation waits for all that was launched before it, in several for a part of it.
+    fewer, threads launch beside       a search: each rank's other threads launch as early or as late as they can. A
+    one another                        deadlock found is real. None found proves nothing: "not proved".
+
+Which stream shares a queue with which is the driver's choice. So fewer queues than streams count as one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from megatron.pipeline.check.compact import compact
+from megatron.pipeline.check.device_operations import AWAIT, LAUNCH, MAIN, POST, RankOperations, lower
+from megatron.pipeline.check.device_queues import Execution, IsEarly, Place
+from megatron.pipeline.check.queue_deadlock import explain_queue_deadlock
+from megatron.pipeline.program import Program
+
+PROVED, NOT_PROVED = "proved", "not proved"
+_MOST_EXHAUSTIVE = 6  # ranks: 64 interleavings
+
+
+@dataclass(frozen=True)
+class HardwareQueuesReport:
+    """What is known of a program on devices with a number of hardware queues.
+
+    Attributes:
+        verdict: "proved", or "not proved" where a search found no deadlock.
+        num_streams: per pipeline rank, how many streams it uses; as many queues serve each by itself.
+        num_interleavings: how many relative orders of the ranks' threads were executed.
+    """
+
+    verdict: str
+    num_streams: tuple[int, ...]
+    num_interleavings: int
+
+
+def prove_hardware_queues(
+    program: Program, *, tensor: int = 1, data: int = 1, num_queues: int, distributed_optimizer: bool = False
+) -> HardwareQueuesReport:
+    """Prove or refute that a job runs to its end.
+
+    Args:
+        program: complete, and proved by `check`.
+        tensor, data: degrees; the job has as many times the program's ranks.
+        num_queues: FIFO hardware queues of each device.
+        distributed_optimizer: whether a STEP gathers the parameters over the replicas.
+
+    Raises:
+        ProgramError: the deadlock that was found: who waits for whom.
+        ValueError: a degree or a number of queues below 1, or a program that does not say what is launched.
+    """
+    if num_queues < 1:
+        raise ValueError(f"a device cannot have {num_queues} hardware queues; give 1 and more")
+    job = _Job(program, tensor, data, distributed_optimizer)
+    streams = tuple(each.num_streams for each in job.ranks)
+    shares = [needed > num_queues for needed in streams]
+    num_looked_at = 0
+    for is_early in job.interleavings(shares):
+        execution = job.execution(shares, is_early)
+        num_looked_at += 1
+        if not execution.run():
+            raise explain_queue_deadlock(job.compact, execution, _where(max(streams), num_queues))
+    verdict = PROVED if job.has_fixed_order(shares) else NOT_PROVED
+    return HardwareQueuesReport(verdict, streams, num_looked_at)
+
+
+def _where(num_streams: int, num_queues: int) -> str:
+    if num_queues >= num_streams:
+        return f"even with a hardware queue for each of {num_streams} streams"
+    if num_queues == 1:
+        return f"with one hardware queue for {num_streams} streams"
+    return f"with {num_queues} hardware queues for {num_streams} streams, any of which may share one"
+
+
+def count_deadlocks(
+    program: Program, *, tensor: int = 1, data: int = 1, num_queues: int, distributed_optimizer: bool = False
+) -> tuple[int, int]:
+    """How many of the interleavings that `prove_hardware_queues` looks at deadlock, and how many there are."""
+    job = _Job(program, tensor, data, distributed_optimizer)
+    shares = [each.num_streams > num_queues for each in job.ranks]
+    ends = [job.execution(shares, is_early).run() for is_early in job.interleavings(shares)]
+    return ends.count(False), len(ends)
+
+
+def num_streams(
+    program: Program, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False
+) -> tuple[int, ...]:
+    """How many streams each pipeline rank uses, and so how many hardware queues it needs to have one for each."""
+    return tuple(each.num_streams for each in _Job(program, tensor, data, distributed_optimizer).ranks)
+
+
+def launches_beside(program: Program) -> bool:
+    """Whether on some rank two threads may launch at the same time, so that a shared queue makes their order matter:
+    the chain of reductions, or moves of activations, beside computations.
+    """
+    return not all(_launches_alone(each) for each in _Job(program, 1, 1, False).ranks)
+
+
+def may_deadlock(program: Program, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False) -> bool:
+    """Whether streams that share a queue may end in a deadlock: threads launch beside one another, and two of them
+    launch what waits for other ranks. No search. (Where one thread launches at a time `prove_hardware_queues` decides.)
+    """
+    job = _Job(program, tensor, data, distributed_optimizer)
+    return any(not _launches_alone(each) and _num_meeting_threads(each) > 1 for each in job.ranks)
+
+
+class _Job:
+    """A program at given degrees."""
+
+    def __init__(self, program: Program, tensor: int, data: int, distributed_optimizer: bool) -> None:
+        for name, degree in (("tensor", tensor), ("data", data)):
+            if degree < 1:
+                raise ValueError(f"the {name} parallel degree cannot be {degree}; give 1 and more")
+        if data > 1 and not program.data_parallel and not program.forward_only:
+            raise ValueError(
+                f"the program has no REDUCE_GRAD for {data} data parallel replicas; build it with data_parallel"
+            )
+        self.compact = compact(program)
+        num_ranks = len(self.compact.codes)
+        if num_ranks > 1 and not self.compact.communicates:
+            raise ValueError("a compute-only program does not say what is launched; give one with SENDs and RECVs")
+        options = {"tensor": tensor, "data": data, "distributed_optimizer": distributed_optimizer}
+        self._degrees = min(tensor, 2), min(data, 2)
+        self.ranks = [lower(self.compact, rank, **options) for rank in range(num_ranks)]
+
+    def has_fixed_order(self, shares: list[bool]) -> bool:
+        """Whether the order of launches is fixed, or does not matter, on every rank."""
+        return not any(self._is_open(rank, shares) for rank in range(len(self.ranks)))
+
+    def _is_open(self, rank: int, shares: list[bool]) -> bool:
+        return shares[rank] and not _launches_alone(self.ranks[rank])
+
+    def execution(self, shares: list[bool], is_early: IsEarly | None) -> Execution:
+        tensor, data = (1, 1) if is_early is None else self._degrees
+        return Execution(self.ranks, tensor=tensor, data=data, shares=shares, is_early=is_early)
+
+    def interleavings(self, shares: list[bool]) -> Iterator[IsEarly | None]:
+        """What is executed: nothing to choose, all choices where these are few, else some that have a pattern."""
+        open_ranks = [rank for rank in range(len(self.ranks)) if self._is_open(rank, shares)]
+        tensor, data = self._degrees
+        if not open_ranks:
+            yield None
+        elif len(open_ranks) * tensor * data <= _MOST_EXHAUSTIVE:
+            places = [Place(rank, i, k) for rank in open_ranks for i in range(tensor) for k in range(data)]
+            for choice in product((False, True), repeat=len(places)):
+                early = dict(zip(places, choice, strict=True))
+                yield lambda place, early=early: early.get(place, False)
+        else:
+            yield from _patterns(len(self.ranks), tensor, data)
+
+
+def _patterns(num_ranks: int, tensor: int, data: int) -> Iterator[IsEarly]:
+    """Every choice by tensor and data rank, the same on all stages or turned round on some of them."""
+    corners = [(i, k) for i in range(tensor) for k in range(data)]
+    turned = {
+        tuple(turn(rank) for rank in range(num_ranks))
+        for turn in (
+            lambda rank: False,
+            lambda rank: rank % 2 == 1,
+            lambda rank: rank == 0,
+            lambda rank: rank == num_ranks - 1,
+            lambda rank: rank >= num_ranks // 2,
+        )
+    }
+    seen = set()
+    for turns in sorted(turned):
+        for choice in product((False, True), repeat=len(corners)):
+            early = dict(zip(corners, choice, strict=True))
+            table = tuple(early[corner] != turn for turn in turns for corner in corners)
+            if table not in seen:
+                seen.add(table)
+                yield lambda place, early=early, turns=turns: early[place[1:]] != turns[place.pipeline]
+
+
+def _launches_alone(operations: RankOperations) -> bool:
+    """Whether only one thread of the rank at a time has something to launch."""
+    busy, num_posted = None, {}
+    for action, argument in operations.steps[MAIN]:
+        if action == POST:
+            num_posted[argument] = num_posted.get(argument, 0) + 1
+            if busy not in (None, argument):
+                return False
+            busy = argument
+        elif action == AWAIT and argument[0] == busy and argument[1] == num_posted[busy]:
+            busy = None
+        elif action == LAUNCH and busy is not None:
+            return False
+    return True
+
+
+def _num_meeting_threads(operations: RankOperations) -> int:
+    """How many threads launch collectives or transfers."""
+    return sum(
+        any(action == LAUNCH and operations.joint[argument] is not None for action, argument in steps)
+        for steps in operations.steps
+    )
