@@ -7,8 +7,9 @@ circle is seen only in these operations.
 Solution: each row is lowered once. Rows are the same for all tensor and data ranks, so one lowering serves them all.
 
     instruction      thread   what it launches
-    F, R, B, I, W    main     a kernel on compute, after the receive that it needs; with t > 1 a collective of the
-                              tensor group on its own stream, and a kernel on compute after it
+    F, R, B, I, W    main     where it needs a receive, an operation on the stream of arrivals after it; a kernel on
+                              compute after that; with t > 1 a collective of the tensor group on its own stream, and a
+                              kernel on compute after it
     SEND, RECV       main     a transfer on the link's own stream, after what compute was given before
     REDUCE_*         chain    on the chain's stream, after what compute was given before it was posted; then on its
                               group's stream a collective, for which the chain's stream waits
@@ -19,12 +20,13 @@ Solution: each row is lowered once. Rows are the same for all tensor and data ra
     STEP             main     the host waits until the chain has returned from its calls of the version; then a kernel
                               on compute, after the chain's last operation for it; with the distributed optimizer and
                               d > 1 an all-gather on its own stream, and a kernel on compute after it
-    EVICT, ...       moves    on the stream of the moves, after what compute was given before the request; the host
-                              waits; both hosts meet; the transfer on a stream of its own; the host waits for it
+    EVICT, ...       moves    on the stream of the moves, after what compute was given before the request; both hosts
+                              meet; the transfer on a stream of its own, for which the stream of the moves waits
 
 A reduction that stands after its STEP has a thread and a stream of its own, the late chain's. A computation that needs
-moves makes the main host wait for them. What is not modelled: `--2bw-single-gradient-buffer`, which adds waits of the
-main host, and the kernels that fill one another's multiprocessors.
+moves makes the main host wait until the thread of the moves has launched them, and compute until they have ended. What
+is not modelled: `--2bw-single-gradient-buffer`, which adds waits of the main host, and the kernels that fill one
+another's multiprocessors.
 """
 
 from dataclasses import dataclass, field
@@ -113,6 +115,7 @@ class _Lowering:
         self._num_joined: dict[tuple, int] = {}
         self._received: dict[tuple[int, int], int] = {}  # what a computation needs -> the operation that brings it
         self._num_calls = [0] * len(THREADS)
+        self._moved: list[int] = []  # per move, the operation that ends it
         self._chain_of_version: dict[int, tuple[int, int]] = {}  # its number of calls, and its last operation
         self._stepped = NONE
 
@@ -124,6 +127,7 @@ class _Lowering:
             if code < SEND_F:
                 if self.position in awaited_moves:
                     self._do(MAIN, AWAIT, (MOVES, awaited_moves[self.position]))
+                    self._launch(MAIN, "compute", self._moved[awaited_moves[self.position] - 1])
                 self._compute(code, place)
             elif code <= RECV_B:
                 self._transfer(code, place)
@@ -176,7 +180,8 @@ class _Lowering:
 
     def _compute(self, code: int, place: int) -> None:
         received = self._received.get((F if code == F else B, place), NONE) if code in (F, B, I) else NONE
-        self._launch(MAIN, "compute", received)
+        arrived = NONE if received == NONE else self._launch(MAIN, "arrivals", received)
+        self._launch(MAIN, "compute", arrived)
         if self.tensor > 1:
             self._collective(MAIN, "compute", "tensor group", TENSOR, f"tensor {self.rank}")
 
@@ -232,8 +237,7 @@ class _Lowering:
     def _move(self) -> None:
         which = self._pair
         self._post(MOVES)
-        ready = self._launch(MOVES, "moves", self._given("compute"))
-        self._do(MOVES, HOST_WAIT, ready)
+        self._launch(MOVES, "moves", self._given("compute"))
         self._do(MOVES, MEET, (which, self._num_calls[MOVES]))
-        self._do(MOVES, HOST_WAIT, self._collective(MOVES, "moves", "link of the moves", SAME_PLACE, which, 2))
+        self._moved.append(self._collective(MOVES, "moves", "link of the moves", SAME_PLACE, which, 2))
         self._do(MOVES, END, None)
