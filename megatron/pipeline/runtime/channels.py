@@ -125,6 +125,7 @@ class Channels:
                 outward = (letter == "F") == (own_stage.index == source)
                 spec = own_stage.output_spec if outward else own_stage.input_spec
                 self._connect(kinds, source, destination, spec, rank, f"{scope}/{letter}", link_class, options)
+        self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
         self.move_link: MoveLink | None = None  # None: no pair, or nothing is to move
         partner = partner_of_rank(self._rank_of_stage, rank) if moves_activations else rank
         if partner != rank:
@@ -175,7 +176,8 @@ class Channels:
 
     def post_receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Start receiving; returns at once."""
-        self._drop_read()
+        for link in self._ahead:
+            link.drop_read()
         link, spec = self._links[kind, stage]
         try:
             self._posted[kind, stage, microbatch] = link.receive(spec, microbatch)
@@ -221,10 +223,6 @@ class Channels:
             time.sleep(0.01)
             num_here = self._store.add(self._end, 0)
 
-    def _drop_read(self) -> None:
-        for link, _ in self._links.values():
-            link.drop_read()
-
     def _wait_error(self, kind, stage, microbatch, during, error: Exception | None) -> TransferError:
         peer = self._peers[kind, stage]
         who, whom, what = self.name_of(stage), self.name_of(peer), f"{stage}{kind.value}{microbatch}"
@@ -263,7 +261,7 @@ class Channels:
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends, stop the threads, end the groups. Links cannot be used afterwards."""
         self._streams.finish(self._streams.record())
-        if any(not link.host_waits for link, _ in self._links.values()):
+        if self._ahead:
             self._meet_at_the_end(timeout)
         for link, _ in self._links.values():
             link.close(timeout)
