@@ -37,8 +37,8 @@ class Streams(Protocol):
     def enter_thread(self) -> None:
         """Once at the start of a thread that gives the device work."""
 
-    def make(self, *, urgent: bool = False) -> Stream:
-        """Another stream; an urgent one goes first where the device has to choose."""
+    def make(self) -> Stream:
+        """Another stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager:
         """In this context `stream` is the thread's current one."""
@@ -73,7 +73,7 @@ class CpuStreams:
     def enter_thread(self) -> None:
         pass
 
-    def make(self, *, urgent: bool = False) -> Stream:
+    def make(self) -> Stream:
         return None
 
     def on(self, stream: Stream) -> AbstractContextManager:
@@ -104,13 +104,15 @@ class CudaStreams:
     runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
+        if device.index is None:  # the caller's current one; other threads have another
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)  # else the thread makes a context on GPU 0 and works there
 
-    def make(self, *, urgent: bool = False) -> Stream:
-        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+    def make(self) -> Stream:
+        return torch.cuda.Stream(self.device)
 
     def on(self, stream: Stream) -> AbstractContextManager:
         return torch.cuda.stream(stream)

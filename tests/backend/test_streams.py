@@ -20,7 +20,7 @@ def test_a_cpu_has_nothing_outstanding():
     streams = streams_of(CPU)
     assert isinstance(streams, CpuStreams) and not streams.runs_ahead
     event = streams.record()
-    with streams.on(streams.make(urgent=True)):
+    with streams.on(streams.make()):
         streams.wait(event)
         streams.finish(event)
     assert event is None and streams.is_done(event)
@@ -56,6 +56,13 @@ def test_a_thread_works_on_its_own_gpu():
     with mock.patch.object(torch.cuda, "set_device") as set_device:
         CudaStreams(torch.device("cuda", 3)).enter_thread()
     set_device.assert_called_once_with(torch.device("cuda", 3))
+
+
+def test_a_device_without_a_number_is_the_callers():
+    """ "cuda" is the device that is current where the streams are asked for, in whichever thread they are used."""
+    with mock.patch.object(torch.cuda, "current_device", return_value=2):
+        streams = streams_of(torch.device("cuda"))
+    assert streams.device == torch.device("cuda", 2)
 
 
 def test_communicators_are_bounded_and_go_first():

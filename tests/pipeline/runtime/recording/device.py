@@ -69,7 +69,7 @@ class Recorder:
 
         watch_this_thread(self)
 
-    def make(self, *, urgent: bool = False, name: str | None = None) -> Timeline:
+    def make(self, *, name: str | None = None) -> Timeline:
         with self.lock:
             stream = self._timeline(name or f"stream {self._num_timelines}")
             self._streams[stream.number] = stream
