@@ -103,7 +103,7 @@ def test_check_says_what_moves(run):
             "proved with 1 hardware queue for these 3 batches: every",
         ),
         ("2bw --stages 1 --hardware-queues 1 --data 2", 0, "not proved with 1 hardware queue: of 4 orders"),
-        ("2bw --hardware-queues 8 --tensor 2", 1, "deadlock with 8 hardware queues for 9 streams"),
+        ("2bw --hardware-queues 8 --tensor 2", 1, "deadlock with 8 hardware queues for 10 streams"),
         ("2bw --stages 1 --hardware-queues 1 --data 2 --distributed-optimizer", 1, "deadlock with one hardware queue"),
     ],
 )

@@ -35,9 +35,10 @@ def require(flags: str, max_connections: str | None, *, world_size: int = 16, im
         (f"--pipeline-schedule 2bw {FOUR}", "1", "is 1, but --pipeline-schedule 2bw runs reductions beside comp.*32"),
         (f"{PIPEDREAM} {FOUR}", "1", "pipedream runs reductions beside computations"),
         ("--pipeline-schedule bpipe --num-layers 8 --pipeline-model-parallel-size 8", "1", "runs moves of activations"),
-        (f"--pipeline-schedule 2bw {FOUR}", "8", "is 8, but .* and a rank has 10 streams: .*; export 32"),
-        (f"--pipeline-schedule 2bw {FOUR}", None, "is 8, but .* and a rank has 10 streams"),
-        (f"--pipeline-schedule 2bw {FOUR} --use-distributed-optimizer", "10", "a rank has 11 streams"),
+        ("--pipeline-schedule bpipe --num-layers 8 --pipeline-model-parallel-size 8", "10", "a rank has 11 streams"),
+        (f"--pipeline-schedule 2bw {FOUR}", "8", "is 8, but .* and a rank has 11 streams: .*; export 32"),
+        (f"--pipeline-schedule 2bw {FOUR}", None, "is 8, but .* and a rank has 11 streams"),
+        (f"--pipeline-schedule 2bw {FOUR} --use-distributed-optimizer", "11", "a rank has 12 streams"),
         ("--pipeline-schedule 2bw --use-distributed-optimizer", "4", "a rank has 5 streams"),
         ("--pipeline-schedule 2bw", "1", "the job may hang; export 32 .Megatron's scripts set 1"),
         (f"--pipeline-schedule 2bw {FOUR}", "many", "is 'many', not a whole number from 1 to 32; export 32"),
@@ -54,12 +55,12 @@ def test_too_few_queues_are_refused(flags, value, message):
 @pytest.mark.parametrize(
     ("flags", "value"),
     [
-        (f"--pipeline-schedule 2bw {FOUR}", "10"),
-        (f"--pipeline-schedule 2bw {FOUR} --use-distributed-optimizer", "11"),
+        (f"--pipeline-schedule 2bw {FOUR}", "11"),
+        (f"--pipeline-schedule 2bw {FOUR} --use-distributed-optimizer", "12"),
         (f"--pipeline-schedule flush {FOUR} --sequence-parallel", "1"),
         (f"--pipeline-schedule gpipe {FOUR}", "1"),
         ("--num-virtual-stages-per-pipeline-rank 2 --num-layers 8 --pipeline-model-parallel-size 4", "1"),
-        ("--pipeline-schedule bpipe --num-layers 8 --pipeline-model-parallel-size 8", "10"),
+        ("--pipeline-schedule bpipe --num-layers 8 --pipeline-model-parallel-size 8", "11"),
         ("--pipeline-schedule bpipe --num-layers 2 --pipeline-model-parallel-size 2", "1"),  # nothing to move
         ("--pipeline-schedule 2bw", "2"),  # replicas alone wait for nobody in their computations
     ],

@@ -7,9 +7,11 @@ circle is seen only in these operations.
 Solution: each row is lowered once. Rows are the same for all tensor and data ranks, so one lowering serves them all.
 
     instruction      thread   what it launches
-    F, R, B, I, W    main     where it needs a receive, an operation on the stream of arrivals after it; a kernel on
-                              compute after that; with t > 1 a collective of the tensor group on its own stream, and a
-                              kernel on compute after it
+    F, R, B, I, W    main     where it needs a receive, an operation on the stream of arrivals after it, and one on
+                              compute after that; where it needs moves, the host waits until their thread has launched
+                              them, and then an operation on compute after their end. F needs its receive first, the
+                              others their moves. The computation is the last of these, or a kernel on compute; with
+                              t > 1 a collective of the tensor group on its own stream, and a kernel on compute after it
     SEND, RECV       main     a transfer on the link's own stream, after what compute was given before
     REDUCE_*         chain    on the chain's stream, after what compute was given before it was posted; then on its
                               group's stream a collective, for which the chain's stream waits
@@ -20,24 +22,34 @@ Solution: each row is lowered once. Rows are the same for all tensor and data ra
     STEP             main     the host waits until the chain has returned from its calls of the version; then a kernel
                               on compute, after the chain's last operation for it; with the distributed optimizer and
                               d > 1 an all-gather on its own stream, and a kernel on compute after it
-    EVICT, ...       moves    on the stream of the moves, after what compute was given before the request; both hosts
-                              meet; the transfer on a stream of its own, for which the stream of the moves waits
+    EVICT, ...       moves    on the stream of the moves, after what it may not run ahead of; both hosts meet; then the
+                              transfer on a stream of its own, for which the stream of the moves waits
+      EVICT                   not ahead of what compute was given before the request
+      LOAD, ACCEPT            not ahead of the last backward that has read from a buffer, given before the request
+      RETURN                  may run ahead of compute
 
-A reduction that stands after its STEP has a thread and a stream of its own, the late chain's. A computation that needs
-moves makes the main host wait until the thread of the moves has launched them, and compute until they have ended. What
-is not modelled: `--2bw-single-gradient-buffer`, which adds waits of the main host, and the kernels that fill one
-another's multiprocessors.
+A reduction that stands after its STEP has a thread and a stream of its own, the late chain's. What is not modelled:
+
+- `--2bw-single-gradient-buffer`, which adds waits of the main host;
+- a buffer that a backward gives back while a move that was requested before it still waits for its turn: the move may
+  take that buffer, and then comes after that backward (a test proves the presets with these waits, too);
+- warm-ups: each group is used once before the first batch, by one thread, in one order on all ranks, and the host waits
+  for the end. They leave nothing in a queue;
+- the kernels that fill one another's multiprocessors.
 """
 
 from dataclasses import dataclass, field
 
 from megatron.pipeline.check.balance import partner_of_rank
 from megatron.pipeline.check.compact import (
+    EVICT,
+    LOAD,
     RECV_B,
     RECV_F,
     REDUCE_EMBED,
     REDUCE_GRAD,
     REDUCE_NORM,
+    RETURN,
     SEND_B,
     SEND_F,
     STEP,
@@ -116,23 +128,21 @@ class _Lowering:
         self._received: dict[tuple[int, int], int] = {}  # what a computation needs -> the operation that brings it
         self._num_calls = [0] * len(THREADS)
         self._moved: list[int] = []  # per move, the operation that ends it
+        self._loaded: set[int] = set()  # places whose backward reads from a buffer
+        self._read = NONE  # what such a backward ends with
         self._chain_of_version: dict[int, tuple[int, int]] = {}  # its number of calls, and its last operation
         self._stepped = NONE
 
     def lower(self) -> RankOperations:
         compact, rank = self.compact, self.rank
-        awaited_moves = compact.awaited_moves[rank]
         rows = zip(compact.codes[rank], compact.places[rank], compact.versions[rank], strict=True)
         for self.position, (code, place, version) in enumerate(rows):
             if code < SEND_F:
-                if self.position in awaited_moves:
-                    self._do(MAIN, AWAIT, (MOVES, awaited_moves[self.position]))
-                    self._launch(MAIN, "compute", self._moved[awaited_moves[self.position] - 1])
                 self._compute(code, place)
             elif code <= RECV_B:
                 self._transfer(code, place)
             elif code < REDUCE_GRAD:
-                self._move()
+                self._move(code, place)
             elif code == STEP:
                 self._step(version)
             else:
@@ -179,11 +189,28 @@ class _Lowering:
     # --- instructions
 
     def _compute(self, code: int, place: int) -> None:
-        received = self._received.get((F if code == F else B, place), NONE) if code in (F, B, I) else NONE
-        arrived = NONE if received == NONE else self._launch(MAIN, "arrivals", received)
-        self._launch(MAIN, "compute", arrived)
+        waits = (self._await_tensor, self._await_moves) if code == F else (self._await_moves, self._await_tensor)
+        if not any([wait(code, place) for wait in waits]):  # all of them, in this order
+            self._launch(MAIN, "compute")
         if self.tensor > 1:
             self._collective(MAIN, "compute", "tensor group", TENSOR, f"tensor {self.rank}")
+        if code in (B, I) and place in self._loaded:
+            self._read = self._given("compute")
+
+    def _await_tensor(self, code: int, place: int) -> bool:
+        """Whether compute waits for a receive."""
+        received = self._received.get((F if code == F else B, place), NONE) if code in (F, B, I) else NONE
+        if received != NONE:
+            self._launch(MAIN, "compute", self._launch(MAIN, "arrivals", received))
+        return received != NONE
+
+    def _await_moves(self, code: int, place: int) -> bool:
+        """Whether compute waits for moves."""
+        count = self.compact.awaited_moves[self.rank].get(self.position, 0)
+        if count:
+            self._do(MAIN, AWAIT, (MOVES, count))
+            self._launch(MAIN, "compute", self._moved[count - 1])
+        return count > 0
 
     def _transfer(self, code: int, place: int) -> None:
         stage = place // self.compact.num_microbatches
@@ -234,10 +261,14 @@ class _Lowering:
         if self.gathers:
             self._collective(MAIN, "compute", "optimizer's data group", DATA, f"parameters {self.rank}")
 
-    def _move(self) -> None:
+    def _move(self, code: int, place: int) -> None:
         which = self._pair
         self._post(MOVES)
-        self._launch(MOVES, "moves", self._given("compute"))
+        if code == LOAD:
+            self._loaded.add(place)
+        behind = NONE if code == RETURN else self._given("compute") if code == EVICT else self._read
+        if behind != NONE:
+            self._launch(MOVES, "moves", behind)
         self._do(MOVES, MEET, (which, self._num_calls[MOVES]))
         self._moved.append(self._collective(MOVES, "moves", "link of the moves", SAME_PLACE, which, 2))
         self._do(MOVES, END, None)

@@ -1,10 +1,10 @@
 """Proof: the job runs to its end on devices whose hardware queues are FIFO.
 
 Problem: a GPU takes work from a number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With fewer queues than
-streams, a stream's wait at the head of a queue blocks what other streams launched after it. Under a schedule whose
-chain of reductions runs beside computations, two threads of a rank launch in an order that differs from rank to rank:
-one rank has a reduction first, another a computation's collective or transfer, each waits for the other, and no row
-shows it.
+streams, a stream's wait at the head of a queue blocks what other streams launched after it. Where the chain of
+reductions or moves of activations run beside computations, two threads of a rank launch in an order that differs from
+rank to rank: one rank has a reduction or a move first, another a computation's collective or transfer, each waits for
+the other, and no row shows it.
 
 Solution: `device_operations` lowers the rows to what the threads launch, `device_queues` executes that, with tensor and
 data ranks. What one execution says depends on what the ranks share:

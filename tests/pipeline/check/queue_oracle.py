@@ -1,9 +1,15 @@
-"""Another execution of what threads launch, simple and slow: every rank of the job, any thread next, no shortcuts."""
+"""Another execution of what threads launch, simple and slow: every rank of the job, any thread next, no shortcuts.
+
+And the programs that it is compared on.
+"""
 
 import random
 from collections.abc import Sequence
 from itertools import product
 
+import pytest
+
+from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.device_operations import (
     AWAIT,
@@ -21,9 +27,27 @@ from megatron.pipeline.check.device_operations import (
     RankOperations,
     lower,
 )
+from megatron.pipeline.check.hardware_queues import prove_hardware_queues
 from megatron.pipeline.program import Program
+from megatron.pipeline.schedules import Schedule
 
+MANY = 64  # more hardware queues than any rank of these tests has streams
 _TOLD_APART_BY = {SAME_PLACE: (1, 2), TENSOR: (2,), DATA: (1,), JOB: ()}
+
+
+def build(name: str, num_ranks: int, num_microbatches: int, *, num_batches: int = 3, **flags) -> Program:
+    """A proved program of a preset with replicas."""
+    num_stages = num_ranks * flags.get("num_virtual_stages", 1)
+    schedule = Schedule.preset(name, num_stages=num_stages, **{"data_parallel": True} | flags)
+    program = schedule.build((num_microbatches,) * num_batches)
+    check(program)
+    return program
+
+
+def refused(program: Program, **job) -> ProgramError:
+    with pytest.raises(ProgramError) as caught:
+        prove_hardware_queues(program, **job)
+    return caught.value
 
 
 def lowered(
