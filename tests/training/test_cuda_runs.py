@@ -13,12 +13,13 @@ import torch
 
 from tests.reliability import launch
 
-EXACT = (
+FLAGS = (
     "--hidden-dropout 0 --attention-dropout 0 --transformer-impl local --use-cpu-initialization --train-iters 6 "
     "--global-batch-size 8 --adam-eps 1e-5"
-).split()
+)
 """Weights that do not depend on the device, no random numbers. Adam's epsilon keeps a gradient that should be zero, and
 is rounding, from becoming a step."""
+EXACT = FLAGS.split()
 TOLERANCE = 1e-4
 """Relative, of losses. CPU and GPU add up FP32 products in different orders, which is 1e-6 of a sum of hundreds; six
 steps spread it. The CPU's own layouts, which differ in such orders only, stay within a tenth of this
@@ -147,7 +148,7 @@ MIDDLE = (
     "--micro-batch-size 4 --global-batch-size 16 --lr 1e-4 --lr-decay-style constant --log-interval 1 --eval-iters 0 "
     "--num-workers 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --bf16 --transformer-impl local "
     "--train-iters 3 --no-gradient-accumulation-fusion"
-).split()
+)
 """134 million parameters."""
 MARGIN = 0.25
 """Of the estimate, either way: it counts neither what operators need for a moment nor what torch's allocator rounds."""
@@ -155,7 +156,7 @@ MARGIN = 0.25
 
 def estimate(directory: Path, *flags: str) -> dict:
     """What `--dry-run` says of the memory of the only rank."""
-    command = [sys.executable, str(launch.REPOSITORY / "pretrain_gpt.py"), *MIDDLE, *flags]
+    command = [sys.executable, str(launch.REPOSITORY / "pretrain_gpt.py"), *MIDDLE.split(), *flags]
     command += ["--dry-run", "1", "--dry-run-json", str(directory / "dry.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.REPOSITORY)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -185,7 +186,7 @@ def test_memory_is_what_the_planner_estimates(tmp_path, schedule, record_propert
     estimated = estimate(tmp_path, *flags)["total_bytes"]
     if torch.cuda.mem_get_info()[0] < 1.5 * estimated:
         pytest.skip(f"needs {1.5 * estimated / GIB:.0f} GiB of free memory on the GPU")
-    _, metrics = run(tmp_path / "job", 1, *flags, gpus=visible(1), model=MIDDLE)
+    _, metrics = run(tmp_path / "job", 1, *flags, gpus=visible(1), model=MIDDLE.split())
     measured = metrics[max(metrics)]["peak_memory_bytes"]
     words = f"{measured / GIB:.2f} GiB, estimated {estimated / GIB:.2f}"
     record_property(f"peak memory, {schedule}", words)
