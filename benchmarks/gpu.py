@@ -1,0 +1,212 @@
+"""Tokens/s of `flush` and `2bw` on the GPUs that are there.
+
+    python benchmarks/gpu.py                     # a stage on each GPU, over NCCL
+    python benchmarks/gpu.py --stages 2          # two stages, on one GPU through host memory where there are no two
+    python benchmarks/gpu.py --json result.json  # also every measured time
+
+Each stage is a process, and holds both schedules at once, with the same GPT in BF16 and the same data. They run in
+alternation: in each round each runs some batches, in an order that changes from round to round, and the ratio is the
+median of the ratios *within* the rounds. A time is the wall time of the timed batches, from a device that is at rest to
+a device that is at rest, on the rank that took longest. A schedule's first batches run before, outside of the clock.
+
+ideal   (m + p - 1) / m: what flushing costs at p stages and m microbatches if nothing else cost anything. Stages are
+        not balanced: the last has the output layer and the loss beside its layers. `--layers` is how many each has.
+
+Two stages that share a GPU say nothing of speed: they take turns at its multiprocessors, so no bubble is idle time, and
+what they send goes through host memory. That form is for seeing that all of it runs.
+
+The environment decides, too, and is printed: NCCL_MAX_CTAS, NCCL_BUFFSIZE, CUDA_DEVICE_MAX_CONNECTIONS and others of
+docs/gpu.md. A run of pretrain_gpt.py refuses numbers of hardware queues with which a job may hang; this does not, so
+that it can be seen: put `timeout 600` ahead of it.
+"""
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+SCHEDULES = ("flush", "2bw")
+PREFIXES = ("CUDA_DEVICE", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA")
+SHARED = (
+    "note: {stages} stages share {gpus} GPU{s} and go through host memory; the figures say nothing of speed, only that "
+    "it runs"
+)
+NO_CUDA = "no CUDA device is there; measure on a machine that has one, or run benchmarks/real_compute.py on this one"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, help="p; default: the number of GPUs, 2 where there is one")
+    parser.add_argument("--microbatches", type=int, nargs="+", help="m, at least p; default p, 2p and 4p")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, default=8, help="timed, of each schedule in each round")
+    parser.add_argument("--layers", type=int, default=4, help="of each stage")
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--json", type=Path, help="file for every measured time")
+    args = parser.parse_args(arguments)
+    sizes = (args.rounds, args.batches, args.layers, args.heads, args.seq_length, args.micro_batch_size)
+    if min(sizes) < 1 or args.vocab_size < 2:
+        parser.error("all sizes and numbers are at least 1, and --vocab-size at least 2")
+    if args.hidden_size % args.heads or args.hidden_size < args.heads:
+        parser.error(f"--hidden-size is {args.hidden_size}; give a multiple of the {args.heads} of --heads")
+    if args.stages is not None and not 1 <= args.stages <= 64:
+        parser.error(f"--stages is {args.stages}; give 1 to 64")
+    if args.stages is not None:
+        check_microbatches(args, args.stages, parser.error)
+    return args
+
+
+def check_microbatches(args: argparse.Namespace, num_stages: int, refuse) -> None:
+    if args.microbatches and min(args.microbatches) < num_stages:
+        refuse(f"--microbatches is {args.microbatches}; 2bw takes at least as many as the {num_stages} stages")
+
+
+def place(args: argparse.Namespace, num_gpus: int) -> tuple[int, str]:
+    """(stages, backend) on so many GPUs. Raises ValueError where there is none, or m is too small."""
+    if num_gpus == 0:
+        raise ValueError(NO_CUDA)
+    stages = args.stages or max(2, num_gpus)
+
+    def refuse(reason: str) -> None:
+        raise ValueError(reason)
+
+    check_microbatches(args, stages, refuse)
+    return stages, "nccl" if stages <= num_gpus else "gloo"
+
+
+def orders(names: Sequence[str], num_rounds: int) -> list[list[str]]:
+    """The order of the contenders in each round: one half of the rounds the other way round than the other."""
+    shuffled = random.Random(0).sample(list(names), len(names))
+    return [shuffled[:: 1 if number % 2 else -1] for number in range(num_rounds)]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+
+
+def rows_of(found: dict, num_stages: int) -> list[dict]:
+    """One row for each m: median tokens/s of each schedule, and `2bw` over `flush` beside its ideal."""
+    rows = []
+    for num_microbatches, seconds in found["seconds"].items():
+        m = int(num_microbatches)
+        tokens = m * found["tokens_per_microbatch"]
+        row = {"microbatches": m, "ideal": (m + num_stages - 1) / m, "ratio": None, "ratios": []}
+        row["tokens_per_second"] = {name: tokens / statistics.median(times) for name, times in seconds.items()}
+        if set(SCHEDULES) <= set(seconds):
+            row["ratios"] = [a / b for a, b in zip(seconds["flush"], seconds["2bw"], strict=True)]
+            row["ratio"] = statistics.median(row["ratios"])
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict], found: dict) -> None:
+    print(f"{found['device']}, torch {found['torch']}, {found['backend']}")
+    for name, value in found["environment"].items():
+        print(f"  {name}={value}")
+    peaks = ", ".join(f"{each / 2**30:.1f}" for each in found["peak_bytes"])
+    print(f"most that torch handed out, both schedules together, GiB by stage: {peaks}")
+    for row in rows:
+        speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in row["tokens_per_second"].items())
+        line = f"m = {row['microbatches']}: tokens/s {speeds}"
+        if row["ratio"] is not None:
+            spread = f"({min(row['ratios']):.3f}-{max(row['ratios']):.3f})"
+            line += f"; 2bw over flush {row['ratio']:.3f} {spread}, ideal {row['ideal']:.3f}"
+        print(line)
+    for name, losses in found["losses"].items():
+        print(f"losses of {name}: first {losses[0]:.4f}, last {losses[-1]:.4f}")
+
+
+def measure(args: argparse.Namespace, num_stages: int, backend: str, device: str = "cuda") -> dict:
+    """Run the stages' processes to their end; what they found."""
+    import torch
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {
+        "port": port, "device": device, "num_stages": num_stages, "backend": backend,
+        "rounds": args.rounds, "batches": args.batches,
+        "microbatches": args.microbatches or [num_stages, 2 * num_stages, 4 * num_stages],
+        "orders": orders(args.schedules, args.rounds),
+        "model": {
+            "layers": args.layers, "hidden_size": args.hidden_size, "heads": args.heads, "vocab_size": args.vocab_size,
+            "seq_length": args.seq_length, "micro_batch_size": args.micro_batch_size,
+        },
+    }  # fmt: skip
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    ranks = torch.multiprocessing.spawn(run_rank, args=(job, results), nprocs=num_stages, join=False)
+    found = None
+    while not ranks.join(timeout=0.2):  # raises what a process raised
+        if not results.empty():
+            found = results.get()
+    return found if found is not None else results.get()
+
+
+def run_rank(rank: int, job: dict, results) -> None:
+    """One process, on a GPU or where `job` says "cpu" there; the last one puts what was found into `results`."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron import backend
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    torch.set_num_threads(1)
+    backend.install()
+    from gpu_ranks import TIMEOUT, compare
+
+    warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+    num_stages, device = job["num_stages"], job["device"]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_stages), LOCAL_RANK=str(rank))
+    if device == "cuda":
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    where = {"init_method": f"tcp://127.0.0.1:{job['port']}", "rank": rank, "world_size": num_stages}
+    dist.init_process_group(job["backend"], timeout=TIMEOUT, **where)
+    found = compare(job, device) | {"environment": environment()}
+    if rank == num_stages - 1:
+        results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        num_stages, backend = place(args, num_gpus)
+    except ValueError as error:
+        print(f"gpu.py: error: {error}", file=sys.stderr)
+        return 1
+    if num_stages > num_gpus:
+        print(SHARED.format(stages=num_stages, gpus=num_gpus, s="s" if num_gpus > 1 else ""))
+    found = measure(args, num_stages, backend)
+    rows = rows_of(found, num_stages)
+    show(rows, found)
+    if num_stages > num_gpus:
+        print(SHARED.format(stages=num_stages, gpus=num_gpus, s="s" if num_gpus > 1 else ""))
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        settings |= {"stages": num_stages, "gpus": num_gpus}
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows, "found": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""A stage of `gpu.py`: both schedules on one device, batch by batch in turns. A CPU runs it, too, for tests."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron import backend
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.megatron_stage import MegatronStage
+from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+from megatron.pipeline.schedules import Schedule
+
+WARM_UP = {"flush": 2, "2bw": 3}
+"""Batches outside of the clock: those that make what stays, and under 2bw those until its legs repeat."""
+TIMEOUT = timedelta(minutes=5)
+
+
+class Contender:
+    """A schedule with a model, an optimizer and an engine of its own. `losses`: of the batches that are reported."""
+
+    def __init__(self, name: str, model: dict, *, backend_name: str, device: torch.device) -> None:
+        self.name, self.losses = name, []
+        self._micro_batch_size = model["micro_batch_size"]
+        stages, rank = dist.get_world_size(), dist.get_rank()
+        schedule = Schedule.preset(name, num_stages=stages)
+        chunk = _chunk(model, stages)
+        config = OptimizerConfig(
+            optimizer="adam", lr=1e-4, weight_decay=0.01, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16
+        )
+        optimizer = get_megatron_optimizer(config, [chunk])
+        self._update = MegatronWeightUpdate(
+            [chunk], optimizer, weights=schedule.weights, num_stages=stages, stage=rank, timeout=TIMEOUT
+        )
+        stage = MegatronStage(
+            chunk, _forward_step(model, device), self._update, seq_length=model["seq_length"],
+            micro_batch_size=model["micro_batch_size"], data_iterator=_data(model, device),
+        )  # fmt: skip
+        self._engine = PipelineEngine(
+            schedule, stage, self._update, backend=backend_name, device=device, timeout=TIMEOUT
+        )
+
+    def run(self, num_microbatches: int) -> None:
+        reports = self._engine.run_batch(num_microbatches, num_microbatches * self._micro_batch_size)
+        self.losses += [report.losses["lm loss"] for report in reports]
+
+    def finish(self) -> None:
+        self.losses += [report.losses["lm loss"] for report in self._engine.drain()]
+
+    def close(self) -> None:
+        self._engine.close()
+        self._update.close()
+
+
+def _chunk(model: dict, num_stages: int) -> DistributedDataParallel:
+    """This rank's stage in BF16 with FP32 gradients."""
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234 + dist.get_rank())
+    config = TransformerConfig(
+        num_layers=num_stages * model["layers"],
+        hidden_size=model["hidden_size"],
+        num_attention_heads=model["heads"],
+        pipeline_model_parallel_size=num_stages,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=model["vocab_size"],
+        max_sequence_length=model["seq_length"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )
+    wrapped = Float16Module(config, gpt.to(backend.device()))
+    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
+
+
+def _data(model: dict, device: torch.device) -> Iterator[torch.Tensor]:
+    """Tokens of microbatches [micro_batch_size, seq_length + 1] without end, made in advance: eight different ones."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (8, model["micro_batch_size"], model["seq_length"] + 1)
+    return itertools.cycle(torch.randint(model["vocab_size"], shape, generator=generator).to(device))
+
+
+def _forward_step(model: dict, device: torch.device):
+    """Megatron's; nothing in it waits for the device."""
+    positions = torch.arange(model["seq_length"], device=device).expand(model["micro_batch_size"], -1)
+    is_last = parallel_state.is_pipeline_last_stage()
+    # Masked where True; a stand-alone attention of megatron.core wants to be given the causal mask.
+    mask = torch.ones(1, 1, model["seq_length"], model["seq_length"], dtype=torch.bool, device=device).triu(1)
+
+    def step(data_iterator, chunk):
+        tokens = next(data_iterator)
+
+        def loss_function(losses):
+            loss = losses.float().mean()
+            return loss, {"lm loss": loss.detach().clone()}
+
+        return chunk(tokens[:, :-1], positions, mask, labels=tokens[:, 1:] if is_last else None), loss_function
+
+    return step
+
+
+def _timed(contender: Contender, num_microbatches: int, num_batches: int) -> float:
+    """Seconds of a batch in the steady state, on the rank that took longest."""
+    dist.barrier()
+    for _ in range(WARM_UP[contender.name]):
+        contender.run(num_microbatches)
+    backend.synchronize()
+    start = time.perf_counter()
+    for _ in range(num_batches):
+        contender.run(num_microbatches)
+    backend.synchronize()
+    seconds = torch.tensor([(time.perf_counter() - start) / num_batches], device=backend.device())
+    contender.finish()
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def compare(job: dict, device: str) -> dict:
+    """All rounds; called on all ranks, which have met."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=job["num_stages"])
+    place = torch.device(device)
+    names = sorted({name for order in job["orders"] for name in order}, reverse=True)
+    contenders = {name: Contender(name, job["model"], backend_name=job["backend"], device=place) for name in names}
+    seconds: dict[int, dict[str, list[float]]] = {}
+    for num_microbatches in job["microbatches"]:
+        table = seconds[num_microbatches] = {name: [] for name in names}
+        for order in job["orders"]:
+            for name in order:
+                table[name].append(_timed(contenders[name], num_microbatches, job["batches"]))
+    peaks: list = [None] * job["num_stages"]
+    dist.all_gather_object(peaks, backend.peak_memory_bytes())
+    for contender in contenders.values():
+        contender.close()
+    model = job["model"]
+    return {
+        "seconds": seconds,
+        "tokens_per_microbatch": model["micro_batch_size"] * model["seq_length"],
+        "losses": {name: contender.losses for name, contender in contenders.items()},
+        "peak_bytes": peaks,
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "backend": job["backend"],
+    }
