@@ -30,6 +30,8 @@ def install() -> None:
     if not torch.cuda.is_initialized():  # CUDA reads it when it begins; a later value would say what is not so
         # A hardware queue for each stream: reductions run beside computations (pipeline/check/hardware_queues.py).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # Loading a kernel at its first launch may wait for the device, where receives spin that were posted ahead.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if is_cuda():
         _import_core()
     else:

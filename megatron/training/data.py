@@ -224,7 +224,8 @@ class MicrobatchIterator:
     def _share(self, field: Field, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()
         if batch is not None:
-            tensor = batch[field.name].to(device, field.dtype, non_blocking=True)
+            # In two steps: torch would convert on the host, into memory that is not pinned, and wait for the device.
+            tensor = batch[field.name].to(device, non_blocking=True).to(field.dtype)
         else:
             shape = field.shape(self.args.micro_batch_size, self.args.seq_length)
             tensor = torch.empty(shape, dtype=field.dtype, device=device)

@@ -98,8 +98,8 @@ def test_groups_are_ended_under_either_name(name):
 def test_a_milestone_is_reached_once_for_all():
     """Who waits too early waits; who waits in vain is told so; the event is that of the thread that came there."""
     streams = mock.Mock()
-    streams.record.return_value = "event"
     milestone = Milestone(streams)
+    streams.record.side_effect = lambda: "event" if not milestone.is_reached else "too late"
     assert not milestone.wait(0.01) and not milestone.is_reached
     streams.wait.assert_not_called()
     thread = threading.Thread(target=milestone.reach)

@@ -30,6 +30,8 @@ def test_training_is_in_order(flags):
 def recorded_case(flags: str) -> tuple[list[tuple[str, str]], int]:
     from megatron.pipeline.runtime.engine import PipelineEngine
     from megatron.training import assembly
+    from megatron.training.data import MicrobatchIterator
+    from tests.pipeline.runtime.recorded_cases import pooled
     from tests.pipeline.runtime.recording import recording
 
     with recording() as recorder:
@@ -48,11 +50,17 @@ def recorded_case(flags: str) -> tuple[list[tuple[str, str]], int]:
             def drain(self):
                 with recorder.training():
                     reports = super().drain()
-                recorder.find_held()
+                recorder.find_held(pooled=pooled(self, None))
                 return reports
+
+        share = MicrobatchIterator._share
+
+        def share_pinned(self, field, batch):  # as the loader's batches are on CUDA
+            return share(self, field, batch and {name: recorder.pin(tensor) for name, tensor in batch.items()})
 
         with (
             mock.patch.object(assembly, "PipelineEngine", RecordedEngine),
+            mock.patch.object(MicrobatchIterator, "_share", share_pinned),
             mock.patch.object(run_case, "_digests_of_gradients", lambda update: []),  # reads them on the host
         ):
             run_case.train_case(flags)

@@ -201,6 +201,10 @@ class ActivationTransfers:
             self._num_loaded[self._sizes[stage]] -= 1
             self._memory.pool.mark_used(buffer)
 
+    def settle(self) -> None:
+        """When drained: the current stream comes after all moves, and nothing is held for them any more."""
+        self._queue.follow(self._queue.num_complete)
+
     def close(self, timeout: float = 5.0) -> None:
         self._queue.close(timeout)
 

@@ -91,23 +91,22 @@ class Chain:
             raise self.error
 
     def _work(self) -> None:
-        self._streams.enter_thread()
-        while (item := self._queue.get()) is not None:
-            instruction, call, ready = item
-            self.current = instruction
-            try:
-                self._run(instruction, call, ready)
-            except Exception as error:
-                self._annotate(error, instruction)
+        try:
+            self._streams.enter_thread()
+            while (item := self._queue.get()) is not None:
+                self.current = item[0]
+                self._run(*item)
+                self.current = None
                 with self._progress:
-                    self.error = error
+                    self._num_done += 1
                     self._progress.notify_all()
-                self._on_error(error)
-                return
-            self.current = None
+        except Exception as error:
+            if self.current is not None:
+                self._annotate(error, self.current)
             with self._progress:
-                self._num_done += 1
+                self.error = error
                 self._progress.notify_all()
+            self._on_error(error)
 
     def _run(self, instruction: Instruction, call: Callable[[], None], ready: Event) -> None:
         with self._streams.on(self._stream), torch.no_grad():

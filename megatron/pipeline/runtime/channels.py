@@ -9,6 +9,7 @@ colouring), so that start-up does not grow with the pipeline.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +104,7 @@ class Channels:
         self._streams = streams_of(device)
         self._arrivals = self._streams.make()  # waits for receives alone, in the order of the row
         self._arriving: deque[_Arrival] = deque()
+        self._watcher: int | None = None  # the thread that asks what is overdue
         self._report = on_error
         self._error: TransferError | None = None
         self._links: dict[tuple[Kind, int], tuple[Link, TensorSpec]] = {}
@@ -247,8 +249,15 @@ class Channels:
 
         For the guard's thread, which only looks.
         """
+        if self._watcher != threading.get_ident():
+            self._watcher = threading.get_ident()
+            self._streams.enter_thread()
         for each in list(self._arriving):
-            if not self._streams.is_done(each.event):
+            try:
+                is_here = self._streams.is_done(each.event)
+            except RuntimeError:  # the device has failed, which the thread that computes will tell
+                return None
+            if not is_here:
                 if time.monotonic() - each.since <= self._timeout.total_seconds():
                     return None
                 return self._wait_error(each.kind, each.stage, each.microbatch, each.during, None)

@@ -193,6 +193,8 @@ class PipelineEngine:
     def drain(self) -> list[BatchReport]:
         """Execute everything pending, steps included. Returns the reports not yet returned."""
         self._executor.run(self._stream.drain()[self._rank])
+        if self._transfers is not None:
+            self._transfers.settle()
         self._drained = True
         return self._take_reports(self._stream.next_batch - 1)
 

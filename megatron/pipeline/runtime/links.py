@@ -33,6 +33,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from megatron.backend.communicators import shut_down
 from megatron.backend.streams import streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
+from megatron.pipeline.runtime.activation_memory import num_holders
 from megatron.pipeline.runtime.stage import TensorSpec
 
 NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
@@ -123,15 +124,14 @@ class _Worker:
         self._thread.join(timeout)
 
     def _work(self) -> None:
-        self._begin()
-        while (item := self._queue.get()) is not None:
-            try:
+        try:
+            self._begin()
+            while (item := self._queue.get()) is not None:
                 self._finish(item)
-            except Exception as error:
-                self._on_error(error)
-                return
-            del item
-            self.num_finished += 1
+                del item
+                self.num_finished += 1
+        except Exception as error:
+            self._on_error(error)
 
 
 class GlooReceive:
@@ -278,7 +278,9 @@ class NcclLink:
             max_ctas=COMMUNICATOR_CTAS["link"],
             timeout=timeout * 2,  # `Channels.check_overdue` speaks first, and names who waits for whom
         )
+        self._on_error = on_error
         self._unread: deque[tuple[Any, Tensor]] = deque()
+        self._buffers: list[Tensor] = []
         self._meet(sends)
 
     def _meet(self, sends: bool) -> None:
@@ -294,12 +296,28 @@ class NcclLink:
         self._unread.append((self._group.send([alias], _RECEIVER, 0), alias))
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        tensor = self._free_buffer(spec)
         return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
+
+    def _free_buffer(self, spec: TensorSpec) -> Tensor:
+        """Memory to receive in, which stays with the link: the allocator would give none of it away again before all
+        that the group's stream has been given since is done, and receives are posted far ahead.
+
+        Who dropped it has given the current stream its last work on it, and NCCL waits for that stream.
+        """
+        for buffer in self._buffers:
+            if num_holders(buffer) == 1:
+                return buffer.detach()
+        self._buffers.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
+        return self._buffers[-1].detach()
 
     def drop_read(self) -> None:
         while self._unread and self._unread[0][0].is_completed():
-            self._unread.popleft()
+            work, _ = self._unread.popleft()
+            try:
+                work.wait()  # at once, or it raises why it has ended
+            except RuntimeError as error:
+                self._on_error(error)
 
     def num_unread(self) -> int:
         self.drop_read()
@@ -309,6 +327,7 @@ class NcclLink:
         deadline = time.monotonic() + timeout
         while self.num_unread() and time.monotonic() < deadline:
             time.sleep(0.001)
+        self._buffers.clear()
         if not self._unread:
             shut_down(self._group)
 

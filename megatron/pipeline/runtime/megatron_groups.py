@@ -38,7 +38,11 @@ class ChainGroup:
         self.uses_nccl = backend_name == "nccl"
         if self.uses_nccl:
             self.process_group = streams_of(backend.device()).communicator(
-                store, self.rank, self.size, max_ctas=COMMUNICATOR_CTAS["chain"], timeout=timeout
+                store,
+                self.rank,
+                self.size,
+                max_ctas=COMMUNICATOR_CTAS["chain"],
+                timeout=2 * timeout,  # who waits for the chain speaks first, and names the reduction
             )
         else:
             self.process_group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)

@@ -5,9 +5,6 @@ backwards write to, on its own groups and with two or three collectives for norm
 takes the gradient slot of one finished batch, so the next batch's backwards may run meanwhile.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +16,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
-from megatron.pipeline.runtime.megatron_groups import ChainGroup, ChainGroups
+from megatron.pipeline.runtime.megatron_groups import ChainGroups
 from megatron.pipeline.runtime.megatron_weights import MegatronCoreOptimizer, named_parameters
 
 
@@ -73,19 +70,6 @@ class GradientReduction:
                 self._groups.tensor.all_reduce(flat, operation)
                 for view, reduced in zip(views, flat.split([view.numel() for view in views]), strict=True):
                     view.copy_(reduced.view_as(view))
-
-    def operations(self) -> list[tuple[ChainGroup, Callable[[Tensor], None]]]:
-        """The collectives of a batch, but for the norm's, each with its group; on a flat tensor of any size."""
-        data, embedding, tensor = self._groups.data, self._groups.embedding, self._groups.tensor
-        found = []
-        if data is not None:
-            found.append((data, data.reduce_scatter if self._distributed else data.all_reduce))
-        if embedding is not None and self._embedding is not None:
-            found.append((embedding, embedding.all_reduce))
-        for params, operation in self._over_tensor:
-            if params and tensor is not None:
-                found.append((tensor, partial(tensor.all_reduce, operation=operation)))
-        return found
 
     def local_norm_squared(self, slot: GradientSlot) -> Tensor:
         """Square of the norm of the gradients that this rank counts: every element of the model is counted once.

@@ -252,7 +252,7 @@ class MegatronStage:
     def _loss(self, microbatch: Microbatch, outputs: tuple, record: bool) -> Tensor:
         if len(outputs) == 3:
             loss, num_tokens, numbers = outputs
-            loss = loss / torch.clamp(torch.as_tensor(num_tokens, device=loss.device), min=1)
+            loss = loss / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
         else:
             loss, numbers = outputs
         if record:
@@ -293,4 +293,4 @@ def _scale_auxiliary_loss(scale: float) -> None:
     """Load-balancing losses of mixture-of-experts layers enter the graph on every stage and are scaled by a global."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, device=backend.device()))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.full((), scale, device=backend.device()))  # no copy that waits

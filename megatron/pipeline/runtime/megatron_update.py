@@ -117,11 +117,8 @@ class MegatronWeightUpdate:
         self._scales = LossScales(self._scaler, delay=(rule.delay or 0) + 1)
         self._batches: dict[int, _Batch] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
-        warm_up(chunks, self._reduction, self._groups.world, distributed_optimizer=self._shards_optimizer)
-
-    @property
-    def _shards_optimizer(self) -> bool:
-        return isinstance(self._inner, DistributedOptimizer)
+        shards = isinstance(self._inner, DistributedOptimizer)
+        warm_up(chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards)
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:

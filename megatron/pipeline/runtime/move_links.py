@@ -105,7 +105,7 @@ class NcclMoveLink(GlooMoveLink):
     def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(f"{name}/hosts", store, member=member, timeout=timeout, device=device)
         self._nccl = self._streams.communicator(
-            PrefixStore(name, store), member, 2, max_ctas=COMMUNICATOR_CTAS["move"], timeout=timeout
+            PrefixStore(name, store), member, 2, max_ctas=COMMUNICATOR_CTAS["move"], timeout=2 * timeout
         )
         probe = torch.zeros(1, dtype=torch.uint8, device=device)
         for sends in (member == 0, member == 1):  # NCCL connects each direction at its first use

@@ -126,30 +126,34 @@ class MoveQueue:
             raise self.error
 
     def _work(self) -> None:
-        self._streams.enter_thread()
-        with self._streams.on(self._streams.make()), torch.no_grad():
-            while (item := self._calls.get()) is not None:
-                try:
+        item = None
+        try:
+            self._streams.enter_thread()
+            with self._streams.on(self._streams.make()), torch.no_grad():
+                while (item := self._calls.get()) is not None:
                     held = self._carry_out(*item)
-                except Exception as error:
-                    self._annotate(error, item[0])
-                    with self._progress:
-                        self.error = error
-                        self._progress.notify_all()
-                    self._on_error(error)
-                    return
-                del item  # and what the call holds
-                event = self._streams.record()
-                with self._progress:
-                    while self._given and self._streams.is_done(self._given[0].event):
-                        self._given.popleft()
-                    if self._streams.runs_ahead:
-                        self._given.append(_Given(self.num_complete + 1, event, held))
-                    self._incomplete.popleft()
-                    self.num_complete += 1
-                    self._progress.notify_all()
-                del held
-            self._streams.finish(self._streams.record())
+                    item = item[:1]  # and not what the call holds
+                    self._note_complete(held)
+                    del held
+                self._streams.finish(self._streams.record())
+        except Exception as error:
+            if item is not None:
+                self._annotate(error, item[0])
+            with self._progress:
+                self.error = error
+                self._progress.notify_all()
+            self._on_error(error)
+
+    def _note_complete(self, held: Any) -> None:
+        event = self._streams.record()
+        with self._progress:
+            while self._given and self._streams.is_done(self._given[0].event):
+                self._given.popleft()
+            if self._streams.runs_ahead:
+                self._given.append(_Given(self.num_complete + 1, event, held))
+            self._incomplete.popleft()
+            self.num_complete += 1
+            self._progress.notify_all()
 
     def _carry_out(self, instruction: Instruction, call: Callable[[], Any]) -> Any:
         start = self._tracer.now() if self._tracer else None

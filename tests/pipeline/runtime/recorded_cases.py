@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.links import NcclLink
+from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+from megatron.pipeline.runtime.stage import BatchReport
 from tests.pipeline.runtime import megatron_cases, module_cases, reference
 from tests.pipeline.runtime.megatron_model import Case, parallel
 from tests.pipeline.runtime.recording import Recorder, recording
 from tests.pipeline.runtime.reference import Training
 from tests.pipeline.runtime.taken_back import taken_back as without
 
-Findings = list[tuple[str, str]]
+
+@dataclass
+class Account:
+    """Of one rank. `threads`: name -> the streams that the thread gave operations to."""
+
+    findings: list[tuple[str, str]]
+    threads: dict[str, set[str]]
+    losses: list[float]
+
+    @property
+    def kinds(self) -> set[str]:
+        return {kind for kind, _ in self.findings}
+
+
+def _account(recorder: Recorder, reports: list[BatchReport]) -> Account:
+    return Account(recorder.findings, dict(recorder.threads), [next(iter(each.losses.values())) for each in reports])
 
 
 def train_gpt(
-    *, seed: int = 0, backend: str = "nccl", taken_back: str | None = None, **options
-) -> tuple[Findings, int, list[float]]:
-    """Train a tiny GPT on this rank: findings, noted operations, losses."""
+    *, seed: int = 0, backend: str = "nccl", moves: bool = False, taken_back: str | None = None, **options
+) -> Account:
+    """Train a tiny GPT on this rank; `moves`: with balanced activations."""
     case = Case(**options)
     with recording(seed=seed, backend=backend) as recorder, parallel(case), without(taken_back):
-        stages, update = megatron_cases.build(case)
+        memory = ActivationMemory() if moves else None
+        stages, update = megatron_cases.build(case, memory)
         for stage in stages:
             _mark(recorder, stage.model.parameters(), stage.model.buffers)
         _mark(recorder, update.optimizer.get_parameters())
-        engine = megatron_cases.engine_of(case, stages, update, backend=backend)
+        engine = megatron_cases.engine_of(case, stages, update, backend=backend, activation_memory=memory)
         reports = []
         for batch in range(len(case.batches)):
             info = megatron_cases.batch_info(case, batch)
@@ -36,12 +60,13 @@ def train_gpt(
                 with recorder.training():
                     reports += engine.drain()
                 engine.evaluate(2)
+                _reload(update)
         with recorder.training():
             reports += engine.drain()
-        recorder.find_held()
+        recorder.find_held(pooled=pooled(engine, memory))
         engine.close()
         update.close()
-        return recorder.findings, recorder.counts["operations"], [report.losses["lm loss"] for report in reports]
+        return _account(recorder, reports)
 
 
 def train_module(
@@ -54,7 +79,7 @@ def train_module(
     slow_host: bool = False,
     taken_back: str | None = None,
     **options,
-) -> tuple[Findings, int, list[float]]:
+) -> Account:
     """The same with the reference's plain modules, which move activations where the preset says so. `slow_host`: the
     computing thread does nothing for a while when a backward has returned, and that of the moves ahead of each.
     """
@@ -75,11 +100,48 @@ def train_module(
                     reports += engine.drain()
         with recorder.training():
             reports += engine.drain()
-        pool = pipeline.memory.pool._buffers if pipeline.memory else ()
-        recorder.find_held(pooled=[buffer.memory for buffer in pool])
+        recorder.find_held(pooled=pooled(engine, pipeline.memory))
         dist.barrier()
         pipeline.close()
-        return recorder.findings, recorder.counts["operations"], [report.losses["loss"] for report in reports]
+        return _account(recorder, reports)
+
+
+def watch_overdue(*, taken_back: str | None = None) -> Account:
+    """A thread asks what is overdue, as the guard's does, while receives are waited for."""
+    with recording() as recorder:
+        pipeline = module_cases.Pipeline("flush", Training(batches=(4, 4)), backend="nccl")
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.wait(0.001):
+                assert pipeline.engine._channels.check_overdue() is None
+
+        with without(taken_back):
+            watcher = threading.Thread(target=ask)
+            watcher.start()
+            reports = []
+            for _ in range(2):
+                with recorder.training():
+                    reports += pipeline.engine.run_batch(4, 8)
+            stop.set()
+            watcher.join()
+        reports += pipeline.engine.drain()
+        dist.barrier()
+        pipeline.close()
+        return _account(recorder, reports)
+
+
+def _reload(update: MegatronWeightUpdate) -> None:
+    """What a resume loads, which brings the loss scale back to the device."""
+    update.optimizer.load_state_dict(copy.deepcopy(update.optimizer.state_dict()))
+    update.load_state_dict(update.state_dict())
+
+
+def pooled(engine: PipelineEngine, memory: ActivationMemory | None) -> list[torch.Tensor]:
+    """What links and the pool of moves keep for the next transfer."""
+    links = [link for link, _ in engine._channels._links.values() if isinstance(link, NcclLink)]
+    moved = [buffer.memory for buffer in memory.pool._buffers] if memory else []
+    return [*moved, *(buffer for link in links for buffer in link._buffers)]
 
 
 def _then_pausing(call, seconds: float):

@@ -5,7 +5,7 @@ By these the tests know that the stand-in for CUDA finds what it is there for.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,6 +19,7 @@ from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.links import HostStagedLink, NcclLink
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
+from megatron.pipeline.runtime.move_links import GlooMoveLink, HostStagedMoveLink
 from megatron.pipeline.runtime.move_queue import MoveQueue
 from tests.pipeline.runtime.recording import Recorder
 
@@ -60,20 +61,15 @@ def posted_reductions():
     return mock.patch.object(Chain, "_run", lambda self, instruction, call, ready: run(self, instruction, call, None))
 
 
-@contextmanager
 def awaited_reductions():
-    """A step waits for the host of the chain alone, whose norms are not read."""
+    """A step waits for the host of the chain alone."""
+    wait = Chain.wait
 
-    def wait(self, version):
-        streams, self._streams = self._streams, SimpleNamespace(wait=lambda event: None)
-        try:
-            original(self, version)
-        finally:
-            self._streams = streams
+    def deaf(self, version):
+        with self._streams.deaf():
+            wait(self, version)
 
-    original = Chain.wait
-    with mock.patch.object(Chain, "wait", wait):
-        yield
+    return mock.patch.object(Chain, "wait", deaf)
 
 
 def host_scale():
@@ -116,10 +112,36 @@ def staged_copies():
     send = HostStagedLink.send
 
     def early(self, tensor, tag):
-        with mock.patch.object(Recorder, "wait", lambda recorder, event: None):
+        with self._streams.deaf():
             send(self, tensor, tag)
 
     return mock.patch.object(HostStagedLink, "send", early)
+
+
+def staged_sends():
+    """A move goes out of host memory that the copy may not have reached."""
+
+    def send(self, buffer, tag):
+        host = self._staging(len(buffer)).copy_(buffer, non_blocking=True)
+        GlooMoveLink.send(self, host, tag)
+
+    return mock.patch.object(HostStagedMoveLink, "send", send)
+
+
+def staged_receives():
+    """A move comes into host memory that the copy before may still read."""
+
+    def receive(self, buffer, tag):
+        host = self._staging(len(buffer))
+        GlooMoveLink.receive(self, host, tag)
+        buffer.copy_(host, non_blocking=True)
+
+    return mock.patch.object(HostStagedMoveLink, "receive", receive)
+
+
+def watched_thread():
+    """The guard's thread does not say on which device it asks."""
+    return mock.patch.object(Recorder, "enter_thread", lambda self: None)
 
 
 def followed_moves():

@@ -21,13 +21,17 @@ def recorder():
         yield recorder
 
 
+def ones(recorder, *shape):
+    return recorder.mark_on_device(torch.ones(*shape))
+
+
 def kinds(recorder):
     return [kind for kind, _ in recorder.findings]
 
 
 def test_streams_without_a_wait_are_a_finding(recorder):
     """A read on one stream of what another writes needs the wait, in either order; reads alone need none."""
-    tensor = torch.ones(4)
+    tensor = ones(recorder, 4)
     ready = recorder.record()
     other = recorder.make()
     with recorder.on(other):
@@ -42,7 +46,7 @@ def test_streams_without_a_wait_are_a_finding(recorder):
 
 def test_an_event_orders_what_came_before_it(recorder):
     """A stream that waits for an event comes after all that the event's stream had been given, and no more."""
-    tensor, other = torch.ones(4), recorder.make()
+    tensor, other = ones(recorder, 4), recorder.make()
     before = recorder.record()
     tensor.add_(1)
     after = recorder.record()
@@ -58,7 +62,7 @@ def test_an_event_orders_what_came_before_it(recorder):
 
 def test_waits_are_passed_on(recorder):
     """What a stream has waited for, those that wait for it have waited for."""
-    tensor, middle, last = torch.ones(4), recorder.make(), recorder.make()
+    tensor, middle, last = ones(recorder, 4), recorder.make(), recorder.make()
     first = recorder.record()
     with recorder.on(middle):
         recorder.wait(first)
@@ -71,7 +75,7 @@ def test_waits_are_passed_on(recorder):
 
 def test_parts_of_one_storage_are_told_apart(recorder):
     """Two streams may write two halves of a buffer."""
-    whole, other = torch.zeros(8), recorder.make()
+    whole, other = ones(recorder, 8), recorder.make()
     made = recorder.record()
     with recorder.on(other):
         recorder.wait(made)
@@ -84,7 +88,7 @@ def test_parts_of_one_storage_are_told_apart(recorder):
 
 def test_views_and_shapes_are_no_accesses(recorder):
     """Looking at a tensor's shape, or making a view of it, needs no wait."""
-    tensor = torch.ones(4, 4)
+    tensor = ones(recorder, 4, 4)
     with recorder.on(recorder.make()):
         tensor.t()[1:].detach()
         torch.zeros_like(tensor)
@@ -96,7 +100,7 @@ def test_memory_that_is_dropped_too_early(recorder):
     other = recorder.make()
 
     def use(*, follow):
-        tensor = torch.ones(4)
+        tensor = ones(recorder, 4)
         made = recorder.record()
         with recorder.on(other):
             recorder.wait(made)
@@ -131,16 +135,58 @@ def test_the_computing_thread_waits_for_no_kernel(recorder):
     assert kinds(recorder) == ["host sync"] * 3
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda device, host, mask: torch.equal(device, device),
+        lambda device, host, mask: device.nonzero(),
+        lambda device, host, mask: device[mask],
+        lambda device, host, mask: host.copy_(device),
+        lambda device, host, mask: device.copy_(host),
+        lambda device, host, mask: torch.tensor(3.0, device=torch.device("cpu")),
+        lambda device, host, mask: device.cpu(),
+    ],
+)
+def test_hidden_waits_are_found(recorder, operation):
+    """Where torch itself waits for the device: a truth, a size that depends on values, a copy to or from the host."""
+    device = ones(recorder, 4)
+    host, mask = torch.zeros(4), device > 0
+    with recorder.training():
+        operation(device, host, mask)
+    assert kinds(recorder) == ["host sync"]
+
+
+def test_what_waits_for_nothing_is_let_through(recorder):
+    """Filling a mask, a copy out of pinned memory, a number that is filled in on the device."""
+    device = ones(recorder, 4)
+    mask, pinned = device > 0, recorder.host_buffer((4,), torch.float32)
+    with recorder.training():
+        device[mask] = 0.0
+        device.copy_(pinned, non_blocking=True)
+        torch.full((), 3.0, device=torch.device("cpu"))
+    assert not recorder.findings
+
+
+def test_a_thread_says_which_device_it_works_on(recorder):
+    """A thread that asks something of the device has entered before."""
+    for enter, expected in ((recorder.enter_thread, []), (lambda: None, ["stranger"])):
+        thread = threading.Thread(target=lambda enter=enter: (enter(), recorder.record()))
+        thread.start()
+        thread.join()
+        assert kinds(recorder) == expected
+
+
 def test_whether_something_is_done_is_answered_late(recorder):
     """An event may be asked for in vain; in the end it has happened, and the host knows what was before it."""
-    tensor, other = torch.ones(4), recorder.make()
+    tensor, other = ones(recorder, 4), recorder.make()
     with recorder.on(other):
         recorder.wait(recorder.record())
-    answers = []
-    for _ in range(20):
-        event = recorder.record()
-        answers.append([recorder.is_done(event) for _ in range(4)])
-    assert any(not each[0] for each in answers) and all(each[-1] for each in answers)
+    answers, events = [], [recorder.record() for _ in range(40)]
+    with recorder.training():
+        for event in events:
+            answers.append([recorder.is_done(event) for _ in range(10)])
+    assert {each[0] for each in answers} == {each[-1] for each in answers} == {True, False}
+    assert all(recorder.is_done(event) for event in events)
     with recorder.on(other):
         tensor.add_(1)
     assert not recorder.findings
@@ -148,7 +194,7 @@ def test_whether_something_is_done_is_answered_late(recorder):
 
 def test_threads_know_of_each_other_through_conditions(recorder):
     """A milestone orders the streams of two threads; that a thread has merely come first does not."""
-    tensor, milestone = torch.ones(4), Milestone(recorder)
+    tensor, milestone = ones(recorder, 4), Milestone(recorder)
 
     def write(reach):
         recorder.enter_thread()
@@ -207,7 +253,7 @@ def test_a_communicator_is_used_before_training(recorder):
 def test_communicators_work_behind_the_stream_that_calls(recorder):
     """What a group sends was made before; what it brings is there for who waits."""
     group = recorder.communicator(PrefixStore("three", HashStore()), 0, 1, max_ctas=1, timeout=timedelta(seconds=10))
-    tensor = torch.ones(4)
+    tensor = ones(recorder, 4)
     work = group.allreduce([tensor])
     with recorder.on(recorder.make()):
         work.wait()

@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron.pipeline.runtime.activation_memory import num_holders
 from tests.pipeline.runtime.recording.clocks import Clock, Timeline, joined, knows
 from tests.pipeline.runtime.recording.ledger import Ledger
 
-_MOST_LATE = 3  # times that the host asks in vain whether something is done
+_MOST, _AS_LONG_AS_IT_TRAINS = 3, 1 << 30
+"""Times that the host asks in vain whether something is done."""
 
 
 @dataclass
@@ -40,10 +43,13 @@ class Recorder:
     host sync    the thread that computes waits for the device
     two threads  a communicator used by two threads that do not know of each other
     late         a communicator's first use of its kind after training has begun
+    stranger     a thread asks something of the device that has not said which device it works on
     held         a received tensor that nobody needs any more is still there
     """
 
     runs_ahead = True
+    threads: dict[str, set[str]]
+    """name of a thread -> the streams that it gave operations to."""
 
     def __init__(self, *, seed: int = 0) -> None:
         self.device = torch.device("cpu")
@@ -53,7 +59,7 @@ class Recorder:
         self.lock = threading.RLock()
         self.ledger = Ledger(self.report, _place)
         self._streams: dict[int, Timeline] = {}
-        self._hosts: dict[int, Timeline] = {}
+        self._hosts: list[Timeline] = []
         self._num_timelines = 0
         self._default = self.make(name="compute")
         self._local = threading.local()
@@ -61,13 +67,16 @@ class Recorder:
         self._known_uses: set[tuple[str, str]] = set()
         self._computes: int | None = None  # the thread that trains now
         self._received: list[StorageWeakRef] = []
+        self.threads = defaultdict(set)
 
     # -- the face ---------------------------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
         from tests.pipeline.runtime.recording.operations import watch_this_thread
 
-        watch_this_thread(self)
+        if not getattr(self._local, "has_entered", False):
+            self.entered_by_the_caller()
+            watch_this_thread(self)
 
     def make(self, *, name: str | None = None) -> Timeline:
         with self.lock:
@@ -86,34 +95,55 @@ class Recorder:
 
     def record(self) -> RecordedEvent:
         with self.lock:
-            self._look()
+            self.look()
+            self._know_thread()
             clock = dict(self.current.clock)
             joined(clock, self.host.clock)
-            return RecordedEvent(clock, self.random.randint(0, _MOST_LATE))
+            return RecordedEvent(clock, self.lateness())
+
+    def lateness(self) -> int:
+        """How often the host asks in vain: a few times, or as long as it trains."""
+        return self.random.choice((0, 1, 3, _AS_LONG_AS_IT_TRAINS))
 
     def wait(self, event: RecordedEvent | None) -> None:
-        if event is not None:
+        if event is not None and not getattr(self._local, "is_deaf", False):
             with self.lock:
-                self._look()
+                self.look()
+                self._know_thread()
                 joined(self.current.clock, event.clock)
+
+    @contextmanager
+    def deaf(self):
+        """In this context the calling thread's streams wait for no event, for tests of what is found then."""
+        self._local.is_deaf = True
+        try:
+            yield
+        finally:
+            self._local.is_deaf = False
 
     def is_done(self, event: RecordedEvent | None) -> bool:
         if event is None:
             return True
         with self.lock:
-            self._look()
-            if event.num_in_vain:
-                event.num_in_vain -= 1
+            self.look()
+            self._know_thread()
+            if self.asks_in_vain(event):
                 return False
             joined(self.host.clock, event.clock)
             return True
+
+    def asks_in_vain(self, event: RecordedEvent) -> bool:
+        """Whether this question comes too early; what is asked for between batches has been done."""
+        early = event.num_in_vain > 0 and not (event.num_in_vain > _MOST and self._computes is None)
+        event.num_in_vain -= 1
+        return early
 
     def finish(self, event: RecordedEvent | None) -> None:
         if event is not None:
             self.sync(event.clock, "waits for an event")
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+        return self.pin(torch.empty(shape, dtype=dtype))
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         from tests.pipeline.runtime.recording.groups import RecordedGroup
@@ -130,34 +160,38 @@ class Recorder:
     @property
     def host(self) -> Timeline:
         """The calling thread."""
-        with self.lock:
-            ident = threading.get_ident()
-            if ident not in self._hosts:
-                self._hosts[ident] = self._timeline(f"thread {ident}")  # asking for its name may come here again
-                self._hosts[ident].name = f"thread {threading.current_thread().name!r}"
-            return self._hosts[ident]
+        if not hasattr(self._local, "host"):
+            with self.lock:
+                self._local.host = self._timeline("a thread")  # asking for its name may come here again
+                self._hosts.append(self._local.host)
+            self._local.host.name = f"thread {threading.current_thread().name!r}"
+        return self._local.host
 
     def launch(self, stream: Timeline, reads: list[Tensor], writes: list[Tensor], name: str) -> Clock:
         """Note work of `stream` that the calling thread gives it; the clock that knows of it."""
         with self.lock:
-            self._look()
+            self.look()
             self.counts["operations"] += 1
-            joined(stream.clock, self.host.clock)
+            on_device = any(self.ledger.of(tensor, stream).on_device for tensor in (*reads, *writes))
+            if on_device:
+                self.threads[threading.current_thread().name].add(stream.name)
+                joined(stream.clock, self.host.clock)
+            else:
+                stream = self.host  # works on memory of its own, at once
             step = stream.step()
             what = f"{name} on {stream.name} ({_place()})"
-            on_device = any(self.ledger.of(tensor, stream).on_device for tensor in (*reads, *writes))
             for tensor in reads:
                 self.ledger.note(tensor, stream, step, writes=False, what=what)
             for tensor in writes:
                 self.ledger.note(tensor, stream, step, writes=True, what=what)
-                if on_device:
-                    self.ledger.of(tensor, stream).on_device = True
+                memory = self.ledger.of(tensor, stream)
+                memory.on_device = memory.on_device or (on_device and not memory.is_host)
             return dict(stream.clock)
 
     def sync(self, clock: Clock, what: str) -> None:
         """The calling thread waits until all that `clock` knows of is done."""
         with self.lock:
-            self._look()
+            self.look()
             self.counts["host syncs"] += 1
             if self.is_computing and not all(knows(self.host.clock, step) for step in clock.items()):
                 self.report("host sync", f"the computing thread {what} ({_place()})")
@@ -170,6 +204,25 @@ class Recorder:
             if on_device:
                 self.sync(self.launch(self.current, [tensor], [], name), f"reads a value: {name}")
             return on_device
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """The calling thread copies, and waits for it where one of the two lies on the host."""
+        with self.lock:
+            if not (self.ledger.has(target) and self.ledger.has(source)):
+                return  # gloo's own, for a collective that NCCL does at once
+            if self.ledger.of(target, self.current).on_device != self.ledger.of(source, self.current).on_device:
+                self.sync(self.launch(self.current, [source], [target], "copy"), "copies between host and device")
+
+    def copied_from_python(self, tensor: Tensor) -> None:
+        """A number or list of Python's became a tensor on the device: the host waits for the copy."""
+        if _is_called_by_tests():
+            return
+        with self.lock:
+            self.sync(self.launch(self.current, [], [tensor], "copy from Python"), "copies a number to the device")
+
+    def entered_by_the_caller(self) -> None:
+        """The calling thread works on this device already."""
+        self._local.has_entered = True
 
     def mark_on_device(self, tensor: Tensor) -> Tensor:
         """This tensor, and what is made from it, lies on the device; everything else on the host."""
@@ -201,10 +254,10 @@ class Recorder:
             self.mark_on_device(tensor)
 
     def find_held(self, *, pooled: Iterable[Tensor] = ()) -> None:
-        """To be called drained, when nobody needs a received tensor any more, but for buffers of a pool."""
+        """To be called drained, when nobody needs a received tensor any more, but its pool, which alone has it then."""
         gc.collect()
-        kept = {tensor.untyped_storage()._cdata for tensor in pooled}
-        num_held = sum(not each.expired() and each.cdata not in kept for each in self._received)
+        free = {tensor.untyped_storage()._cdata for tensor in pooled if num_holders(tensor) == 1}
+        num_held = len({each.cdata for each in self._received if not each.expired()} - free)
         if num_held:
             self.report("held", f"{num_held} received tensors are still there after a drain")
 
@@ -229,8 +282,53 @@ class Recorder:
         self._num_timelines += 1
         return Timeline(self._num_timelines, name)
 
-    def _look(self) -> None:
-        self.ledger.find_freed(self._streams, list(self._hosts.values()))
+    def look(self) -> None:
+        """To be called ahead of everything that lets a thread or a stream know more: what was dropped until now?"""
+        self.ledger.find_freed(self._streams, self._hosts)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """This tensor lies in memory of the host that the device can copy from while the host goes on."""
+        with self.lock:
+            self.ledger.of(tensor, self.current).is_host = True
+        return tensor
+
+    def make_like(self, models: list[Tensor], made: list[Tensor]) -> None:
+        """New tensors lie where those do after which they are made."""
+        with self.lock:
+            if any(self.ledger.of(tensor, self.current).on_device for tensor in models):
+                for tensor in made:
+                    self.mark_on_device(tensor)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor's values that the host has read."""
+        with _disable_current_modes():
+            return tensor.clone()
+
+    def on_device(self, tensor: Tensor, *, non_blocking: bool) -> Tensor:
+        """A tensor's copy on the device; the tensor itself where it lies there."""
+        with self.lock:
+            memory = self.ledger.of(tensor, self.current)
+            if memory.on_device:
+                return tensor
+            with _disable_current_modes():
+                copy = tensor.detach().clone()
+            self.mark_on_device(copy)
+            clock = self.launch(self.current, [tensor], [copy], "copy to the device")
+            if not (non_blocking and memory.is_host) and not _is_called_by_tests():
+                self.sync(clock, "copies to the device, and waits for it")
+            return copy
+
+    def _know_thread(self) -> None:
+        if not getattr(self._local, "has_entered", False):
+            self.report("stranger", f"{self.host.name} has not entered ({_place()})")
+
+
+def _is_called_by_tests() -> bool:
+    """Whether the innermost code that is neither torch's nor a stand-in's is the model or the data of a test."""
+    frame = sys._getframe(1)
+    while any(part in frame.f_code.co_filename for part in ("/recording/", "/torch/", "/backend/cpu.py")):
+        frame = frame.f_back
+    return "/tests/" in frame.f_code.co_filename and "test_recording" not in frame.f_code.co_filename
 
 
 def _place() -> str:

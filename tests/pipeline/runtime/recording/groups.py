@@ -29,7 +29,7 @@ class RecordedWork:
         self._recorder = recorder
         self._clock = clock
         self._keeps = keeps
-        self._num_in_vain = recorder.random.randint(0, 3)
+        self.num_in_vain = recorder.lateness()
         self._carried = threading.Event()
         self._error: Exception | None = None
 
@@ -42,18 +42,56 @@ class RecordedWork:
         if self._error is not None:
             raise self._error
         with self._recorder.lock:
+            self._recorder.look()
             joined(self._recorder.current.clock, self._clock)
         return True
 
     def is_completed(self) -> bool:
-        if not self._carried.is_set():
-            return False
-        if self._num_in_vain:
-            self._num_in_vain -= 1
-            return False
         with self._recorder.lock:
+            self._recorder.look()
+            if not self._carried.is_set() or self._recorder.asks_in_vain(self):
+                return False
             joined(self._recorder.host.clock, self._clock)
         return True
+
+
+class HostWork:
+    """A transfer over gloo: who waits for it knows that it has read or written its memory."""
+
+    def __init__(self, recorder, clock: Clock, work) -> None:
+        self._recorder, self._clock, self._work = recorder, clock, work
+
+    def wait(self, timeout: timedelta) -> None:
+        self._work.wait(timeout)
+        with self._recorder.lock:
+            self._recorder.look()
+            joined(self._recorder.host.clock, self._clock)
+
+
+class HostGroup:
+    """A gloo group of two, as links use it: it reads and writes memory of the host."""
+
+    def __init__(self, recorder, group: ProcessGroupGloo) -> None:
+        self._recorder = recorder
+        self._group = group
+        self._timeline = recorder.make(name="gloo")
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> HostWork:
+        return self._note(tensors, "send over gloo", self._group.send(tensors, to, tag), writes=False)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> HostWork:
+        return self._note(tensors, "receive over gloo", self._group.recv(tensors, source, tag), writes=True)
+
+    def _note(self, tensors: list[Tensor], name: str, work, *, writes: bool) -> HostWork:
+        recorder = self._recorder
+        with recorder.lock:
+            recorder.look()
+            joined(self._timeline.clock, recorder.host.clock)
+            step = self._timeline.step()
+            for tensor in tensors:
+                recorder.ledger.of(tensor, self._timeline).is_host = True
+                recorder.ledger.note(tensor, self._timeline, step, writes=writes, what=name)
+            return HostWork(recorder, dict(self._timeline.clock), work)
 
 
 class RecordedGroup:

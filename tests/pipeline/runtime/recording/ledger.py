@@ -40,6 +40,7 @@ class Memory:
     owner: int
     name: str
     on_device: bool = False
+    is_host: bool = False  # the allocator of pinned memory asks the device itself before it gives a block away
     is_foreign: bool = False
     accesses: list[Access] = field(default_factory=list)
 
@@ -61,6 +62,7 @@ class Ledger:
         self._place = place
         self._memory: dict[int, Memory] = {}
         self._foreign: dict[int, Memory] = {}
+        self._most = 1000
 
     def of(self, tensor: Tensor, stream: Timeline) -> Memory:
         """The memory behind a tensor; new memory belongs to `stream`."""
@@ -69,8 +71,22 @@ class Ledger:
         if memory is None or memory.reference.expired():
             name = f"{tensor.dtype} {tuple(tensor.shape)}, first seen in {self._place()}"
             memory = Memory(StorageWeakRef(storage), stream.number, name)
+            if len(self._memory) > self._most:
+                self._forget_gone()
             self._memory[storage._cdata] = memory
         return memory
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it was seen before."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        return memory is not None and not memory.reference.expired()
+
+    def _forget_gone(self) -> None:
+        """What only its owner has used needs no last look."""
+        gone = [key for key, memory in self._memory.items() if memory.reference.expired() and key not in self._foreign]
+        for key in gone:
+            del self._memory[key]
+        self._most = 2 * len(self._memory) + 1000
 
     def note(self, tensor: Tensor, stream: Timeline, step: Step, *, writes: bool, what: str) -> None:
         """An access, as `step` of `stream`; its clock says what it comes after."""
@@ -85,7 +101,7 @@ class Ledger:
             if not ((writes or (not earlier.writes and earlier.step[0] == step[0])) and access.covers(earlier))
         ]
         memory.accesses.append(access)
-        if step[0] != memory.owner and not memory.is_foreign:
+        if step[0] != memory.owner and not memory.is_foreign and not memory.is_host:
             memory.is_foreign = True
             self._foreign[memory.reference.cdata] = memory
 
@@ -100,9 +116,3 @@ class Ledger:
                 if access.step[0] != memory.owner and not any(knows(clock, access.step) for clock in clocks):
                     self._report("freed", f"{memory.name}: dropped while the device may still be at {access.what}")
                     break
-
-    def forget_freed(self) -> None:
-        """Drop what only its owner has used and that is gone."""
-        for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
-            if key not in self._foreign:
-                del self._memory[key]

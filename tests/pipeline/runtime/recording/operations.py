@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _READS = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy}
+_WAITS = {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
+"""Operations whose result's shape, or a truth, the host has to read."""
+_INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 _NO_ACCESS = {"aten::set_", "aten::resize_", "aten::lift_fresh", "aten::alias", "aten::detach", "aten::_unsafe_view"}
 _LIKE = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand", "aten::new_")
 """Operations that only look at the shape of their argument."""
@@ -36,9 +39,16 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if schema.name.startswith("c10d::"):
             self._recorder.use(f"group {_group_name(args)}", schema.name)
+        if schema.name in _WAITS or (schema.name in _INDEXING and _is_sized_by_mask(args)):
+            self._recorder.read(args[0], schema.name)
+        if schema.name == "aten::copy_" and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+            self._recorder.copy(args[0], args[1])
         result = func(*args, **kwargs)
         if schema.name not in _NO_ACCESS:
             reads, writes = _touched(schema, args, kwargs, result)
+            if schema.name.startswith(_LIKE):
+                self._recorder.make_like(reads, writes)
+                reads = []
             if reads or writes:
                 self._recorder.launch(self._recorder.current, reads, writes, schema.name)
         return result
@@ -57,13 +67,19 @@ def _touched(schema, args, kwargs, result) -> tuple[list[Tensor], list[Tensor]]:
         tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes += tensors
-        elif not is_view and not schema.name.startswith(_LIKE):
+        elif not is_view:
             reads += tensors
     if not is_view:
         for returned, output in zip(schema.returns, outputs, strict=False):
             if returned.alias_info is None:
                 writes += [each for each in tree_leaves(output) if isinstance(each, Tensor)]
     return [each for each in reads if _is_plain(each)], [each for each in writes if _is_plain(each)]
+
+
+def _is_sized_by_mask(args) -> bool:
+    """Whether the host has to count a mask; torch fills one with a single value without."""
+    has_mask = any(isinstance(each, Tensor) and each.dtype is torch.bool for each in tree_leaves(args[1]))
+    return has_mask and not (len(args) > 2 and args[2].numel() == 1)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -81,17 +97,30 @@ def _group_name(args) -> str:
 
 
 class Values(TorchFunctionMode):
-    """Notes where the thread reads values from Python without an operation."""
+    """Notes what only Python sees: values that are read without an operation, tensors that are asked for on a device,
+    and copies between host and device, which a CPU leaves out.
+    """
 
     def __init__(self, recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _READS and self._recorder.read(args[0], func.__name__) and func is torch.Tensor.cpu:
-            with _disable_current_modes():
-                return args[0].clone()  # on the host: no work of any stream
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        if func in _READS and recorder.read(args[0], func.__name__) and func is torch.Tensor.cpu:
+            return recorder.on_host(args[0])
+        if func is torch.Tensor.to and isinstance((*args[1:2], kwargs.get("device"))[0], torch.device):
+            dtype = next((each for each in (*args[2:3], kwargs.get("dtype")) if each is not None), args[0].dtype)
+            as_it_is = kwargs.get("non_blocking", False) and dtype is args[0].dtype  # or the host converts first
+            return recorder.on_device(args[0], non_blocking=as_it_is).to(dtype)
+        result = func(*args, **kwargs)
+        asked = kwargs.get("device")  # by the name "cpu" where the host is meant on CUDA, too
+        if asked not in (None, "cpu") and isinstance(result, Tensor) and not isinstance(func, type(Tensor.to)):
+            recorder.mark_on_device(result)
+            if getattr(func, "__name__", "") in ("tensor", "as_tensor"):
+                recorder.copied_from_python(result)
+        return result
 
 
 def watch_this_thread(recorder) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-import torch
-
-from megatron.backend import cpu, streams
+from megatron.backend import streams
 from megatron.pipeline.runtime import chain, links, megatron_groups, megatron_warm_up, move_links, move_queue
 from tests.pipeline.runtime.recording.device import Recorder
+from tests.pipeline.runtime.recording.groups import HostGroup
 from tests.pipeline.runtime.recording.operations import Operations, Values
 from tests.pipeline.runtime.recording.threads import watched_threads
 
@@ -28,20 +27,15 @@ def recording(*, seed: int = 0, backend: str = "nccl"):
         for module in (megatron_groups, megatron_warm_up):
             stack.enter_context(mock.patch.object(module, "uses_nccl", lambda: backend == "nccl"))
         stack.enter_context(mock.patch.object(megatron_warm_up, "_BYTES", (8, 4096)))
-        for name in cpu._FACTORIES:
-            stack.enter_context(mock.patch.object(torch, name, _marking(recorder, getattr(torch, name))))
         stack.enter_context(watched_threads(recorder, (chain, links, move_queue)))
+        watched_pair = _watched(recorder, links.gloo_pair)
+        for module in (links, move_links):
+            stack.enter_context(mock.patch.object(module, "gloo_pair", watched_pair))
         stack.enter_context(Operations(recorder))
         stack.enter_context(Values(recorder))
+        recorder.entered_by_the_caller()
         yield recorder
 
 
-def _marking(recorder: Recorder, factory):
-    """What megatron.core makes on "cuda" lies on the device."""
-
-    def make(*args, **kwargs):
-        names_cuda = cpu._names_cuda(kwargs.get("device"))
-        tensor = factory(*args, **kwargs)
-        return recorder.mark_on_device(tensor) if names_cuda else tensor
-
-    return make
+def _watched(recorder: Recorder, make):
+    return lambda *args, **options: HostGroup(recorder, make(*args, **options))

@@ -17,6 +17,7 @@ def watched_threads(recorder, modules):
 
     def learn(condition) -> None:
         with recorder.lock:
+            recorder.look()
             joined(recorder.host.clock, condition.__dict__.setdefault("recorded", {}))
 
     def teach(condition) -> None:
@@ -46,6 +47,7 @@ def watched_threads(recorder, modules):
         def get(self):
             clock, item = super().get()
             with recorder.lock:
+                recorder.look()
                 joined(recorder.host.clock, clock)
             return item
 
