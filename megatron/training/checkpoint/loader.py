@@ -7,7 +7,6 @@ and the checkpoint lacks or holds in another shape.
 
 import pickle
 import warnings
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.training.checkpoint import integrity
+from megatron.training.checkpoint import integrity, unpickling
 from megatron.training.checkpoint.agreement import agree, agreed
 from megatron.training.checkpoint.directory import CheckpointLocation, other_iterations_hint
 from megatron.training.checkpoint.errors import CheckpointError
+
+unpickling.install()
 
 COMMON_FILE = "common.pt"
 INDEX_FILE = ".metadata"
@@ -40,7 +41,6 @@ def read_common_state(location: CheckpointLocation) -> dict:
     files = _manifest(location)
     if files is not None:
         _raise_damage(location, integrity.find_damage(location.path, files, [COMMON_FILE]))
-    _register_safe_classes()
     try:
         common = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
@@ -165,18 +165,3 @@ def _index_key(sharded: ShardedObject | ShardedTensor) -> str:
 
 def _is_extra_state(value: object) -> bool:
     return isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
-
-
-def _enum_member(enumeration: type[Enum], name: str) -> Enum:
-    """What `getattr` may do in a checkpoint: Python 3.11.2 writes a member of an enumeration that way."""
-    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
-    return enumeration[name]
-
-
-def _register_safe_classes() -> None:
-    torch.serialization.add_safe_globals([(_enum_member, "builtins.getattr")])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        from megatron.core.safe_globals import register_safe_globals
-    register_safe_globals()
