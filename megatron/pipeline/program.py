@@ -110,6 +110,19 @@ class Program:
         return range(self._batch_starts[batch - first], self._batch_starts[batch - first + 1])
 
     @property
+    def returns_to_batches(self) -> bool:
+        """Whether some rank has a backward of a batch after one of a later batch."""
+        for row in self.rows:
+            newest = self.first_batch
+            for instruction in row:
+                if instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    batch = self.batch_of(instruction.microbatch)
+                    if batch < newest:
+                        return True
+                    newest = batch
+        return False
+
+    @property
     def entry_versions(self) -> tuple[int, ...]:
         """The weight versions alive at the start, ascending.
 

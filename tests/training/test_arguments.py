@@ -19,6 +19,7 @@ from megatron.training.arguments import build_parser, parse_args, platform, refe
 from megatron.training.arguments.parser import GROUPS
 from megatron.training.arguments.specification import integer, number
 from megatron.training.checkpoint.arguments import apply_saved_arguments
+from tests.pipeline.runtime import made_up_orders
 from tests.training.arguments_helper import CPU, GPU, arguments, words
 
 ROOT = Path(__file__).parents[2]
@@ -338,3 +339,9 @@ def test_parsing_needs_no_torch():
         "assert not {'torch', 'megatron.core', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
+
+
+def test_a_single_gradient_buffer_needs_batches_in_order():
+    """An order that comes back to a batch has no use for one gradient buffer: refused with the flag's name."""
+    with made_up_orders.registered(), pytest.raises(ValueError, match="leave out --2bw-single-gradient-buffer"):
+        arguments("--pipeline-schedule 2bw-entangled --global-batch-size 3 --2bw-single-gradient-buffer")

@@ -193,6 +193,9 @@ class EmulatedUpdate:
     def begin_backward(self, info: BatchInfo) -> None:
         """No gradients."""
 
+    def resume_backward(self, info: BatchInfo) -> None:
+        """No gradients."""
+
     def reduce_grad(self, version: int) -> None:
         if self._grad is not None:
             self._grad.run(self._grad_buffer)

@@ -66,7 +66,9 @@ class Executor:
         self._wishes = wishes
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
-        self._last_forward_batch = self._last_backward_batch = -1
+        self._with_forwards: set[int] = set()  # batches that have begun
+        self._with_backwards: set[int] = set()  # batches whose backwards have begun
+        self._accumulating: int | None = None  # the batch that the last backward belonged to
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._input_grads: dict[tuple[int, int], Tensor] = {}
         self.reports: dict[int, BatchReport] = {}
@@ -181,8 +183,8 @@ class Executor:
         index = instruction.stage
         stage = self._stages[index]
         microbatch = self._microbatches[instruction.microbatch]
-        if microbatch.batch > self._last_forward_batch:
-            self._last_forward_batch = microbatch.batch
+        if microbatch.batch not in self._with_forwards:
+            self._with_forwards.add(microbatch.batch)
             self._update.begin_batch(self._batches[microbatch.batch])
         stage.load_version(instruction.version)
         input = self._input_of(stage, instruction)
@@ -210,9 +212,8 @@ class Executor:
         index = instruction.stage
         stage = self._stages[index]
         microbatch = self._microbatches[instruction.microbatch]
-        if microbatch.batch > self._last_backward_batch:
-            self._last_backward_batch = microbatch.batch
-            self._update.begin_backward(self._batches[microbatch.batch])
+        if microbatch.batch != self._accumulating:
+            self._accumulate_for(microbatch.batch)
         self._finish_load(stage, instruction)
         stage.load_version(instruction.version)
         output_grad = None
@@ -227,6 +228,15 @@ class Executor:
             self._transfers.end_backward(index, instruction.microbatch)
         if input_grad is not None:
             self._input_grads[index, instruction.microbatch] = input_grad
+
+    def _accumulate_for(self, batch: int) -> None:
+        """Have the backwards that follow add to the gradients of `batch`, which others may have interrupted."""
+        if batch in self._with_backwards:
+            self._update.resume_backward(self._batches[batch])
+        else:
+            self._with_backwards.add(batch)
+            self._update.begin_backward(self._batches[batch])
+        self._accumulating = batch
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
@@ -289,6 +299,8 @@ class Executor:
 
     def _forget_batch(self, batch: int) -> None:
         info = self._batches.pop(batch)
+        self._with_forwards.discard(batch)
+        self._with_backwards.discard(batch)
         first = next(index for index, microbatch in self._microbatches.items() if microbatch.batch == batch)
         for index in range(first, first + info.num_microbatches):
             del self._microbatches[index]

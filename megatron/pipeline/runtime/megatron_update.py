@@ -163,6 +163,11 @@ class MegatronWeightUpdate:
         self._gradients.show(batch.slot)
         self._gradients.start_accumulation()
 
+    def resume_backward(self, info: BatchInfo) -> None:
+        """Let backwards add to the batch's gradient buffer again."""
+        assert not self._single_gradient_buffer, "the program comes back to a batch whose gradients are applied"
+        self._gradients.show(self._batches[info.index].slot)
+
     # Called on the chain thread.
 
     def reduce_grad(self, version: int) -> None:

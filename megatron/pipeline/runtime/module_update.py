@@ -103,6 +103,10 @@ class ModuleUpdate:
     def begin_backward(self, info: BatchInfo) -> None:
         self._accumulating = self._pending[info.index + 1].buffer = self._buffers.take()
 
+    def resume_backward(self, info: BatchInfo) -> None:
+        self._accumulating = self._pending[info.index + 1].buffer
+        self._buffers.show(self._accumulating)
+
     def reduce_grad(self, version: int) -> None:
         group = self._data_parallel_group
         if group is None:

@@ -9,6 +9,7 @@ Order of the calls on one rank, for one batch::
 
     begin_batch(info)        before the batch's first forward: choose its loss scale
     begin_backward(info)     before its first backward: choose its gradient buffer
+    resume_backward(info)    before any other that follows a backward of another batch: show that buffer again
     reduce_grad(version)     chain thread, after its last backward   (only if data parallel)
     reduce_embed(version)    chain thread                            (only tied embeddings, first and last stage)
     reduce_norm(version, ..) chain thread
@@ -158,6 +159,9 @@ class WeightUpdate(Protocol):
 
     def begin_backward(self, info: BatchInfo) -> None:
         """The first backward of the batch on this rank follows: its gradients go to a buffer of their own."""
+
+    def resume_backward(self, info: BatchInfo) -> None:
+        """Another backward of the batch follows, after one of another batch: its gradients go to the same buffer."""
 
     def reduce_grad(self, version: int) -> None:
         """Chain thread: reduce the gradients that make `version` over the data-parallel replicas; return when done."""

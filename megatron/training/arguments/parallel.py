@@ -16,7 +16,7 @@ PIPELINE = Group(
             "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank, "
             "exact; the default where the flags ask for several. bpipe: flush with saved activations balanced over "
             "pairs of stages, as --balance-activations does.",
-            choices=tuple(PRESETS),
+            choices=PRESETS.keys(),  # those that are registered later, too
         ),
         switch(
             "--pipeline-extra-warmup",

@@ -57,6 +57,11 @@ def schedule(args: argparse.Namespace) -> None:
     sizes = sorted(set(args.batch_sizes.all_num_microbatches()))
     for num_microbatches in sizes:
         program.validate(num_microbatches)
+    if args.pipeline_2bw_single_gradient_buffer and program.build((sizes[0],) * 3).returns_to_batches:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} comes back to a batch after a backward of the next one, for "
+            "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"
+        )
     args.moves_activations = any(program.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
     if program.balance and not args.moves_activations:
         flag = "--balance-activations" if args.balance_activations else f"--pipeline-schedule {args.pipeline_schedule}"

@@ -9,7 +9,7 @@ the refusals are all derived from these records (parser.py, refusals in rules.py
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class Flag:
     dest: str
     type: Callable[[str], Any] | None = None
     default: Any = None
-    choices: tuple[Any, ...] | None = None
+    choices: Collection[Any] | None = None
     nargs: int | str | None = None
     stores: bool | None = None
     metavar: str | tuple[str, ...] | None = None
@@ -58,7 +58,7 @@ def option(
     *,
     aliases: Iterable[str] = (),
     dest: str | None = None,
-    choices: tuple[Any, ...] | None = None,
+    choices: Collection[Any] | None = None,
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
 ) -> Flag:
