@@ -65,7 +65,8 @@ def check_job(args: argparse.Namespace) -> DryRun:
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
     warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
-    config = transformer_config(args)
+    # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
+    config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
     optimizer_config(args)
     schedule = pipeline_schedule(args)
     report, demand = prove(args, schedule)

@@ -124,6 +124,17 @@ def test_flags_of_a_dry_run_need_it():
         arguments("--dry-run-gpu H100")
 
 
+@pytest.mark.parametrize("heads", ["", "--group-query-attention --num-query-groups 2"])
+def test_rotary_models_need_no_kernel_here(dry, heads):
+    """A model of Llama's shape passes where Transformer Engine is missing: its kernels are the cluster's."""
+    model = (
+        "--dry-run 8 --pipeline-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm "
+        f"--disable-bias-linear --untie-embeddings-and-output-weights --bf16 {heads}"
+    )
+    status, out, err, _ = dry(model)
+    assert (status, err) == (0, "") and "GiB" in out
+
+
 def test_what_is_only_on_the_cluster_is_a_warning(dry):
     """Data, tokenizer and checkpoints that are not here are named, and taken as there."""
     status, out, err, found = dry(
