@@ -345,3 +345,14 @@ def test_a_single_gradient_buffer_needs_batches_in_order():
     """An order that comes back to a batch has no use for one gradient buffer: refused with the flag's name."""
     with made_up_orders.registered(), pytest.raises(ValueError, match="leave out --2bw-single-gradient-buffer"):
         arguments("--pipeline-schedule 2bw-entangled --global-batch-size 3 --2bw-single-gradient-buffer")
+
+
+def test_refused_flags_are_named_at_once():
+    """A script with several flags that cannot be used learns of all of them in one run, each with its remedy."""
+    with pytest.raises(ValueError) as caught:
+        arguments("--num-experts 8 --context-parallel-size 2 --fp8-format hybrid")
+    first, *others = str(caught.value).splitlines()
+    assert first == "3 flags cannot be used here"
+    assert sorted(line.split(":")[0].strip() for line in others) == [
+        "--context-parallel-size 2", "--fp8-format hybrid", "--num-experts 8",
+    ]  # fmt: skip

@@ -100,16 +100,21 @@ def fill_defaults(
 
 
 def refuse(namespace: argparse.Namespace, groups: Sequence[Group]) -> None:
-    """Raise ValueError for the first refused flag that was given with a value that asks for something; drop the
-    rest."""
+    """Raise ValueError for the refused flags that were given with a value that asks for something, all in one message;
+    drop the rest."""
+    reasons = []
     for group in groups:
         for flag in group.flags:
             if flag.refused and flag.dest in namespace.given and getattr(namespace, flag.dest) not in flag.neutral:
                 value = getattr(namespace, flag.dest)
                 shown = flag.name if flag.stores is not None else f"{flag.name} {_plain(value)}"
-                raise ValueError(f"{shown}: {flag.refused}")
+                reasons.append(f"{shown}: {flag.refused}")
             if flag.refused and not flag.neutral:
                 delattr(namespace, flag.dest)  # nothing reads it
+    if len(reasons) > 1:
+        raise ValueError("\n  ".join([f"{len(reasons)} flags cannot be used here", *reasons]))
+    if reasons:
+        raise ValueError(reasons[0])
 
 
 def _plain(value: object) -> str:
