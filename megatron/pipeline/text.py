@@ -6,7 +6,8 @@
     1RECV_F0,1RECV_F1,1F0@0,1SEND_F0,...
 
 The lines of instructions are a superset of torch.distributed.pipelining's CSV form, which has no header: its files load
-unchanged, and blank cells, its bubbles, are dropped. What a program is beyond its rows stands in leading lines
+unchanged. Blank cells, its bubbles, are dropped, and so is its REDUCE_GRAD, which has no version: it says where a
+stage's gradients are complete, and that is known. What a program is beyond its rows stands in leading lines
 `# key: value`. Where one is missing it follows from the rows, or the caller gives it. Other lines with a leading # are
 comments. Reading is strict: whatever is not understood is an error that names the row and the column.
 """
@@ -27,6 +28,8 @@ _TORCH_ONLY = {
     "UNSHARD": "gathers FSDP's parameters; load the compute-only file",
     "RESHARD": "frees FSDP's parameters; load the compute-only file",
 }
+
+_TORCH_REDUCTION = re.compile(r"([0-9]+)REDUCE_GRAD")
 
 _TORCH_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _TORCH_KINDS = (*_TORCH_COMPUTATIONS, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE_GRAD)
@@ -165,11 +168,18 @@ def _read_row(rank: int, number: int, line: str) -> Iterator[Instruction]:
         cells = next(csv.reader([line], strict=True), [])
     except csv.Error as error:
         raise ValueError(f"{where}: {error}") from error
+    reduced: dict[int, int] = {}  # stages whose gradients torch says are complete: in which column
     for column, cell in enumerate(cells, start=1):
         if not cell.strip():
             continue
+        if reduction := _TORCH_REDUCTION.fullmatch(cell.strip()):
+            reduced[int(reduction[1])] = column
+            continue
         try:
-            yield Instruction.parse(cell.strip())
+            instruction = Instruction.parse(cell.strip())
+            if instruction.stage in reduced and instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                raise ValueError(f"{instruction} adds to gradients that column {reduced[instruction.stage]} reduces")
+            yield instruction
         except ValueError as error:
             known = next((f"; torch's {word} {meaning}" for word, meaning in _TORCH_ONLY.items() if word in cell), "")
             raise ValueError(f"{where}, column {column}: {error}{known}") from error

@@ -69,7 +69,7 @@ def test_comments_line_ends_and_quotes():
         ("# batches: 2\n0F0\n1F0,,1Z0\n", r"row 1 \(line 3\), column 3: '1Z0' is not an instruction"),
         ("0F0\n(1F0;1B1)OVERLAP_F_B\n", r"row 1 \(line 2\), column 1: .*torch's OVERLAP_F_B overlaps a forward"),
         ("0UNSHARD,0F0\n", r"row 0 \(line 1\), column 1: .*torch's UNSHARD gathers FSDP's parameters"),
-        ("0F0,0B0,0REDUCE_GRAD\n", r"row 0 \(line 1\), column 3: '0REDUCE_GRAD': REDUCE_GRAD takes a version"),
+        ("0F0,0B0,0REDUCE_NORM\n", r"row 0 \(line 1\), column 3: '0REDUCE_NORM': REDUCE_NORM takes a version"),
         ('0F0,"0B0\n', r"row 0 \(line 1\): unexpected end of data"),
         ("# batchs: 2\n0F0\n", r"line 1: there is no key 'batchs'; the keys are weights, batches"),
         ("# batches: 2\n# batches: 2\n0F0\n", "line 2: batches is stated twice"),

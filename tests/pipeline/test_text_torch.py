@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.pipeline.check import check
+from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
@@ -56,6 +56,40 @@ def test_torchs_files_load(num_ranks: int, stages_per_rank: int, num_microbatche
     check(program)
     without_blanks = {rank: [action for action in row if action is not None] for rank, row in actions.items()}
     assert load(program.to_torch_csv()) == without_blanks
+
+
+def single(name: str, num_stages: int, num_microbatches: int) -> Actions:
+    """The same for torch's orders with one stage on each rank, which end in a reduction of gradients."""
+    schedule = object.__new__(getattr(torch_schedules, name))
+    schedule._num_stages, schedule._n_microbatches = num_stages, num_microbatches
+    return schedule._get_pipeline_order()
+
+
+@pytest.mark.parametrize(("name", "preset"), [("ScheduleGPipe", "gpipe"), ("Schedule1F1B", "flush")])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 2), (2, 4), (4, 8)])
+def test_torchs_own_gpipe_and_1f1b_load(name: str, preset: str, num_stages: int, num_microbatches: int):
+    """They compute what our presets do; torch's mark that gradients are complete stands for nothing here.
+
+    Torch's 1F1B numbers the forwards of its last rank from 1, which the checker tells.
+    """
+    program = Program.from_csv(dump(single(name, num_stages, num_microbatches)))
+    ours = Schedule.preset(preset, num_stages=num_stages).build((num_microbatches,))
+    rows = list(zip(program.rows, ours.rows, strict=True))
+    if preset == "flush" and program.rows[-1][0].microbatch == 1:
+        with pytest.raises(ProgramError, match=f"no {num_stages - 1}F0 stands before it"):
+            check(program)
+        rows.pop()
+    else:
+        check(program)
+    for row, expected in rows:
+        computations = [(each.kind, each.microbatch) for each in expected if each.kind.is_computation]
+        assert [(each.kind, each.microbatch) for each in row] == computations
+
+
+def test_a_reduction_ahead_of_a_backward_is_refused():
+    """Where torch's mark stands too early, the file is wrong."""
+    with pytest.raises(ValueError, match=r"column 4: 0B1 adds to gradients that column 3 reduces"):
+        Program.from_csv("0F0,0F1,0REDUCE_GRAD,0B1,0B0")
 
 
 @pytest.mark.parametrize("name", ["gpipe", "flush", "2bw"])
