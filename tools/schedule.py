@@ -47,6 +47,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.torch_csv:
         _write(options.torch_csv, program.to_torch_csv())
     if options.timeline:
+        _prove(options, program)
         _print_timeline(simulate(program, schedule_costs.costs(options)), options)
     elif not options.csv and not options.torch_csv:
         for rank, row in enumerate(program.rows):

@@ -254,3 +254,21 @@ def test_stages_of_a_rank_differ_in_shade():
     assert entries[:2] == ["forward, first to last stage of the rank", "forward with weights v0, v1"]
     text = timeline_text(interleaved, width=200).plain.splitlines()
     assert text[0].startswith("rank 0 |0F0|0F1|2F0|2F1")
+
+
+def test_colours_are_known():
+    """Every shade that a computation may have is a colour that rich can print."""
+    from rich.color import Color
+
+    from megatron.pipeline.draw import text
+
+    for shades in text._COLOURS.values():
+        for shade in shades:
+            assert Color.parse(shade).number is not None
+
+
+def test_next_to_nothing_is_too_long_for_text():
+    """A computation without length to speak of makes the text endless: one sentence says so."""
+    timeline = simulate(Schedule.preset("flush", num_stages=2).build((4,)), Costs(forward=1e-320))
+    with pytest.raises(ValueError, match="draw fewer batches, or a picture"):
+        timeline_text(timeline)

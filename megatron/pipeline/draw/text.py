@@ -26,7 +26,7 @@ _COLOURS = {
     Kind.FORWARD: ("blue", "dodger_blue2"),
     Kind.BACKWARD: ("green4", "green"),
     Kind.BACKWARD_INPUT: ("green4", "green"),
-    Kind.BACKWARD_WEIGHT: ("dark_cyan", "cyan4"),
+    Kind.BACKWARD_WEIGHT: ("dark_cyan", "light_sea_green"),
     Kind.RECOMPUTE: ("purple", "magenta"),
 }
 _MOVES = "moves"  # the head of a rank's second line
@@ -52,9 +52,10 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
     labels = [_label(cell, one_based=one_based, versions=versions, stage=len(stages[cell.rank]) > 1) for cell in cells]
     lengths = [cell.end - cell.start for cell in cells if cell.end > cell.start]
     scale = (max(map(len, labels), default=1) + 1) / min(lengths, default=1.0)
-    total = round(timeline.makespan * scale) + 1
-    if total > _LONGEST:
-        raise ValueError(f"as text this timeline is {total:.3g} characters long; draw fewer batches, or a picture")
+    length = timeline.makespan * scale  # infinite where the shortest computation is next to nothing
+    if length > _LONGEST:
+        raise ValueError(f"as text this timeline is {length:.3g} characters long; draw fewer batches, or a picture")
+    total = round(length) + 1
     rows = [_Row(total) for _ in range(timeline.num_ranks)]
     for cell, label in zip(cells, labels, strict=True):
         first, last = (round(time * scale) for time in (cell.start, cell.end))
