@@ -31,7 +31,8 @@ def install() -> None:
         # A hardware queue for each stream: reductions run beside computations (pipeline/check/hardware_queues.py).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # Loading a kernel at its first launch may wait for the device, where receives spin that were posted ahead.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if is_cuda():
         _import_core()
     else:
