@@ -6,9 +6,10 @@ A missing wait shows on some machine, on some day, as a loss that is slightly wr
 Solution: the third side of `megatron.backend.streams`. The real executor, engine, chain, links and moves run on it with
 CPU tensors; every operation is computed at once, so values are right, and is *noted* as work of the stream that is
 current. What is ordered before what is kept in vector clocks (`clocks`), one component for each stream and each host
-thread. Two accesses of the same bytes are in order or they are a finding, whichever came first this time. Where the host
-asks whether something is done, the answer is late at random, or does not come while it trains. What a thread learns
-from such an answer, or from who held a condition before it, counts as order: there one run does not speak for all.
+thread. Two accesses of the same bytes are in order or they are a finding, whichever came first this time. Where the
+host asks whether something is done, the answer is late at random, or does not come while it trains. What a thread
+learns from such an answer, or from who held a condition before it, counts as order: there one run does not speak for
+all.
 
     ledger      accesses of memory: what is not ordered, what is freed while a stream may still be at it
     device      the face: streams, events, waits; host syncs on the thread that computes
