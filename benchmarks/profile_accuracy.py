@@ -30,7 +30,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import FLUSH, TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.configuration import Configuration
 from megatron.planner.measure.predict import predicted_seconds
@@ -146,7 +146,7 @@ def run_group(cases: list[Case], args: argparse.Namespace, output: Path) -> None
 def predictions(cases: list[Case], words: tuple[str, ...], args: argparse.Namespace) -> list[float]:
     """Seconds of an iteration of each case by a new profile of just what these degrees need."""
     tensor, pipeline = cases[0].configuration.tensor, cases[0].configuration.pipeline
-    weights = (WeightPolicy.FLUSH, WeightPolicy.TWO_BW) if pipeline > 1 else (WeightPolicy.FLUSH,)
+    weights = (FLUSH, TWO_BW) if pipeline > 1 else (FLUSH,)
     profile = Session(
         architecture="gpt", words=words, sequence_parallel=False, processes=tensor * pipeline, threads=1,
         tensors=(tensor,), micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,), weights=weights,

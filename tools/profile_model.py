@@ -28,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one i
 import command_line
 from grid_search_commands.search_inputs import add_model_arguments, read_words
 
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.profile import Profile, Spread
 from megatron.training.measurement.session import Session
 from megatron.training.model_words import model_words
+
+_POLICIES = (FLUSH, TWO_BW)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,9 +57,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--recompute", type=_listed(RecomputeScope), default=(RecomputeScope.NONE,), metavar="SCOPE,SCOPE",
         help="of none, attention and layer (default: none)",
     )  # fmt: skip
-    policies = (WeightPolicy.FLUSH, WeightPolicy.TWO_BW)
     parser.add_argument(
-        "--weights", type=_listed(WeightPolicy, policies), default=policies, metavar="POLICY,POLICY",
+        "--weights", type=_policies, default=_POLICIES, metavar="POLICY,POLICY",
         help="weight policies whose updates are timed (default: flush,2bw)",
     )  # fmt: skip
     parser.add_argument(
@@ -72,9 +73,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _listed(kind: type[Enum], allowed: Sequence[Enum] = ()) -> Callable[[str], tuple]:
+def _policies(text: str) -> tuple[WeightPolicy, ...]:
+    """A type for weight policies, separated by commas."""
+    words = dict.fromkeys(text.split(","))
+    for word in words:
+        if word not in {policy.name for policy in _POLICIES}:
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(policy.name for policy in _POLICIES)}")
+    return tuple(POLICIES[word] for word in words)
+
+
+def _listed(kind: type[Enum]) -> Callable[[str], tuple]:
     """A type for values of an enumeration, separated by commas."""
-    words = [each.value for each in (allowed or kind)]
+    words = [each.value for each in kind]
 
     def parse(text: str) -> tuple:
         for word in text.split(","):

@@ -8,9 +8,10 @@ import command_line  # first: it finds the sources
 import schedule_costs
 from command_line import count, positive
 
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.orders import BALANCED_PRESETS, ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import PRESETS
+from megatron.pipeline.weights import POLICIES, weight_policy
 
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
@@ -27,11 +28,12 @@ Command = Callable[[argparse.Namespace], int]
 
 def schedule(options: argparse.Namespace) -> Schedule:
     flags = {flag: getattr(options, flag) for flag in FLAGS}
-    order, _ = PRESETS[options.schedule]
-    num_virtual_stages = options.virtual_stages or (2 if ORDERS[order].interleaves else 1)
+    num_virtual_stages = options.virtual_stages or (2 if PRESETS[options.schedule].interleaves else 1)
+    num_stages = (options.stages or 4) * num_virtual_stages
+    _require_memory(num_stages, 1)
     return Schedule.preset(
         options.schedule,
-        num_stages=(options.stages or 4) * num_virtual_stages,
+        num_stages=num_stages,
         num_virtual_stages=num_virtual_stages,
         microbatch_group_size=options.microbatch_group_size,
         **flags,
@@ -47,11 +49,11 @@ def program(options: argparse.Namespace) -> Program:
     if options.schedule is not None:
         chosen = schedule(options)
         batches = options.microbatches or (_fewest_microbatches(chosen),)
-        few = 2 * chosen.num_stages if chosen.weights.rule.updates_alone else 3
+        few = 2 * chosen.num_stages if chosen.weights.updates_alone else 3
         num_batches = (options.batches or few) if len(batches) == 1 else 1
         _require_memory(chosen.num_stages, sum(batches) * num_batches)
         return chosen.build(batches * num_batches)
-    facts = {"batches": options.microbatches, "weights": options.weights and WeightPolicy(options.weights)}
+    facts = {"batches": options.microbatches, "weights": options.weights and weight_policy(options.weights)}
     try:
         text = Path(options.file).read_text(encoding="utf-8-sig")
         return Program.from_csv(text, **{name: value for name, value in facts.items() if value is not None})
@@ -72,7 +74,7 @@ def _require_memory(num_stages: int, num_microbatches: int) -> None:
 
 def _fewest_microbatches(schedule: Schedule) -> int:
     """As many as fill the pipeline, or the one that a weight-stashing schedule takes."""
-    if schedule.weights.rule.updates_alone:
+    if schedule.weights.updates_alone:
         return 1
     return (
         2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.microbatch_group_size or schedule.num_ranks
@@ -132,7 +134,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         ignored += [(name, "the program; add --hardware-queues N") for name in _JOB_ONLY]
     if options.schedule is not None and options.command != "check":
         without = {"recompute_time": "recompute", "reduce_grad": "data_parallel", "reduce_embed": "tied_embeddings"}
-        without |= dict.fromkeys(("evict", "load"), "balance") if options.schedule not in BALANCED_PRESETS else {}
+        without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")
             for name, flag in without.items()
@@ -229,8 +231,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         help="of each batch; several numbers are the batches of a ramp-up (default: as few as fill the pipeline)",
     )
     file = parser.add_argument_group("CSV file")
-    policies = [policy.value for policy in WeightPolicy]
-    file.add_argument("--weights", choices=policies, help="weight policy, where the file does not say it")
+    file.add_argument("--weights", choices=list(POLICIES), help="weight policy, where the file does not say it")
     preset = parser.add_argument_group("preset")
     preset.add_argument("--schedule", choices=PRESETS, help="which one")
     preset.add_argument("--stages", type=count, metavar="P", help="pipeline stages, one on each rank (default: 4)")

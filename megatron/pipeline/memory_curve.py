@@ -94,7 +94,7 @@ class _Rank:
     def __init__(
         self, timeline: Timeline, start: float, rank: int, sizes: dict[str, list[float]], weights: WeightPolicy
     ) -> None:
-        self.timeline, self.start, self.sizes, self.rule = timeline, start, sizes, weights.rule
+        self.timeline, self.start, self.sizes, self.rule = timeline, start, sizes, weights
         self.stages = timeline.stages_of(rank)
         self.spans = list(zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True))
 

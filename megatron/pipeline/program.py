@@ -128,7 +128,7 @@ class Program:
 
         Under 2bw the newest and, unless the run begins here, the one before it.
         """
-        return self.weights.rule.entry_versions(self.first_batch)
+        return self.weights.entry_versions(self.first_batch)
 
     # --- other programs
 

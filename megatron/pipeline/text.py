@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program, Row, Rows, WeightPolicy
+from megatron.pipeline.program import Program, Row, Rows
+from megatron.pipeline.weights import FLUSH, POLICIES, WeightPolicy
 
 _FACT = re.compile(r"#\s*([a-z_]+)\s*:(.*)")
 
@@ -49,9 +50,9 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _policy(text: str) -> WeightPolicy:
-    if text not in {policy.value for policy in WeightPolicy}:
-        raise ValueError(f"{text!r} is not one of {', '.join(policy.value for policy in WeightPolicy)}")
-    return WeightPolicy(text)
+    if text not in POLICIES:
+        raise ValueError(f"{text!r} is not one of {', '.join(POLICIES)}")
+    return POLICIES[text]
 
 
 def _flag(text: str) -> bool:
@@ -79,7 +80,7 @@ def _write_value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, tuple):
         return " ".join(map(str, value))
-    return value.value if isinstance(value, WeightPolicy) else str(value)
+    return str(value)
 
 
 # --- writing
@@ -202,7 +203,7 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
             f"first_microbatch is {first}, but the rows have microbatch {min(microbatches)}; state the least"
         )
     return {
-        "weights": WeightPolicy.FLUSH,
+        "weights": FLUSH,
         "batches": (max(microbatches) + 1 - first,),
         "rank_of_stage": stated.get("rank_of_stage") or _derive_ranks(rows),
         "first_batch": 0,

@@ -8,48 +8,74 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     flush    j; drains after each batch   the first forward of batch v          1                PipeDream-2BW, 3.2
     2bw      max(j-1, 0)                  the first forward of batch v+1        2                PipeDream-2BW, 3.1
     stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
+
+What the planning rooms, the runtime and the checkpoints have to know of a policy follows from its row. To add one,
+enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2, 0), with 3 live versions.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from enum import Enum
-
-
-class WeightPolicy(str, Enum):
-    """Which weights a batch uses.
-
-    `flush`: one version. `2bw`: two versions, delay 1. `stash`: PipeDream's, with one update per microbatch.
-    """
-
-    FLUSH = "flush"
-    TWO_BW = "2bw"
-    STASH = "stash"
-
-    @property
-    def rule(self) -> "WeightRule":
-        return _RULES[self]
 
 
 @dataclass(frozen=True)
-class WeightRule:
-    """What a policy means for a program.
+class WeightPolicy:
+    """Which weights a batch uses.
 
     Attributes:
+        name: in `POLICIES`, and in a program's text.
         delay: batch j uses version max(j - delay, 0) at all stages, and the STEP that makes a version waits until the
-            first forward that uses it is next. None: each stage uses its newest version, and steps as soon as it can.
-        drains: a batch is through the pipeline before the next one begins.
+            first forward that uses it is next. 0: a batch is through the pipeline before the next one begins. None:
+            each stage uses its newest version, and steps as soon as it can.
+
+    Raises:
+        ValueError: a negative delay.
     """
 
+    name: str
     delay: int | None
-    drains: bool
+
+    def __post_init__(self) -> None:
+        if self.delay is not None and self.delay < 0:
+            raise ValueError(f"weights {self.name} cannot have a delay of {self.delay} batches; give 0 and more")
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def drains(self) -> bool:
+        """Whether a batch is through the pipeline before the next one begins."""
+        return self.delay == 0
 
     @property
     def updates_alone(self) -> bool:
         """Whether each stage makes versions at its own time, so that nothing may depend on all stages together."""
         return self.delay is None
 
+    @property
+    def overlaps_updates(self) -> bool:
+        """Whether later batches run, with older versions, while all stages together update."""
+        return bool(self.delay)
+
+    @property
+    def max_gradient_buffers(self) -> int:
+        """The most batches whose gradients are summed up, reduced or waited for at once.
+
+        While batch j is begun, the oldest that has not been stepped is j - delay. A stage that updates alone steps
+        before its next backward.
+        """
+        return 1 if self.delay is None else self.delay + 1
+
     def max_live_versions(self, stage: int, num_stages: int) -> int:
         """The most versions that a stage holds at once."""
         return num_stages - stage if self.delay is None else self.delay + 1
+
+    def fewest_microbatches(self, in_flight: int) -> int:
+        """The fewest of a batch, where the first stage has so many in flight: a version is made before its first use.
+
+        The batches between the one that makes a version and the one that uses it are `delay` together.
+        """
+        return -(-in_flight // self.delay) if self.delay else 1
 
     def version_of(self, batch: int, *, newest: int) -> int:
         """The version that the forward of `batch` uses at a stage whose newest version is `newest`."""
@@ -59,9 +85,34 @@ class WeightRule:
         """The versions alive in a drained state before `first_batch`, ascending; all updates so far have been made."""
         return tuple(range(max(first_batch - (self.delay or 0), 0), first_batch + 1))
 
+    def settling_batches(self, in_flight: int) -> int:
+        """How many of the batches before a batch can matter to its leg, and to a drain after it.
 
-_RULES = {
-    WeightPolicy.FLUSH: WeightRule(delay=0, drains=True),
-    WeightPolicy.TWO_BW: WeightRule(delay=1, drains=False),
-    WeightPolicy.STASH: WeightRule(delay=None, drains=False),
-}
+        None, where every batch drains. Under a fixed delay as many: the oldest whose gradients the leg steps. Where
+        stages use their newest weights, the batches whose backward is in the leg (`in_flight` at most at the first
+        stage), and as many before them, which were in flight at their forwards and so fixed their versions.
+        """
+        return 2 * (in_flight - 1) if self.delay is None else self.delay
+
+    def report_lag(self, num_stages: int) -> int:
+        """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm.
+
+        That holds where batch i - report_lag lies in the same undrained stretch; a drain completes all.
+        """
+        return num_stages if self.delay is None else self.delay
+
+
+FLUSH = WeightPolicy("flush", delay=0)
+TWO_BW = WeightPolicy("2bw", delay=1)
+STASH = WeightPolicy("stash", delay=None)
+
+POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in (FLUSH, TWO_BW, STASH)}
+
+
+def weight_policy(name: str | WeightPolicy) -> WeightPolicy:
+    """The policy of that name; a policy is returned as it is. Raises ValueError for another name."""
+    if isinstance(name, WeightPolicy):
+        return name
+    if name not in POLICIES:
+        raise ValueError(f"there is no weight policy {name!r}; choose from {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -36,7 +36,7 @@ class Counts:
 
 def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
     """What the ranks of `schedule` send in a batch. Raises ValueError for a batch that it cannot run."""
-    if schedule.weights.rule.drains:
+    if schedule.weights.drains:
         rows = schedule.build((num_microbatches,)).rows
     else:
         rows = schedule.build_periodic(num_microbatches).period

@@ -26,7 +26,7 @@ def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
 
 @lru_cache(maxsize=4096)
 def _demand(schedule: Schedule, num_microbatches: int) -> Demand:
-    rule, num_ranks = schedule.weights.rule, schedule.num_ranks
+    rule, num_ranks = schedule.weights, schedule.num_ranks
     batches = (num_microbatches,) if rule.drains else (num_microbatches,) * (2 * num_ranks + 1)
     plain = replace(schedule, balance=False)
     own, own_on_rank = plain.max_saved_microbatches(batches), plain.max_saved_on_rank(batches)

@@ -28,7 +28,7 @@ def schedule_demand(schedule: Schedule, num_microbatches: int) -> Demand:
 
 @lru_cache(maxsize=4096)
 def _proved(schedule: Schedule, num_microbatches: int) -> Demand:
-    if schedule.weights.rule.drains:
+    if schedule.weights.drains:
         program = schedule.build((num_microbatches,))
         return demand_of(program, check(program))
     periodic = schedule.build_periodic(num_microbatches)

@@ -1,6 +1,6 @@
 """The flags of pretrain_gpt.py and pretrain_bert.py that say what a configuration says."""
 
-from megatron.pipeline.schedules.orders import BALANCED_PRESETS
+from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.configuration import Configuration
 
@@ -29,7 +29,7 @@ def configuration_words(configuration: Configuration) -> tuple[str, ...]:
         words += ["--pipeline-model-parallel-layout", f"E{stages}L"]
     elif configuration.virtual > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(configuration.virtual)]
-    if configuration.balance and configuration.schedule not in BALANCED_PRESETS:
+    if configuration.balance and not PRESETS[configuration.schedule].balance:
         words.append("--balance-activations")
     if configuration.sequence_parallel:
         words.append("--sequence-parallel")

@@ -266,7 +266,7 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
 
 def _entry_versions(update: WeightUpdate | None, iteration: int) -> tuple[int, ...]:
     """The weight versions that a drained run needs to go on after `iteration`, ascending; the policy says it."""
-    return () if update is None else update.weights.rule.entry_versions(iteration)
+    return () if update is None else update.weights.entry_versions(iteration)
 
 
 def _older_version(update: WeightUpdate | None, iteration: int) -> int | None:

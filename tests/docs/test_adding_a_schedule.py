@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
-from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from tests import workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +21,7 @@ BLOCKS = re.findall(r"```\n(.*?)```", PAGE.replace(f"```python\n{CODE}```", ""),
 
 def register(code=CODE):
     """Do what the page says: the order's file, and its two lines in the table."""
-    names = {"ORDERS": ORDERS, "PRESETS": PRESETS, "WeightPolicy": WeightPolicy}
+    names = {"ORDERS": ORDERS, "PRESETS": PRESETS, "Preset": Preset}
     exec(code, names)
     exec(BLOCKS[0], names)
 

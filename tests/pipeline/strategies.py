@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program, Row, WeightPolicy
+from megatron.pipeline.program import Program, Row
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import STASH, TWO_BW
 
 PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved")
 
@@ -41,14 +42,14 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
 
 def fewest_microbatches(schedule: Schedule) -> int:
     """The smallest batch that a schedule runs, by the paper's condition m >= p (2p-1 with the longer warm-up)."""
-    if schedule.weights is not WeightPolicy.TWO_BW:
+    if schedule.weights is not TWO_BW:
         return 1
     return 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
 
 
 def sizes(schedule: Schedule) -> st.SearchStrategy[int]:
     """Batches that the schedule can run."""
-    if schedule.weights is WeightPolicy.STASH:
+    if schedule.weights is STASH:
         return st.just(1)
     fewest = fewest_microbatches(schedule)
     if schedule.num_virtual_stages > 1:
@@ -59,7 +60,7 @@ def sizes(schedule: Schedule) -> st.SearchStrategy[int]:
 @st.composite
 def runs(draw: st.DrawFn, *, max_stages: int = 8) -> Run:
     schedule = draw(schedules(max_stages=max_stages))
-    longest = 3 * schedule.num_stages if schedule.weights is WeightPolicy.STASH else 4
+    longest = 3 * schedule.num_stages if schedule.weights is STASH else 4
     batches = tuple(draw(st.lists(sizes(schedule), min_size=1, max_size=longest)))
     first_batch = draw(st.integers(0, 4))
     first_microbatch = draw(st.integers(first_batch, 40)) if first_batch else 0

@@ -8,7 +8,7 @@ from megatron.pipeline.draw.cells import cells_of, steps_of
 from megatron.pipeline.memory_curve import MemorySizes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import TWO_BW
 
 
 def timeline(name="2bw", num_stages=4, batches=(4, 4, 4), costs=None, **flags):
@@ -138,9 +138,7 @@ def test_the_critical_path_is_framed_and_connected():
 def test_memory_stands_below_each_timeline():
     """Stacked by what holds it, on one scale, with each rank's peak; what nobody holds is in no legend."""
     sizes = MemorySizes(activations=2.0, weights=1.0, gradients=1.0)
-    figure = draw_timeline(
-        [timeline(), timeline("flush")], memory=(sizes, WeightPolicy.TWO_BW), saved_microbatches=True
-    )
+    figure = draw_timeline([timeline(), timeline("flush")], memory=(sizes, TWO_BW), saved_microbatches=True)
     assert len(figure.axes) == 6
     axes = figure.axes[2]
     assert [text.strip() for text in texts(axes, "peak memory")] == ["12", "10", "8", "6"]

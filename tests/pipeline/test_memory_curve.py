@@ -8,11 +8,10 @@ from megatron.pipeline.check import check
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.memory_curve import MemorySizes, memory_curves
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import FLUSH
 from megatron.planner.demand import demand_of
 from tests.pipeline.simulate.programs import build, program
 
-FLUSH = WeightPolicy.FLUSH
 UNITS = MemorySizes(activations=1, weights=1, gradients=1, optimizer=1, transfers=1)
 CASES = (
     ("gpipe", 3, (4, 5), {}),

@@ -2,13 +2,14 @@
 
 import pytest
 
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
+from megatron.pipeline.weights import TWO_BW, weight_policy
 
 PROGRAM = Program(
     rows=((), ()),
     rank_of_stage=(0, 1, 0, 1),
     batches=(4, 6, 2),
-    weights=WeightPolicy.TWO_BW,
+    weights=TWO_BW,
     first_batch=3,
     first_microbatch=20,
 )
@@ -54,5 +55,5 @@ def test_extent():
 )
 def test_entry_versions(weights: str, first_batch: int, versions: tuple[int, ...]):
     """A drained state before batch a has made version a; 2bw has kept the one before, which batch a will use."""
-    program = Program((), (0,), (1,), WeightPolicy(weights), first_batch=first_batch)
+    program = Program((), (0,), (1,), weight_policy(weights), first_batch=first_batch)
     assert program.entry_versions == versions

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import FLUSH
 from tests.pipeline.strategies import Run, runs, text
 
 COMPUTE_ONLY = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -46,7 +47,7 @@ def test_blank_cells_are_bubbles():
     """Without facts, as in torch's compute-only form: one batch, a stage lives where it stands, blanks are dropped."""
     program = Program.from_csv(COMPUTE_ONLY)
     assert [text(row) for row in program.rows] == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
-    assert (program.batches, program.rank_of_stage, program.weights) == ((2,), (0, 1), WeightPolicy.FLUSH)
+    assert (program.batches, program.rank_of_stage, program.weights) == ((2,), (0, 1), FLUSH)
     check(program)
 
 

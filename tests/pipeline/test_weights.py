@@ -1,33 +1,33 @@
 """The rules of the weight policies are the papers'."""
 
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import FLUSH, POLICIES, STASH, TWO_BW
 
 
 def test_2bw_is_the_papers_formula():
     """Input k (from 1) uses version max(floor((k-1)/m) - 1, 0): PipeDream-2BW, section 3.1."""
     for m in (1, 4, 7):
         for k in range(1, 6 * m + 1):
-            version = WeightPolicy.TWO_BW.rule.version_of((k - 1) // m, newest=99)
+            version = TWO_BW.version_of((k - 1) // m, newest=99)
             assert version == max((k - 1) // m - 1, 0)
 
 
 def test_flush_uses_the_newest_and_stash_the_stages_newest():
     """flush: batch j uses version j; stash: whatever is newest where the forward runs."""
-    assert [WeightPolicy.FLUSH.rule.version_of(batch, newest=99) for batch in range(3)] == [0, 1, 2]
-    assert WeightPolicy.STASH.rule.version_of(7, newest=4) == 4
+    assert [FLUSH.version_of(batch, newest=99) for batch in range(3)] == [0, 1, 2]
+    assert STASH.version_of(7, newest=4) == 4
 
 
 def test_a_batch_finds_its_version_alive():
     """The first batch after a drained state uses a version that is alive there."""
-    for policy in WeightPolicy:
+    for policy in POLICIES.values():
         for first_batch in range(4):
-            alive = policy.rule.entry_versions(first_batch)
-            assert policy.rule.version_of(first_batch, newest=max(alive)) in alive
+            alive = policy.entry_versions(first_batch)
+            assert policy.version_of(first_batch, newest=max(alive)) in alive
 
 
 def test_how_many_versions_a_stage_holds():
     """flush keeps one version, 2bw two, stash p-s at stage s, as in the papers."""
     stages = range(4)
-    assert [WeightPolicy.FLUSH.rule.max_live_versions(stage, 4) for stage in stages] == [1, 1, 1, 1]
-    assert [WeightPolicy.TWO_BW.rule.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 2]
-    assert [WeightPolicy.STASH.rule.max_live_versions(stage, 4) for stage in stages] == [4, 3, 2, 1]
+    assert [FLUSH.max_live_versions(stage, 4) for stage in stages] == [1, 1, 1, 1]
+    assert [TWO_BW.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 2]
+    assert [STASH.max_live_versions(stage, 4) for stage in stages] == [4, 3, 2, 1]

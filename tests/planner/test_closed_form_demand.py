@@ -17,7 +17,7 @@ CASES = [
 
 
 def proved(schedule: Schedule, num_microbatches: int) -> Demand:
-    if schedule.weights.rule.drains:
+    if schedule.weights.drains:
         program = schedule.build((num_microbatches,))
         return demand_of(program, check(program))
     periodic = schedule.build_periodic(num_microbatches)

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from megatron.pipeline.schedules.orders import BALANCED_PRESETS
+from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.flags import configuration_words
 from megatron.training.arguments import parse_args
@@ -27,7 +27,7 @@ def test_the_training_programs_parse_what_was_meant(configuration):
         configuration.global_batch_size,
     )
     assert (args.pipeline_schedule, args.rank_mapping) == (configuration.schedule, configuration.rank_mapping)
-    if configuration.schedule not in BALANCED_PRESETS:
+    if not PRESETS[configuration.schedule].balance:
         assert bool(args.balance_activations) == configuration.balance
     assert args.sequence_parallel == configuration.sequence_parallel
     assert args.use_distributed_optimizer == configuration.distributed_optimizer

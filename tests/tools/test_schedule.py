@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
@@ -315,7 +315,7 @@ def test_weights_and_batches_of_a_compute_only_file(run, tmp_path):
     path = tmp_path / "torch.csv"
     run("show", *TWO_BW, "--torch-csv", path)
     assert "4, 4, 4" in run("check", path, "--microbatches", "4,4,4", "--weights", "2bw")[1]
-    assert Program.from_csv(path.read_text(), weights=WeightPolicy.TWO_BW, batches=(4, 4, 4)).batches == (4, 4, 4)
+    assert Program.from_csv(path.read_text(), weights=TWO_BW, batches=(4, 4, 4)).batches == (4, 4, 4)
 
 
 def test_it_starts_without_torch_in_a_second(tmp_path):

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.runtime.versions import WeightVersions
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import FLUSH, TWO_BW
 from megatron.training.checkpoint import random_state
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, save_checkpoint
 from tests.training import small_run
@@ -91,7 +91,7 @@ class _Update:
     def __init__(self, run, window):
         parameters = dict(run.chunks[0].named_parameters())
         self.versions = WeightVersions(parameters, window=window)
-        self.weights = WeightPolicy.TWO_BW if window == 2 else WeightPolicy.FLUSH
+        self.weights = TWO_BW if window == 2 else FLUSH
         self.scales = None
 
     def state_dict(self):

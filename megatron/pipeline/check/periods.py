@@ -214,7 +214,7 @@ def _versions_at(compact: CompactProgram, stage: int, facts: bytearray, num_step
     """
     program, index = compact.program, facts.find(0)
     newest = program.first_batch + num_steps
-    delay = program.weights.rule.delay or 0
+    delay = program.weights.delay or 0
     end = program.first_batch + len(program.batches)
     next_batch = end if index < 0 else program.batch_of(program.first_microbatch + index)
     return max(newest - delay, min(program.entry_versions)), version_of_batch(program, stage, next_batch)

@@ -19,7 +19,7 @@ class Reductions:
 
     def __init__(self, compact: CompactProgram) -> None:
         self.num_ranks = len(compact.codes)
-        reports_apart = compact.program.weights.rule.updates_alone
+        reports_apart = compact.program.weights.updates_alone
         self._norm_queue = self.num_ranks if reports_apart else 0  # added to a rank
         ends = {compact.rank_of_stage[0], compact.rank_of_stage[-1]}
         self._groups = {

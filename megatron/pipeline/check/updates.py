@@ -39,7 +39,7 @@ def chain_of_rank(compact: CompactProgram, rank: int) -> tuple[int, ...]:
         REDUCE_NORM: program.global_norm,
         STEP: True,
     }
-    if program.weights.rule.updates_alone:
+    if program.weights.updates_alone:
         order = (REDUCE_GRAD, REDUCE_EMBED, STEP, REDUCE_NORM)
     else:
         order = (REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP)
@@ -58,12 +58,12 @@ def prove_updates(compact: CompactProgram) -> None:
             after every microbatch.
     """
     program = compact.program
-    if program.weights.rule.updates_alone and set(program.batches) != {1}:
+    if program.weights.updates_alone and set(program.batches) != {1}:
         raise ValueError(
-            f"{program.weights.value} updates after each microbatch: give batches of 1, not {program.batches}"
+            f"{program.weights.name} updates after each microbatch: give batches of 1, not {program.batches}"
         )
-    if program.weights.rule.updates_alone and len(compact.codes) < compact.num_stages:
-        raise ValueError(f"{program.weights.value} updates each stage by itself: give each rank one stage")
+    if program.weights.updates_alone and len(compact.codes) < compact.num_stages:
+        raise ValueError(f"{program.weights.name} updates each stage by itself: give each rank one stage")
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):

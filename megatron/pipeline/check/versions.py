@@ -60,7 +60,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
 
 def version_of_batch(program: Program, stage: int, batch: int) -> int:
     """The version that the policy gives to the forward of a batch at a stage."""
-    rule = program.weights.rule
+    rule = program.weights
     newest = max(program.first_batch, batch - (program.num_stages - 1 - stage))
     return rule.version_of(batch, newest=newest)
 
@@ -72,7 +72,7 @@ class _StageVersions:
     """
 
     def __init__(self, program: Program, stage: int) -> None:
-        rule = program.weights.rule
+        rule = program.weights
         self.program, self.stage = program, stage
         self.stashes = rule.updates_alone
         self.bound = rule.max_live_versions(stage, program.num_stages)
@@ -84,7 +84,7 @@ class _StageVersions:
         """Use a version."""
         wanted = version_of_batch(self.program, self.stage, batch)
         if version != wanted:
-            return f"{self.program.weights.value} runs batch {batch} here with version {wanted}"
+            return f"{self.program.weights.name} runs batch {batch} here with version {wanted}"
         if version > self.newest:
             lowest = self.program.stages_of(self.program.rank_of_stage[self.stage])[0]
             return f"version {version} does not exist yet at this stage: no {lowest}STEP@{version} stands before it"

@@ -29,7 +29,7 @@ def add_updates(legs: Legs, rank: int, outline: Program) -> Legs:
             if instruction.kind in _ENDS_BACKWARD:
                 extended += chain.after(instruction)
         result.append(extended)
-    delay = outline.weights.rule.delay
+    delay = outline.weights.delay
     if delay is not None:
         num_batches = len(outline.batches)
         for index in range(num_batches):
@@ -57,7 +57,7 @@ class _Chain:
         kinds = [Kind.REDUCE_GRAD] if outline.data_parallel else []
         if outline.tied_embeddings and outline.crosses(0, last) and {0, last} & set(self._stages):
             kinds.append(Kind.REDUCE_EMBED)
-        if outline.weights.rule.updates_alone:
+        if outline.weights.updates_alone:
             kinds.append(Kind.STEP)
         if outline.global_norm:
             kinds.append(Kind.REDUCE_NORM)

@@ -10,7 +10,7 @@ from megatron.pipeline.program import Program
 
 def set_versions(legs: Legs, outline: Program) -> Legs:
     """The legs of a rank, which hold their STEPs already, with a version for each computation."""
-    rule = outline.weights.rule
+    rule = outline.weights
     newest = max(outline.entry_versions)  # of the rank: a STEP makes a version for all its stages
     version_of: dict[tuple[int, int], int] = {}
     result = []

@@ -26,7 +26,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
 from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
 from megatron.pipeline.runtime.megatron_loss_scale import LossScales
@@ -39,6 +38,7 @@ from megatron.pipeline.runtime.megatron_weights import (
 )
 from megatron.pipeline.runtime.norm_reduction import NormReduction, all_reduce_norm
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
+from megatron.pipeline.weights import FLUSH, WeightPolicy, weight_policy
 
 
 @dataclass
@@ -87,7 +87,7 @@ class MegatronWeightUpdate:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler | None = None,
         *,
-        weights: WeightPolicy = WeightPolicy.FLUSH,
+        weights: WeightPolicy = FLUSH,
         num_stages: int = 1,
         stage: int = 0,
         loss_names: tuple[str, ...] = ("lm loss",),
@@ -98,14 +98,14 @@ class MegatronWeightUpdate:
         self.chunks = chunks
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.weights = WeightPolicy(weights)
+        self.weights = weight_policy(weights)
         self.loss_names = loss_names
         self._gauges = dict(gauges or {})
-        rule = self.weights.rule
+        rule = self.weights
         self._inner = _single_optimizer(optimizer)
         self._scaler = getattr(self._inner, "grad_scaler", None)
         self._clip_grad = self._inner.config.clip_grad
-        self._single_gradient_buffer = single_gradient_buffer and bool(rule.delay)
+        self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
         self._check(chunks)
         self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
         self._copy_newest = steps_parameters_in_place(self._inner)
@@ -139,7 +139,7 @@ class MegatronWeightUpdate:
                 "A single gradient buffer cannot be combined with loss scaling, since gradients are applied before the "
                 "other stages have reported an overflow: use bf16 or keep the second buffer."
             )
-        if self.weights.rule.updates_alone:
+        if self.weights.updates_alone:
             assert self._clip_grad == 0.0 and self._scaler is None, "pipedream: clipping and loss scaling are refused"
 
     # Called on the main thread while a batch runs.

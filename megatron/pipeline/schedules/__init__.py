@@ -1,8 +1,9 @@
 """Schedules: an order of computations, a weight policy and flags, built into programs."""
 
 from megatron.pipeline.periodic import PeriodicProgram
-from megatron.pipeline.schedules.orders import ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import ORDERS, PRESETS, Preset
+from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.schedules.schedule import Schedule
 from megatron.pipeline.schedules.stream import ProgramStream
 
-__all__ = ["ORDERS", "PRESETS", "PeriodicProgram", "ProgramStream", "Schedule"]
+__all__ = ["ORDERS", "PLACEMENTS", "PRESETS", "PeriodicProgram", "Preset", "ProgramStream", "Schedule"]

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.schedules.order import Order, backward, forward
+from megatron.pipeline.schedules.placements import round_robin
 
 
 class Interleaved(Order):
@@ -27,6 +28,12 @@ class Interleaved(Order):
 
     def legs(self, rank: int, batches: Sequence[range]) -> Legs:
         return [*(self._leg(rank, batch) for batch in batches), []]
+
+    def validate_placement(self) -> None:
+        if self.rank_of_stage != round_robin(self.num_ranks, self.num_virtual_stages):
+            raise ValueError(
+                f"interleaved takes stages that are dealt out in turn, not {self.rank_of_stage}; drop rank_of_stage"
+            )
 
     def validate(self, num_microbatches: int) -> None:
         """Megatron's rule: groups are full, or the last one has p microbatches at least.

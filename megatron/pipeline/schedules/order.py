@@ -18,10 +18,11 @@ class Order(ABC):
     Attributes:
         drains: no stage begins a batch before the one before it is through the pipeline.
         extends_warmup: the order knows how to start further ahead (`extra_warmup`).
-        interleaves: the order knows what to do with several stages on each rank (`num_virtual_stages`).
-        num_stages: of the whole pipeline. Where each rank has one, a rank has the number of its stage.
-        num_virtual_stages: stages of each rank. Chunk c of rank r is stage c * num_ranks + r.
+        interleaves: the order knows what to do with several stages on a rank.
+        num_stages: of the whole pipeline.
+        rank_of_stage: the rank of each stage; default: each has its own.
         num_ranks: of the pipeline.
+        num_virtual_stages: the most stages of any rank.
         microbatch_group_size: microbatches that a rank takes through one of its stages before it turns to the next;
             None: the order's own choice.
     """
@@ -34,13 +35,14 @@ class Order(ABC):
         self,
         num_stages: int,
         *,
-        num_virtual_stages: int = 1,
+        rank_of_stage: Sequence[int] | None = None,
         microbatch_group_size: int | None = None,
         extra_warmup: bool = False,
     ) -> None:
         self.num_stages = num_stages
-        self.num_virtual_stages = num_virtual_stages
-        self.num_ranks = num_stages // num_virtual_stages
+        self.rank_of_stage = tuple(range(num_stages) if rank_of_stage is None else rank_of_stage)
+        self.num_ranks = max(self.rank_of_stage) + 1
+        self.num_virtual_stages = max(map(self.rank_of_stage.count, self.rank_of_stage))
         self.microbatch_group_size = microbatch_group_size
         self.extra_warmup = extra_warmup
 
@@ -48,7 +50,7 @@ class Order(ABC):
     def legs(self, rank: int, batches: Sequence[range]) -> Legs:
         """What a rank computes on the microbatches of `batches`, which follow one another without a drain.
 
-        An order with one stage on each rank may call its argument the stage.
+        An order that does not interleave is asked for a stage, and calls its argument so.
 
         Returns:
             For each batch the computations from its first forward up to where the first forward of the next batch
@@ -61,7 +63,10 @@ class Order(ABC):
 
     def max_in_flight_on_rank(self, rank: int) -> int | None:
         """The same over all stages of a rank together; a microbatch counts once at each stage."""
-        return self.max_in_flight(rank)
+        return self.max_in_flight(self.rank_of_stage.index(rank))
+
+    def validate_placement(self) -> None:  # noqa: B027  most orders take any
+        """Raises ValueError where the order does not go with `rank_of_stage`."""
 
     def validate(self, num_microbatches: int) -> None:  # noqa: B027  most orders take any batch
         """Raises ValueError where the order has no place for a batch of this size."""

@@ -1,10 +1,12 @@
-"""The orders that there are, and the names of their common combinations with a weight policy."""
+"""The orders that there are, and the presets: names of common combinations of an order with the other choices."""
+
+from dataclasses import dataclass
 
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import WeightPolicy, weight_policy
 
 ORDERS: dict[str, type[Order]] = {
     "gpipe": GPipe,
@@ -12,13 +14,39 @@ ORDERS: dict[str, type[Order]] = {
     "interleaved": Interleaved,
 }
 
-PRESETS: dict[str, tuple[str, WeightPolicy]] = {
-    "gpipe": ("gpipe", WeightPolicy.FLUSH),
-    "flush": ("1f1b", WeightPolicy.FLUSH),
-    "2bw": ("1f1b", WeightPolicy.TWO_BW),
-    "pipedream": ("1f1b", WeightPolicy.STASH),
-    "interleaved": ("interleaved", WeightPolicy.FLUSH),
-    "bpipe": ("1f1b", WeightPolicy.FLUSH),
-}
 
-BALANCED_PRESETS = frozenset({"bpipe"})  # those that balance saved activations
+@dataclass(frozen=True)
+class Preset:
+    """A combination with a name.
+
+    Attributes:
+        order: in `ORDERS`.
+        weights: in `POLICIES`.
+        balance: saved activations are moved between the ranks of a pair.
+        placement: in `PLACEMENTS`.
+    """
+
+    order: str
+    weights: str
+    balance: bool = False
+    placement: str = "round-robin"
+
+    @property
+    def policy(self) -> WeightPolicy:
+        """The row of `weights`."""
+        return weight_policy(self.weights)
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether ranks have several stages."""
+        return ORDERS[self.order].interleaves
+
+
+PRESETS: dict[str, Preset] = {
+    "gpipe": Preset("gpipe", "flush"),
+    "flush": Preset("1f1b", "flush"),
+    "2bw": Preset("1f1b", "2bw"),
+    "pipedream": Preset("1f1b", "stash"),
+    "interleaved": Preset("interleaved", "flush"),
+    "bpipe": Preset("1f1b", "flush", balance=True),
+}

@@ -20,9 +20,10 @@ from megatron.pipeline.periodic import PeriodicProgram
 from megatron.pipeline.program import Program, shifted_row
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.orders import BALANCED_PRESETS, ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import ORDERS, PRESETS
+from megatron.pipeline.schedules.placements import PLACEMENTS, round_robin, stages_of, validate_placement
 from megatron.pipeline.schedules.stream import ProgramStream
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import WeightPolicy, weight_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,11 @@ class Schedule:
 
     Attributes:
         order: a name in `ORDERS`: `gpipe`, `1f1b` or `interleaved`.
-        weights: the weight policy.
+        weights: the weight policy, or its name in `POLICIES`.
         num_stages: stages of the whole pipeline, over all ranks, as in `Program`.
-        num_virtual_stages: stages on each rank, Megatron's v (interleaved only). Rank r has the stages r,
-            r + num_ranks, r + 2 * num_ranks, ...
+        num_virtual_stages: stages on each rank, Megatron's v (orders that interleave only). Where `rank_of_stage` is
+            given it is the most of any rank.
+        rank_of_stage: the rank of each stage. None: dealt out in turn, `num_virtual_stages` to each rank.
         microbatch_group_size: microbatches that a rank takes through one of its stages before it turns to the next,
             num_ranks and more (interleaved only). None: num_ranks, as in Megatron.
         recompute: recompute the activations of a microbatch before its backward.
@@ -51,6 +53,7 @@ class Schedule:
     weights: WeightPolicy
     num_stages: int
     num_virtual_stages: int = 1
+    rank_of_stage: tuple[int, ...] | None = None
     microbatch_group_size: int | None = None
     recompute: bool = False
     extra_warmup: bool = False
@@ -59,20 +62,22 @@ class Schedule:
     data_parallel: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", WeightPolicy(self.weights))
+        object.__setattr__(self, "weights", weight_policy(self.weights))
         if self.order not in ORDERS:
             raise ValueError(f"there is no order {self.order!r}; choose from {', '.join(ORDERS)}")
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
+        self._place()
         self._validate_virtual_stages()
-        if ORDERS[self.order].drains and not self.weights.rule.drains:
+        self._order.validate_placement()
+        if ORDERS[self.order].drains and not self.weights.drains:
             raise ValueError(
-                f"{self.order} drains in every batch, so the versions of {self.weights.value} would buy nothing; "
+                f"{self.order} drains in every batch, so the versions of {self.weights.name} would buy nothing; "
                 "use weights flush, or order 1f1b"
             )
         if self.extra_warmup and not ORDERS[self.order].extends_warmup:
             raise ValueError(f"{self.order} has no warm-up that could be extended; drop extra_warmup")
-        if self.weights.rule.updates_alone and self.extra_warmup:
+        if self.weights.updates_alone and self.extra_warmup:
             raise ValueError(
                 f"{self._name} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
             )
@@ -81,24 +86,39 @@ class Schedule:
                 f"{self.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or "
                 "use order 1f1b or interleaved"
             )
-        if self.balance and self.weights.rule.updates_alone:
+        if self.balance and self.rank_of_stage != round_robin(self.num_ranks, self.num_virtual_stages):
+            raise ValueError(
+                f"balance pairs stage x with stage p-1-x, and stages {self.rank_of_stage} are not dealt out in turn; "
+                "drop balance, or rank_of_stage"
+            )
+        if self.balance and self.weights.updates_alone:
             raise ValueError(
                 f"{self._name} may drain after every microbatch, so no eviction can be planned ahead; drop "
                 "balance, or use flush or 2bw"
             )
-        if self.weights.rule.updates_alone and self.tied_embeddings:
+        if self.weights.updates_alone and self.tied_embeddings:
             raise ValueError(
                 f"under {self._name} every stage updates at its own time, so the first and the last one "
                 "cannot share an embedding; untie the embeddings, or use flush or 2bw"
             )
 
-    def _validate_virtual_stages(self) -> None:
-        interleaves, group = ORDERS[self.order].interleaves, self.microbatch_group_size
-        if self.num_virtual_stages < 1 or self.num_stages % self.num_virtual_stages:
+    def _place(self) -> None:
+        """Say where the stages are, and how many ranks have."""
+        if self.rank_of_stage is not None:
+            placement = tuple(self.rank_of_stage)
+            validate_placement(placement, self.num_stages)
+            object.__setattr__(self, "num_virtual_stages", max(map(placement.count, placement)))
+        elif self.num_virtual_stages < 1 or self.num_stages % self.num_virtual_stages:
             raise ValueError(
                 f"{self.num_stages} stages cannot be dealt out {self.num_virtual_stages} to a rank; make num_stages a "
                 "multiple of num_virtual_stages"
             )
+        else:
+            placement = round_robin(self.num_stages // self.num_virtual_stages, self.num_virtual_stages)
+        object.__setattr__(self, "rank_of_stage", placement)
+
+    def _validate_virtual_stages(self) -> None:
+        interleaves, group = ORDERS[self.order].interleaves, self.microbatch_group_size
         if self.num_virtual_stages > 1 and not interleaves:
             raise ValueError(
                 f"{self.order} has one stage on each rank, not {self.num_virtual_stages}; use order interleaved, or "
@@ -114,45 +134,48 @@ class Schedule:
 
     @classmethod
     def preset(cls, name: str, *, num_stages: int, **choices: bool | int | None) -> "Schedule":
-        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved or bpipe.
+        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe or a registered one.
 
         Raises:
             ValueError: another name, or as the constructor.
         """
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
-        order, weights = PRESETS[name]
-        choices["balance"] = choices.get("balance", False) or name in BALANCED_PRESETS
-        return cls(order=order, weights=weights, num_stages=num_stages, **choices)
+        preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
+        choices["balance"] = choices.get("balance", False) or preset.balance
+        if num_virtual_stages > 1 and num_stages % num_virtual_stages == 0:
+            placement = PLACEMENTS[preset.placement](num_stages // num_virtual_stages, num_virtual_stages)
+            choices.setdefault("rank_of_stage", tuple(placement))
+        return cls(order=preset.order, weights=preset.weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the pipeline, Megatron's p."""
-        return self.num_stages // self.num_virtual_stages
+        return max(self.rank_of_stage) + 1
 
-    @property
-    def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank of each stage: they are dealt out in turn."""
-        return tuple(range(self.num_ranks)) * self.num_virtual_stages
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, ascending."""
+        return stages_of(self.rank_of_stage, rank)
 
     def validate(self, num_microbatches: int) -> None:
         """Raises ValueError where a batch of this size cannot be run."""
         if num_microbatches < 1:
             raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
-        rule = self.weights.rule
+        rule = self.weights
         if rule.updates_alone and num_microbatches != 1:
             raise ValueError(
                 f"{self._name} updates after every microbatch, so a batch is one microbatch, not {num_microbatches}; "
                 "give each batch one (in training: global batch size = micro batch size x data parallel size)"
             )
-        if rule.delay and num_microbatches < (fewest := self._order.max_in_flight(0)):
+        fewest = 1 if rule.drains or rule.updates_alone else rule.fewest_microbatches(self._order.max_in_flight(0))
+        if num_microbatches < fewest:
             warmup = " and extra warm-up" if self.extra_warmup else ""
             raise ValueError(
-                f"{self.weights.value} with {self.num_stages} stages{warmup} needs batches of at least {fewest} "
-                f"microbatches, as many as are in flight, not {num_microbatches}: a batch would begin before its "
-                "weights are made; use larger batches, fewer stages, or flush"
+                f"{self.weights.name} with {self.num_stages} stages{warmup} needs batches of at least {fewest} "
+                f"microbatches, as many as are in flight{_shared(rule.delay)}, not {num_microbatches}: a batch would "
+                "begin before its weights are made; use larger batches, fewer stages, or flush"
             )
         self._order.validate(num_microbatches)
 
@@ -191,25 +214,18 @@ class Schedule:
 
     @property
     def report_lag(self) -> int:
-        """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm.
-
-        That holds where batch i - report_lag lies in the same undrained stretch; a drain completes all.
-        """
-        delay = self.weights.rule.delay
-        return self.num_stages if delay is None else delay
+        """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
+        return self.weights.report_lag(self.num_stages)
 
     @property
     def settling_batches(self) -> int:
-        """How many of the batches before a batch can matter to its leg, and to a drain after it.
+        """How many of the batches before a batch can matter to its leg, and to a drain after it."""
+        return self.weights.settling_batches(self._order.max_in_flight(0) or 0)
 
-        None, where every batch drains. Under a fixed delay one, for less than a batch is in flight (see `validate`).
-        Where stages use their newest weights, the batches whose backward is in the leg, and as many before them,
-        which were in flight at their forwards and so fixed their versions.
-        """
-        rule = self.weights.rule
-        if rule.drains:
-            return 0
-        return 1 if rule.delay is not None else 2 * (self._order.max_in_flight(0) - 1)
+    @property
+    def first_settled_batch(self) -> int:
+        """From this batch of a run on, the versions of all batches lie equally far behind."""
+        return self.weights.delay if self.weights.delay is not None else 1
 
     # --- programs
 
@@ -243,8 +259,7 @@ class Schedule:
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of batches of this size."""
-        first_unclamped = self.weights.rule.delay or 0  # the version max(j - delay, 0) grows from batch `delay` on
-        num_fill = max(1, first_unclamped + self.settling_batches)
+        num_fill = max(1, (self.weights.delay or 0) + self.settling_batches)
         batches = (num_microbatches,) * num_fill
         built = self.build_in_legs((*batches, num_microbatches))
         return PeriodicProgram(
@@ -275,7 +290,7 @@ class Schedule:
         microbatches = range(first_microbatch, first_microbatch + num_microbatches)
         legs_of_rank = []
         for rank in range(self.num_ranks):
-            computations = (each for leg in self._order.legs(rank, [microbatches]) for each in leg)
+            computations = (each for leg in self._legs_of(rank, [microbatches]) for each in leg)
             forwards = [each for each in computations if each.kind is Kind.FORWARD]
             legs_of_rank.append([[replace(each, version=version) for each in forwards]])
         return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
@@ -289,16 +304,16 @@ class Schedule:
     @property
     def _name(self) -> str:
         """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
-        weights = self.weights.value
-        chosen = [name for name, choice in PRESETS.items() if choice == (self.order, self.weights)]
-        names = [name for name in chosen if name != weights and name not in BALANCED_PRESETS]
+        weights = self.weights.name
+        chosen = [each for each in PRESETS.items() if (each[1].order, each[1].weights) == (self.order, weights)]
+        names = [name for name, preset in chosen if name != weights and not preset.balance]
         return f"{names[0]} ({weights})" if names else weights
 
     @property
     def _order(self) -> Order:
         return ORDERS[self.order](
             self.num_stages,
-            num_virtual_stages=self.num_virtual_stages,
+            rank_of_stage=self.rank_of_stage,
             microbatch_group_size=self.microbatch_group_size,
             extra_warmup=self.extra_warmup,
         )
@@ -311,7 +326,8 @@ class Schedule:
     def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each rank, the most microbatches between forward and end of backward, over all its stages."""
         limits = [self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
-        return _cut(limits, self._most_together(batches) * self.num_virtual_stages)
+        together = self._most_together(batches)
+        return tuple(_cut([limit], together * len(self.stages_of(rank)))[0] for rank, limit in enumerate(limits))
 
     def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
         return {pair_of(rank, self.num_ranks) for rank in self.evicting_ranks(batches)}
@@ -331,16 +347,26 @@ class Schedule:
 
     def _most_together(self, batches: Sequence[int]) -> int:
         """The most microbatches that can be under way at once in a program of these batches."""
-        return max(batches) if self.weights.rule.drains else sum(batches)
+        return max(batches) if self.weights.drains else sum(batches)
 
     def _order_legs(self, rank: int, outline: Program) -> Legs:
         """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
-        order, first = self._order, outline.first_batch
+        first = outline.first_batch
         batches = [outline.microbatches_of(batch) for batch in range(first, first + len(outline.batches))]
-        if not self.weights.rule.drains:
-            return order.legs(rank, batches)
-        stretches = [order.legs(rank, [batch]) for batch in batches]
+        if not self.weights.drains:
+            return self._legs_of(rank, batches)
+        stretches = [self._legs_of(rank, [batch]) for batch in batches]
         return [*(leg + drain for leg, drain in stretches), []]
+
+    def _legs_of(self, rank: int, batches: Sequence[range]) -> Legs:
+        """What the order says of a rank; one that does not interleave is asked for the rank's stage."""
+        order = self._order
+        return order.legs(rank if order.interleaves else self.stages_of(rank)[0], batches)
+
+
+def _shared(delay: int) -> str:
+    """How the microbatches in flight are shared, behind their number."""
+    return "" if delay == 1 else f" in {delay} batches together"
 
 
 def _cut(limits: Sequence[int | None], most: int) -> tuple[int, ...]:

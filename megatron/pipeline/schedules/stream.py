@@ -39,7 +39,7 @@ class ProgramStream:
     @property
     def entry_versions(self) -> tuple[int, ...]:
         """The weight versions alive at the last drained state."""
-        return self._schedule.weights.rule.entry_versions(self._drained_at)
+        return self._schedule.weights.entry_versions(self._drained_at)
 
     def start_batch(self, num_microbatches: int) -> Sequence[Row]:
         """The leg of the next batch, as one row for each rank.
@@ -73,7 +73,8 @@ class ProgramStream:
         return ShiftedRows(program.rows, microbatches=0, versions=self.next_batch)
 
     def _window(self) -> ProgramInLegs:
-        return _proved(self._schedule, self._sizes, min(self.next_batch - len(self._sizes), 1))
+        first_batch = self.next_batch - len(self._sizes)
+        return _proved(self._schedule, self._sizes, min(first_batch, self._schedule.first_settled_batch))
 
     def _placed(self, window: ProgramInLegs, rows: Rows) -> Sequence[Row]:
         program = window.program
@@ -86,7 +87,7 @@ class ProgramStream:
 
 @lru_cache(maxsize=16)
 def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> ProgramInLegs:
-    """The program of `batches`. `first_batch` is 0 or 1: only batch 0 has no version before its own."""
+    """The program of `batches`. `first_batch` matters for the first few batches alone (`first_settled_batch`)."""
     built = schedule.build_in_legs(batches, first_batch=first_batch)
     check(
         built.program,

@@ -88,7 +88,7 @@ def _timeline(each: Kept, planner: Planner, salt: str) -> str:
     """The drawing of the first batches, shortened to what can be read."""
     configuration = each.estimate.configuration
     schedule = configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
-    drains = schedule.weights.rule.drains
+    drains = schedule.weights.drains
     num_batches = 1 if drains else 2
     cells_of_microbatch = 2 * schedule.num_stages * num_batches
     step = 1 if drains and schedule.num_virtual_stages == 1 else schedule.num_ranks

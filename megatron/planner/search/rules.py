@@ -64,10 +64,10 @@ def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | 
 def refuse_schedule(model: Architecture, training: Training, schedule: str, p: int) -> str | None:
     """A schedule on p ranks, whatever the batch."""
     preset, _ = preset_of(schedule)
-    _, weights = PRESETS[preset]
-    if p == 1 and weights.rule.drains and preset != "flush":
+    weights = PRESETS[preset].policy
+    if p == 1 and weights.drains and preset != "flush":
         return f"on one stage {schedule} is flush"
-    if weights.rule.updates_alone:
+    if weights.updates_alone:
         if p == 1:
             return f"on one stage {schedule} is flush with batches of one microbatch"
         if model.tied_embeddings:
@@ -97,7 +97,7 @@ def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
     except ValueError as error:
         return clause(error)
     if schedule.balance:
-        batches = (num_microbatches,) * (1 if schedule.weights.rule.drains else 2 * schedule.num_ranks)
+        batches = (num_microbatches,) * (1 if schedule.weights.drains else 2 * schedule.num_ranks)
         if not schedule.evicting_ranks(batches):
             return f"{num_microbatches} microbatches leave nothing to balance"
     return None

@@ -130,5 +130,5 @@ class _Simulation:
 
 def _computations(configuration: Configuration) -> int:
     """How many forwards and backwards a simulation goes through: of one batch, or of several that do not drain."""
-    drains = PRESETS[configuration.schedule][1].rule.drains
+    drains = PRESETS[configuration.schedule].policy.drains
     return configuration.num_microbatches * configuration.num_stages * (2 if drains else 10)

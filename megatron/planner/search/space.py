@@ -1,10 +1,9 @@
 """What is searched: the choices that are considered, and what they have to respect."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.pipeline.schedules import ORDERS, PRESETS
-from megatron.pipeline.schedules.orders import BALANCED_PRESETS
+from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.mapping import NAMES
 
@@ -120,17 +119,18 @@ def preset_of(schedule: str) -> tuple[str, bool]:
 
 def moves_activations(schedule: str) -> bool:
     preset, balanced = preset_of(schedule)
-    return balanced or preset in BALANCED_PRESETS
+    return balanced or PRESETS[preset].balance
 
 
 def without_moves(schedule: str) -> str:
     """The schedule that computes in the same order and balances nothing."""
     preset, _ = preset_of(schedule)
-    return {"bpipe": "flush"}.get(preset, preset)
+    same = (name for name, choice in PRESETS.items() if choice == replace(PRESETS[preset], balance=False))
+    return next(same, preset)
 
 
 def interleaves(schedule: str) -> bool:
-    return ORDERS[PRESETS[preset_of(schedule)[0]][0]].interleaves
+    return PRESETS[preset_of(schedule)[0]].interleaves
 
 
 def divisors(number: int) -> list[int]:

@@ -138,7 +138,7 @@ def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) ->
     if m * configuration.num_stages <= _MOST_SIMULATED or m <= more:
         return _time(*_simulate(costs, schedule, m))
     shown = 0.0
-    if not schedule.weights.rule.drains:
+    if not schedule.weights.drains:
         hidden = replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
         shown = closed_form(costs, configuration).seconds - closed_form(hidden, configuration).seconds
         costs = hidden
@@ -169,7 +169,7 @@ def _programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program,
     """A batch; or two runs of several that do not drain, and by how many periods the second is longer. Kept for those
     who ask on several costs in turn.
     """
-    if schedule.weights.rule.drains:
+    if schedule.weights.drains:
         return (schedule.build((num_microbatches,)),), 1
     periodic = schedule.build_periodic(num_microbatches)
     # Two periods more, of batches that follow each other: waits for reductions may come in every other one. Pipedream's

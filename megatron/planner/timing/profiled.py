@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import Kind
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import FLUSH
 from megatron.planner.activations import Activations
 from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
@@ -78,7 +78,7 @@ class ProfiledCosts:
         at_work = {count: self._times(configuration, layers, count * group) for count in counts}
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         # Where batches do not drain, enough of them that those in the middle neither see the fill nor the drain.
-        around = 0 if schedule.weights.rule.drains else max(1, schedule.settling_batches)
+        around = 0 if schedule.weights.drains else max(1, schedule.settling_batches)
         program = schedule.build((configuration.num_microbatches,) * (1 + 2 * around))
         return settle(
             program, at_work, lambda times: self._table(configuration, layers, times), batches=range(around, around + 1)
@@ -113,7 +113,7 @@ class ProfiledCosts:
         stage.
         """
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        weights = "flush" if schedule.weights is WeightPolicy.FLUSH else "2bw"
+        weights = "flush" if schedule.weights is FLUSH else "2bw"
         seconds = self._blocks.update(
             _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=weights, working=working,
             replicas=configuration.data if configuration.distributed_optimizer else 1,

@@ -85,8 +85,8 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
 
 def _keeps_two_gradient_buffers(args: argparse.Namespace) -> bool:
     """Whether a batch accumulates gradients while those of the batch before are reduced."""
-    _, weights = PRESETS[args.pipeline_schedule]
-    return bool(weights.rule.delay) and not args.pipeline_2bw_single_gradient_buffer
+    weights = PRESETS[args.pipeline_schedule].policy
+    return weights.overlaps_updates and not args.pipeline_2bw_single_gradient_buffer
 
 
 def _choose_implementation(args: argparse.Namespace, platform: Platform) -> None:

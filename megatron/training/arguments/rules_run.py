@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import re
 
-from megatron.pipeline.schedules import ORDERS, PRESETS, Schedule
+from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.planner.devices import device_gib
 from megatron.training.batch_sizes import BatchSizes
 
@@ -48,10 +48,10 @@ def batches(args: argparse.Namespace) -> None:
 def schedule(args: argparse.Namespace) -> None:
     """The schedule accepts every batch size of the run."""
     _stages_of_ranks(args)
-    _, weights = PRESETS[args.pipeline_schedule]
-    if args.pipeline_2bw_single_gradient_buffer and not weights.rule.delay:
+    weights = PRESETS[args.pipeline_schedule].policy
+    if args.pipeline_2bw_single_gradient_buffer and not weights.overlaps_updates:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
-    if weights.rule.updates_alone:
+    if weights.updates_alone:
         _pipedream(args)
     program = pipeline_schedule(args)
     sizes = sorted(set(args.batch_sizes.all_num_microbatches()))
@@ -77,7 +77,7 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
     v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
     if v is not None and "pipeline_schedule" not in args.given:
         args.pipeline_schedule = "interleaved"
-    interleaves = ORDERS[PRESETS[args.pipeline_schedule][0]].interleaves
+    interleaves = PRESETS[args.pipeline_schedule].interleaves
     if v is None and interleaves:
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "

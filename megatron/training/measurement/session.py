@@ -164,7 +164,7 @@ def _done(pool: Pool, task: Task, *, what: str) -> list[Any]:
 def _describe(plan: StagePlan, working: int) -> str:
     return (
         f"{plan.place.value} stage, {plan.num_layers} layers, t={plan.tensor}, microbatch {plan.micro_batch_size}, "
-        f"recompute {plan.recompute.value}, {plan.weights.value}, {working} at work"
+        f"recompute {plan.recompute.value}, {plan.weights.name}, {working} at work"
     )
 
 
@@ -187,7 +187,7 @@ def _update_time(plan: StagePlan, working: int, num_parameters: int, found: dict
         num_layers=plan.num_layers,
         num_parameters=num_parameters,
         tensor=plan.tensor,
-        weights=plan.weights.value,
+        weights=plan.weights.name,
         working=working,
         zero=Spread.of(found["zero"]),
         norm=Spread.of(found["norm"]),

@@ -48,7 +48,7 @@ def _run_batch(placed: PlacedStage, batch: int, num_microbatches: int, now: Call
     marks = []
     stage, update = placed.stage, placed.update
     info = BatchInfo(batch, num_microbatches, num_microbatches)
-    version = max(batch - (update.weights.rule.delay or 0), 0)
+    version = max(batch - (update.weights.delay or 0), 0)
     update.begin_batch(info)
     for position in range(num_microbatches):
         microbatch = Microbatch(batch * num_microbatches + position, batch, position, num_microbatches)

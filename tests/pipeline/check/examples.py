@@ -5,15 +5,16 @@ import dataclasses
 from hypothesis import strategies as st
 
 from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import FLUSH, STASH, TWO_BW, weight_policy
 
 
 def written(*rows: str, batches: tuple[int, ...] = (1,), weights: str = "flush", **fields: object) -> Program:
     """A program from the text form of its rows; one stage a rank unless `rank_of_stage` says otherwise."""
     fields.setdefault("rank_of_stage", tuple(range(len(rows))))
     parsed = tuple(tuple(map(Instruction.parse, row.split())) for row in rows)
-    return Program(rows=parsed, batches=batches, weights=WeightPolicy(weights), **fields)
+    return Program(rows=parsed, batches=batches, weights=weight_policy(weights), **fields)
 
 
 def with_row(program: Program, rank: int, row: list[Instruction]) -> Program:
@@ -31,7 +32,7 @@ def saved_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:
     if schedule.num_virtual_stages > 1:
         return interleaved_bounds(schedule.num_ranks, schedule.num_virtual_stages, largest)
     bounds = [2 * (p - stage) - 1 if schedule.extra_warmup else p - stage for stage in range(p)]
-    return [min(bound, largest) for bound in bounds] if schedule.weights is WeightPolicy.FLUSH else bounds
+    return [min(bound, largest) for bound in bounds] if schedule.weights is FLUSH else bounds
 
 
 def interleaved_bounds(p: int, v: int, m: int) -> list[int]:
@@ -69,9 +70,9 @@ def cases(
 ) -> tuple[Schedule, Program]:
     """A schedule and a program that it builds: ramped-up batches, at any place of a run."""
     schedule = draw(schedules(max_stages=max_stages))
-    if schedule.weights is WeightPolicy.STASH:
+    if schedule.weights is STASH:
         sizes = st.just(1)
-    elif schedule.weights is WeightPolicy.TWO_BW:
+    elif schedule.weights is TWO_BW:
         fewest = 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
         sizes = st.integers(fewest, max(fewest, max_microbatches))
     elif schedule.num_virtual_stages > 1:

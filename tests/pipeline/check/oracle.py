@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
+from megatron.pipeline.weights import FLUSH, STASH, TWO_BW
 
 REDUCTIONS = (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM)
 
@@ -53,10 +54,10 @@ def reference(program: Program, symbols: Symbols) -> dict[tuple[int, int], int]:
         for version in program.entry_versions
     }
     for batch in range(program.first_batch, program.first_batch + len(program.batches)):
-        if program.weights is WeightPolicy.STASH:
+        if program.weights is STASH:
             versions = [max(program.first_batch, batch - (num_stages - 1 - stage)) for stage in range(num_stages)]
         else:
-            versions = [max(batch - (program.weights is WeightPolicy.TWO_BW), 0)] * num_stages
+            versions = [max(batch - (program.weights is TWO_BW), 0)] * num_stages
         sums = [Counter() for _ in range(num_stages)]
         for microbatch in program.microbatches_of(batch):
             inputs = [symbols("data", microbatch)]
@@ -186,16 +187,12 @@ class RankMachine:
         )
         self.reduced.setdefault(version, []).append(kind)
         require(self.reduced[version] == self.flags()[: len(self.reduced[version])], "reductions in another order")
-        if self.program.weights is WeightPolicy.STASH and kind is Kind.REDUCE_NORM:
+        if self.program.weights is STASH and kind is Kind.REDUCE_NORM:
             weights = next(iter(self.stages.values())).weights
             require(version in weights or version < max(weights), "the report comes before the step")
 
     def step(self, version: int) -> bool:
-        needed = [
-            kind
-            for kind in self.flags()
-            if kind is not Kind.REDUCE_NORM or self.program.weights is not WeightPolicy.STASH
-        ]
+        needed = [kind for kind in self.flags() if kind is not Kind.REDUCE_NORM or self.program.weights is not STASH]
         require(self.reduced.get(version, []) == needed, "a step without its reductions")
         if self.machine.done[self.rank] < self.position_of_version.get(version, 0):
             return False
@@ -318,11 +315,11 @@ class StageMachine:
         )
         self.machine.made[self.stage, version] = self.weights[version]
         keep = {
-            WeightPolicy.FLUSH: {version},
-            WeightPolicy.TWO_BW: {version, version - 1},
-            WeightPolicy.STASH: {version},
+            FLUSH: {version},
+            TWO_BW: {version, version - 1},
+            STASH: {version},
         }[self.program.weights]
-        if self.program.weights is WeightPolicy.STASH:
+        if self.program.weights is STASH:
             keep |= {used for used, _ in self.saved.values()}
             require(len(keep) <= self.program.num_stages - self.stage, "too many versions are stashed")
         for old in set(self.weights) - keep:

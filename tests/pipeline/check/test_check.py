@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import STASH
 from tests.pipeline.check.examples import cases, saved_bounds
 from tests.pipeline.check.oracle import verdict
 
@@ -36,7 +37,7 @@ def test_proved_programs_compute_the_definition(case: Case):
 def test_peaks_are_those_of_the_papers(name: str, num_stages: int):
     """In steady state the bounds are reached: p-s saved microbatches (gpipe: m), one weight version, two, or p-s."""
     schedule = Schedule.preset(name, num_stages=num_stages)
-    batches = (1,) * (3 * num_stages) if schedule.weights is WeightPolicy.STASH else (2 * num_stages,) * 3
+    batches = (1,) * (3 * num_stages) if schedule.weights is STASH else (2 * num_stages,) * 3
     report = check(schedule.build(batches))
     assert list(report.peak_saved_microbatches) == saved_bounds(schedule, batches)
     live = {"gpipe": 1, "flush": 1, "2bw": 2}

@@ -163,7 +163,7 @@ def test_every_schedule_runs_on_separate_queues(case, balance, tensor, data, see
     all ranks agree.
     """
     schedule, program = case
-    if balance and schedule.order == "1f1b" and not schedule.weights.rule.updates_alone:
+    if balance and schedule.order == "1f1b" and not schedule.weights.updates_alone:
         schedule = dataclasses.replace(schedule, balance=True)
         program = schedule.build(program.batches)
     data = data if program.data_parallel else 1

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.periodic import PeriodicProgram
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import STASH
 from tests.pipeline.check.examples import saved_bounds, schedules, written
 
 
@@ -28,7 +29,7 @@ def test_every_built_period_repeats(schedule: Schedule):
     """Fill, n periods and drain of every schedule are proved for every n, and keep the papers' bounds."""
     p = schedule.num_stages
     num_microbatches = 2 * p - 1 if schedule.extra_warmup else p  # of interleaved: a multiple of its ranks, too
-    if schedule.weights is WeightPolicy.STASH:
+    if schedule.weights is STASH:
         num_microbatches = 1
     bounds = saved_bounds(schedule, (num_microbatches,))
     check_periodic(schedule.build_periodic(num_microbatches), max_saved=bounds)

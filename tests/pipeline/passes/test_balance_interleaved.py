@@ -10,8 +10,9 @@ from megatron.pipeline.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.passes.communication import add_communication
 from megatron.pipeline.passes.updates import add_updates
 from megatron.pipeline.passes.versions import set_versions
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules.legs import ProgramInLegs
+from megatron.pipeline.weights import FLUSH
 from tests.pipeline.passes.fewest_moves import fewest_evictions
 from tests.pipeline.strategies import kinds_of, text
 
@@ -34,7 +35,7 @@ def interleaved(rank: int, p: int, v: int, m: int) -> list[Instruction]:
 
 def balanced(p: int, v: int, m: int) -> Program:
     """A complete flush program of one batch, balanced within the appendix's bound."""
-    outline = Program(((),) * p, tuple(range(p)) * v, (m,), WeightPolicy.FLUSH, global_norm=False)
+    outline = Program(((),) * p, tuple(range(p)) * v, (m,), FLUSH, global_norm=False)
     legs_of_rank = [[interleaved(rank, p, v, m), []] for rank in range(p)]
     saved = [p * (v - 1) + 2 * (p - rank - 1) + 1 for rank in range(p)]
     legs_of_rank = add_balance(legs_of_rank, outline, balanced_bounds(saved))

@@ -2,7 +2,8 @@
 
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.passes import Legs
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
+from megatron.pipeline.weights import weight_policy
 from tests.pipeline.strategies import text
 
 
@@ -18,4 +19,4 @@ def texts(result: Legs) -> list[str]:
 def outline(weights: str, *, num_stages: int = 1, batches: tuple[int, ...] = (1, 1), **fields: object) -> Program:
     """A program without rows; one stage a rank unless `rank_of_stage` says otherwise."""
     fields.setdefault("rank_of_stage", tuple(range(num_stages)))
-    return Program(rows=((),) * num_stages, batches=batches, weights=WeightPolicy(weights), **fields)
+    return Program(rows=((),) * num_stages, batches=batches, weights=weight_policy(weights), **fields)

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 from megatron.pipeline.passes import Legs
-from megatron.pipeline.schedules import ORDERS, PRESETS
+from megatron.pipeline.schedules import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.weights import WeightPolicy
 
 
 class Entangled(Order):
@@ -39,6 +38,6 @@ def registered():
     """In this block the tables have these orders, and `2bw-entangled`."""
     with (
         mock.patch.dict(ORDERS, {"entangled": Entangled}),
-        mock.patch.dict(PRESETS, {"2bw-entangled": ("entangled", WeightPolicy.TWO_BW)}),
+        mock.patch.dict(PRESETS, {"2bw-entangled": Preset("entangled", "2bw")}),
     ):
         yield

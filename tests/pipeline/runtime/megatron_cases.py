@@ -96,7 +96,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
         chunks,
         optimizer,
         scheduler(case, optimizer),
-        weights=PRESETS[case.schedule][1],
+        weights=PRESETS[case.schedule].policy,
         num_stages=case.p,
         stage=rank,
         single_gradient_buffer=case.single_gradient_buffer,

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.runtime import trace
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -20,6 +19,7 @@ from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
 from megatron.pipeline.runtime.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import FLUSH, STASH, TWO_BW
 from tests.pipeline.runtime import reference
 from tests.pipeline.runtime.reference import Training
 
@@ -41,9 +41,9 @@ class RankOutcome:
 
 
 WINDOWS = {
-    WeightPolicy.FLUSH: lambda p, s: 1,
-    WeightPolicy.TWO_BW: lambda p, s: 2,
-    WeightPolicy.STASH: lambda p, s: p - s,
+    FLUSH: lambda p, s: 1,
+    TWO_BW: lambda p, s: 2,
+    STASH: lambda p, s: p - s,
 }
 
 
@@ -140,7 +140,7 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=reference.make_scheduler(optimizer, training),
             clip_grad=training.clip_grad,
-            num_grad_buffers=1 if self.schedule.weights is WeightPolicy.FLUSH else 2,
+            num_grad_buffers=1 if self.schedule.weights is FLUSH else 2,
             data_parallel_group=replicas[self.stage_index] if replicas else None,
             counts_in_norm=self.replica == 0,
             job_group=job,

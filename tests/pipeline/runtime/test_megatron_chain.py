@@ -10,7 +10,7 @@ backend.install()
 
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import BatchInfo
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import TWO_BW
 from tests import workers
 from tests.pipeline.runtime import megatron_cases as cases
 
@@ -69,7 +69,7 @@ def gauges() -> dict:
     with cases.parallel(case):
         stages, update = cases.build(case)
         update = MegatronWeightUpdate(
-            update.chunks, update.optimizer, weights=WeightPolicy.TWO_BW, num_stages=2, stage=stages[0].index,
+            update.chunks, update.optimizer, weights=TWO_BW, num_stages=2, stage=stages[0].index,
             gauges={"bytes": lambda: 2**40 + rank, "level": lambda: 0.5 * rank},
         )  # fmt: skip
         update.begin_batch(INFO)

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Kind
-from megatron.pipeline.program import WeightPolicy, shifted_row
+from megatron.pipeline.program import shifted_row
 from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.weights import FLUSH, STASH, TWO_BW, WeightPolicy
 from tests.pipeline.strategies import Run, kinds_of, runs, text
 
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD)
@@ -45,9 +46,9 @@ def test_versions_are_the_policys_formula(run: Run):
         for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE):
             batch = program.batch_of(each.microbatch)
             formula = {
-                WeightPolicy.FLUSH: batch,
-                WeightPolicy.TWO_BW: max(batch - 1, 0),
-                WeightPolicy.STASH: max(run.first_batch, batch - (num_stages - 1 - each.stage)),
+                FLUSH: batch,
+                TWO_BW: max(batch - 1, 0),
+                STASH: max(run.first_batch, batch - (num_stages - 1 - each.stage)),
             }
             assert each.version == formula[program.weights]
 
@@ -63,9 +64,9 @@ def test_flush_and_gpipe_drain_between_batches(run: Run):
             in_flight += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(instruction.kind, 0)
             if instruction.kind is Kind.STEP:
                 drained += in_flight == 0
-        if program.weights is WeightPolicy.FLUSH:
+        if program.weights is FLUSH:
             assert drained == len(run.batches)
-        elif stage < run.schedule.num_stages - 1 and program.weights is WeightPolicy.TWO_BW:
+        elif stage < run.schedule.num_stages - 1 and program.weights is TWO_BW:
             assert drained == 1
 
 
@@ -73,7 +74,7 @@ def test_flush_and_gpipe_drain_between_batches(run: Run):
 @given(runs(), st.integers(0, 50), st.integers(0, 9))
 def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batches: int):
     """A later start shifts the program. Only 2bw's batch 0 differs, which has no version before its own."""
-    if run.schedule.weights is WeightPolicy.TWO_BW and run.first_batch == 0:
+    if run.schedule.weights is TWO_BW and run.first_batch == 0:
         run = Run(run.schedule, run.batches, 1, run.first_microbatch)
     later = Run(run.schedule, run.batches, run.first_batch + batches, run.first_microbatch + microbatches)
     shifted = [shifted_row(row, microbatches=microbatches, versions=batches) for row in run.build().rows]
@@ -108,7 +109,7 @@ def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):
         Schedule.preset(name, **{"num_stages": 4, **flags})
 
 
-@pytest.mark.parametrize("weights", [WeightPolicy.TWO_BW, WeightPolicy.STASH])
+@pytest.mark.parametrize("weights", [TWO_BW, STASH])
 def test_orders_that_drain_take_flush_only(weights: WeightPolicy):
     """They drain in every batch, so versions beyond one would buy nothing; an unknown order is refused, too."""
     for order in ("gpipe", "interleaved"):

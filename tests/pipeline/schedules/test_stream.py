@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import WeightPolicy
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules import stream as stream_module
+from megatron.pipeline.weights import TWO_BW
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
 
 Rows = list[list[Instruction]]
@@ -68,7 +68,7 @@ def test_borders(run: Run):
                 received = {each.microbatch for each in kinds_of(row, receive)}
                 assert received <= {each.microbatch for each in kinds_of(row, need)}
             steps = kinds_of(row, Kind.STEP)
-            if run.schedule.weights is WeightPolicy.TWO_BW:
+            if run.schedule.weights is TWO_BW:
                 assert [each.version for each in steps] == ([run.first_batch + index] if index else [])
                 assert not steps or row[-1] == steps[0]
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program, WeightPolicy
+from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import FLUSH
 
 F, B = 1.0, 2.0
 
@@ -16,7 +17,7 @@ def build(name, num_stages, batches, **flags):
 def program(*rows, batches=(1,), stages=None):
     """A program from the text of its rows."""
     parsed = tuple(tuple(map(Instruction.parse, row.split())) for row in rows)
-    return Program(parsed, tuple(range(stages or len(rows))), tuple(batches), WeightPolicy.FLUSH)
+    return Program(parsed, tuple(range(stages or len(rows))), tuple(batches), FLUSH)
 
 
 def without_transfers(program):

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import FLUSH, TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.profile import Place
@@ -20,7 +20,7 @@ def stage_plan(place: Place = Place.MIDDLE, flags: str = "", **changes) -> Stage
     words = model_words(f"{BASE} {data_flags()} {flags}".split(), architecture="gpt")
     values = dict(
         architecture="gpt", words=words, place=place, num_layers=LAYERS,
-        tensor=1, micro_batch_size=2, recompute=RecomputeScope.NONE, weights=WeightPolicy.FLUSH,
+        tensor=1, micro_batch_size=2, recompute=RecomputeScope.NONE, weights=FLUSH,
         sequence_parallel=False, num_microbatches=NUM_MICROBATCHES, num_batches=NUM_BATCHES, num_warmup=1,
     )  # fmt: skip
     return StagePlan(**values | changes)
@@ -69,7 +69,7 @@ def test_every_place_is_that_of_a_pipeline(tensor):
     """A stage has the parameters that the planner counts for its place (the last with an embedding of its own), every
     batch after the warm-up is timed once, and nothing is left saved."""
     plans = [stage_plan(place, tensor=tensor) for place in Place]
-    plans += [stage_plan(weights=WeightPolicy.TWO_BW, tensor=tensor)]
+    plans += [stage_plan(weights=TWO_BW, tensor=tensor)]
     results = run(plans)
     first, middle, last = stage_parameters(results[0]["model"], tensor, (LAYERS,) * 3)
     (only,) = stage_parameters(results[0]["model"], tensor, (LAYERS,))

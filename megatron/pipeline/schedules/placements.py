@@ -1,0 +1,42 @@
+"""Which rank holds which stage, where ranks hold several: one table entry for each way.
+
+    placement     2 ranks, 2 stages on each
+    round-robin   0 1 0 1    Megatron-LM's interleaving: dealt out in turn
+    v             0 1 1 0    there and back again, so that a rank holds the first and the last stage (Qi et al. 2024)
+
+With one stage on each rank both are the same. Everything else reads `rank_of_stage`, and so follows the stage and not
+the rank: layers, data, loss, seeds, checkpoints.
+"""
+
+from collections.abc import Callable, Sequence
+
+
+def round_robin(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
+    """The rank of each stage; rank r has the stages r, r + num_ranks, r + 2 * num_ranks, ..."""
+    return tuple(range(num_ranks)) * num_virtual_stages
+
+
+def v(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
+    """The rank of each stage; every second turn goes backwards."""
+    there = tuple(range(num_ranks))
+    return sum((there if turn % 2 == 0 else there[::-1] for turn in range(num_virtual_stages)), start=())
+
+
+PLACEMENTS: dict[str, Callable[[int, int], Sequence[int]]] = {"round-robin": round_robin, "v": v}
+
+
+def stages_of(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The stages that live on a rank, ascending."""
+    return tuple(stage for stage, owner in enumerate(rank_of_stage) if owner == rank)
+
+
+def validate_placement(rank_of_stage: Sequence[int], num_stages: int) -> None:
+    """Raises ValueError where it does not place `num_stages` stages on ranks 0, 1, ... without a gap."""
+    if len(rank_of_stage) != num_stages:
+        raise ValueError(
+            f"rank_of_stage places {len(rank_of_stage)} stages, and the pipeline has {num_stages}; give each its rank"
+        )
+    if sorted(set(rank_of_stage)) != list(range(max(rank_of_stage) + 1)):
+        raise ValueError(
+            f"rank_of_stage {tuple(rank_of_stage)} leaves a rank without a stage; number them 0, 1, ... and use all"
+        )
