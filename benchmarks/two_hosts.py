@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import MOVES
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
@@ -59,10 +59,11 @@ def crossing_bytes(program: Program, host: Sequence[int], *, payload_bytes: int,
     sent = [{"neighbours": 0, "pairs": 0} for _ in range(2)]
     for instruction in (instruction for row in program.rows for instruction in row):
         stage = instruction.stage
-        if instruction.kind in (Kind.SEND_F, Kind.SEND_B):
-            peer = stage + (1 if instruction.kind is Kind.SEND_F else -1)
+        word = instruction.kind.row
+        if word.sends:
+            peer = stage + word.neighbour
             sent[host[stage]]["neighbours"] += payload_bytes * (host[peer] != host[stage])
-        elif instruction.kind in (Kind.EVICT, Kind.RETURN):
+        elif instruction.kind in MOVES and word.saved < 0:
             sent[host[stage]]["pairs"] += activation_bytes * (host[pair_of(stage, p)] != host[stage])
     return sent
 

@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import MOVES, Instruction, Kind
+from megatron.pipeline.instruction import (
+    BUSY,
+    MOVES,
+    REDUCTIONS,
+    SEND_OF,
+    SENDS,
+    SHARED_REDUCTIONS,
+    Instruction,
+    Kind,
+    Tensor,
+    kinds,
+)
 from megatron.pipeline.moves import awaited_moves, counterpart
-from megatron.pipeline.timeline import BUSY, Span, Timeline
+from megatron.pipeline.timeline import Span, Timeline
 
-_SEND_OF = {Kind.FORWARD: Kind.SEND_F, Kind.BACKWARD: Kind.SEND_B, Kind.BACKWARD_INPUT: Kind.SEND_B}
-_RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
-_MADE_BY = {Kind.SEND_F: (Kind.FORWARD,), Kind.SEND_B: (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
-_BROUGHT_BY = {Kind.FORWARD: (Kind.SEND_F, -1), Kind.BACKWARD: (Kind.SEND_B, 1), Kind.BACKWARD_INPUT: (Kind.SEND_B, 1)}
-_SHARED = frozenset({Kind.REDUCE_NORM, Kind.REDUCE_EMBED})
-_REDUCTIONS = _SHARED | {Kind.REDUCE_GRAD}
 _TOLERANCE = 1e-9  # of the makespan
 
 
@@ -78,7 +83,7 @@ class _Waits:
         self.timeline, self.overlap, self.synchronous_moves = timeline, costs.overlap, synchronous_moves
         self.rows, self.starts, self.ends = timeline.rows, timeline.starts, timeline.ends
         forward, backward, self.latency = costs.edges(timeline.num_stages)
-        self.occupation = {Kind.SEND_F: forward, Kind.SEND_B: backward}
+        self.occupation = {Tensor.ACTIVATION: forward, Tensor.GRADIENT: backward}
         self.place: dict[tuple[Kind, int, int], tuple[int, int]] = {}  # of what has a microbatch: rank, position
         self.sent: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # microbatches in the order of their channel
         self.members: dict[tuple[Kind, int | None], list[tuple[int, int]]] = defaultdict(list)
@@ -86,7 +91,7 @@ class _Waits:
         self.reductions_to: dict[tuple[int, int | None], list[int]] = defaultdict(list)  # of a rank, a version
         self.moves: list[list[int]] = []  # positions of each rank's moves
         self.awaited: list[dict[int, int]] = []
-        self.sends = any(each.kind in _RECEIVE_OF for row in self.rows for each in row)
+        self.sends = any(each.kind in SENDS for row in self.rows for each in row)
         for rank in range(len(self.rows)):
             self._read(rank)
         self.queue_place = {
@@ -107,7 +112,7 @@ class _Waits:
             kind = each.kind
             if kind is Kind.STEP:
                 stepped.add(each.version)
-            elif kind in _REDUCTIONS:
+            elif kind in REDUCTIONS:
                 self.members[kind, each.version].append((rank, position))
                 self.reductions[rank, each.version in stepped].append(position)
                 self.reductions_to[rank, each.version].append(position)
@@ -115,7 +120,7 @@ class _Waits:
                 self.place[kind, each.stage, each.microbatch] = rank, position
                 if kind in MOVES:
                     moves.append(position)
-                channel = (kind if kind in _RECEIVE_OF else None) if self.sends else _SEND_OF.get(kind)
+                channel = (kind if kind in SENDS else None) if self.sends else SEND_OF.get(kind.row.makes)
                 if channel is not None:
                     self.sent[channel, each.stage].append(each.microbatch)
         self.moves.append(moves)
@@ -148,11 +153,9 @@ class _Waits:
         yield from self._before(rank, position)
         if instruction.kind is Kind.STEP:
             yield from self._reductions_of(rank, position, instruction.version)
-        if instruction.kind in _BROUGHT_BY:
-            send, distance = _BROUGHT_BY[instruction.kind]
-            source = instruction.stage + distance
-            if 0 <= source < self.timeline.num_stages:
-                yield self._arrived(send, source, instruction.microbatch)
+        needs = instruction.kind.row.needs
+        if needs is not None and 0 <= instruction.stage - needs.value < self.timeline.num_stages:
+            yield self._arrived(SEND_OF[needs], instruction.stage - needs.value, instruction.microbatch)
         if position in self.awaited[rank]:
             yield self._moved(rank, self.awaited[rank][position] - 1)
 
@@ -164,7 +167,7 @@ class _Waits:
                 computed = self._computed(rank, earlier)
                 yield computed if self.overlap or self.sends else self._held(computed)
                 return
-            if instruction.kind in _RECEIVE_OF and not self.overlap:
+            if instruction.kind in SENDS and not self.overlap:
                 held = self._occupation(instruction.kind, instruction.stage)
                 posted = max((each.end for each in self._before(rank, earlier)), default=0.0)
                 yield _Cause(
@@ -175,7 +178,7 @@ class _Waits:
     def _held(self, computed: _Cause) -> _Cause:
         """Of a program without transfers: the computation, and the sending of what it made."""
         made = computed.instruction
-        send = _SEND_OF.get(made.kind)
+        send = SEND_OF.get(made.kind.row.makes)
         held = self._occupation(send, made.stage) if send else 0.0
         if not held:
             return computed
@@ -186,19 +189,19 @@ class _Waits:
 
     def _occupation(self, send: Kind, stage: int) -> float:
         """Seconds for which a transfer from a stage holds its channel; none within a rank."""
-        edge, ranks = stage if send is Kind.SEND_F else stage - 1, self.timeline.rank_of_stage
+        edge, ranks = _edge(send, stage), self.timeline.rank_of_stage
         crosses = 0 <= edge < len(ranks) - 1 and ranks[edge] != ranks[edge + 1]
-        return self.occupation[send][edge] if crosses else 0.0
+        return self.occupation[send.row.sends][edge] if crosses else 0.0
 
     def _arrived(self, send: Kind, stage: int, microbatch: int) -> _Cause:
         """The arrival of what a stage made."""
-        edge, ranks = stage if send is Kind.SEND_F else stage - 1, self.timeline.rank_of_stage
+        edge, ranks = _edge(send, stage), self.timeline.rank_of_stage
         if ranks[edge] == ranks[edge + 1]:
             return self._maker(send, stage, microbatch)
         return self._transfer(send, stage, microbatch, self.latency[edge])
 
     def _maker(self, send: Kind, stage: int, microbatch: int) -> _Cause:
-        made = ((kind, stage, microbatch) for kind in _MADE_BY[send])
+        made = ((kind, stage, microbatch) for kind in kinds(lambda word: word.makes is send.row.sends))
         return self._computed(*next(self.place[each] for each in made if each in self.place))
 
     def _transfer(self, send: Kind, stage: int, microbatch: int, latency: float) -> _Cause:
@@ -212,8 +215,8 @@ class _Waits:
     def _before_transfer(self, send: Kind, stage: int, number: int) -> Iterator[_Cause]:
         microbatch = self.sent[send, stage][number]
         if self.sends:
-            destination = stage + (1 if send is Kind.SEND_F else -1)
-            for end in ((send, stage, microbatch), (_RECEIVE_OF[send], destination, microbatch)):
+            destination = stage + send.row.neighbour
+            for end in ((send, stage, microbatch), (send.row.other_end, destination, microbatch)):
                 yield from self._before(*self.place[end])
         else:
             yield self._maker(send, stage, microbatch)
@@ -256,7 +259,7 @@ class _Waits:
 
     def _reduced(self, rank: int, position: int) -> _Cause:
         start, end, instruction = self.starts[rank][position], self.ends[rank][position], self.rows[rank][position]
-        shared = instruction.kind in _SHARED
+        shared = instruction.kind in SHARED_REDUCTIONS
         members = self.members[instruction.kind, instruction.version] if shared else [(rank, position)]
         return _Cause(start, end, rank, instruction, lambda: self._before_reduced(members))
 
@@ -266,3 +269,8 @@ class _Waits:
             late, number = self.queue_place[rank, position]
             if number:
                 yield self._reduced(rank, self.reductions[rank, late][number - 1])
+
+
+def _edge(send: Kind, stage: int) -> int:
+    """The edge over which a stage sends: edge e joins stages e and e + 1."""
+    return min(stage, stage + send.row.neighbour)

@@ -1,13 +1,17 @@
-"""One instruction of a pipeline program, and its text form.
+"""The words of a pipeline program, and one instruction made of them.
 
 A schedule is data only if its smallest part can be written down, read back and compared. An instruction is a frozen
 value: what to do (`Kind`), on which global stage, and where they apply the microbatch, the weight version and the peer.
 Its text form (`2F5@1`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's. Reading it is strict.
+
+What a word means is said once, in `WORDS`. Passes, checker, simulator, planner, drawing and trace ask that table and
+keep none of their own, so a new word is a row there, its proof in the checker, and a method of the executor.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -35,6 +39,11 @@ class Kind(str, Enum):
     STEP = "STEP"  # waits for the chain, then makes the version
 
     @property
+    def row(self) -> Word:
+        """What the word means."""
+        return WORDS[self]
+
+    @property
     def is_computation(self) -> bool:
         return self in COMPUTATIONS
 
@@ -51,10 +60,142 @@ class Kind(str, Enum):
         return self in UPDATES
 
 
-COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
-MOVES = frozenset({Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD})
-TRANSFERS = MOVES | {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
-UPDATES = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP})
+class Subject(Enum):
+    """What an instruction is about."""
+
+    MICROBATCH = "microbatch"
+    UPDATE = "update"  # of the weights: a version
+
+
+class Lane(Enum):
+    """Where an instruction takes its time. Outside of `COMPUTE` it is only posted, and its lane carries it out."""
+
+    COMPUTE = "compute"
+    TRANSFERS = "transfers"
+    MOVES = "moves"
+    CHAIN = "chain"
+
+
+class Tensor(Enum):
+    """What travels between neighbouring stages; the value is how many stages on it goes."""
+
+    ACTIVATION = 1
+    GRADIENT = -1
+
+
+class Members(Enum):
+    """Whose part of a reduction a rank waits for."""
+
+    REPLICAS = "replicas"  # of its stages, which run the same program
+    ENDS = "ends"  # the ranks of the first and the last stage
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """A row of `WORDS`.
+
+    Attributes:
+        name: what a legend calls it.
+        lane, subject: see the classes.
+        needs, makes: the tensor that a computation takes from a neighbour, and the one that it has for a neighbour.
+        uses_saved: it reads the saved activations of its microbatch, which so have to be at the stage.
+        adds_gradients: it adds its microbatch to the gradients of the weights, and ends the backward with that.
+        saved: what it does to the number of microbatches that the stage saves: +1 from its start on, -1 at its end.
+        of_pair: of a move, that what is saved belongs to the pair stage.
+        sends, receives: the tensor that a transfer takes to, or from, a neighbour.
+        other_end: of a transfer or a move, the word at the other stage.
+        members: of a reduction.
+        colour: family of colours in drawings.
+    """
+
+    name: str
+    lane: Lane
+    subject: Subject = Subject.MICROBATCH
+    needs: Tensor | None = None
+    makes: Tensor | None = None
+    uses_saved: bool = False
+    adds_gradients: bool = False
+    saved: int = 0
+    of_pair: bool = False
+    sends: Tensor | None = None
+    receives: Tensor | None = None
+    other_end: Kind | None = None
+    members: Members | None = None
+    colour: str = "grey"
+
+    @property
+    def leaves(self) -> bool:
+        """Of a move, whether activations leave their stage with it, seen from either end: EVICT and ACCEPT."""
+        return (self.saved < 0) != self.of_pair
+
+    @property
+    def neighbour(self) -> int | None:
+        """How many stages on the other end of a SEND or RECV lies; None for other words: a move's is the pair stage."""
+        if self.sends is not None:
+            return self.sends.value
+        return None if self.receives is None else -self.receives.value
+
+
+_F, _B = Tensor.ACTIVATION, Tensor.GRADIENT
+
+WORDS: dict[Kind, Word] = {
+    Kind.FORWARD: Word(name="forward", lane=Lane.COMPUTE, needs=_F, makes=_F, saved=+1, colour="blue"),
+    Kind.BACKWARD: Word(
+        name="backward", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, adds_gradients=True, saved=-1,
+        colour="green",
+    ),
+    Kind.BACKWARD_INPUT: Word(
+        name="backward, inputs", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, colour="green"
+    ),
+    Kind.BACKWARD_WEIGHT: Word(
+        name="backward, weights", lane=Lane.COMPUTE, adds_gradients=True, saved=-1, colour="olive"
+    ),
+    Kind.RECOMPUTE: Word(name="recompute", lane=Lane.COMPUTE, uses_saved=True, colour="purple"),
+    Kind.SEND_F: Word(name="send activation", lane=Lane.TRANSFERS, sends=_F, other_end=Kind.RECV_F),
+    Kind.RECV_F: Word(name="receive activation", lane=Lane.TRANSFERS, receives=_F, other_end=Kind.SEND_F),
+    Kind.SEND_B: Word(name="send gradient", lane=Lane.TRANSFERS, sends=_B, other_end=Kind.RECV_B),
+    Kind.RECV_B: Word(name="receive gradient", lane=Lane.TRANSFERS, receives=_B, other_end=Kind.SEND_B),
+    Kind.EVICT: Word(name="eviction to the pair stage", lane=Lane.MOVES, saved=-1, other_end=Kind.ACCEPT),
+    Kind.ACCEPT: Word(
+        name="acceptance from the pair stage", lane=Lane.MOVES, saved=+1, of_pair=True, other_end=Kind.EVICT
+    ),
+    Kind.RETURN: Word(
+        name="return to the pair stage", lane=Lane.MOVES, saved=-1, of_pair=True, other_end=Kind.LOAD
+    ),
+    Kind.LOAD: Word(name="load from the pair stage", lane=Lane.MOVES, saved=+1, other_end=Kind.RETURN),
+    Kind.REDUCE_GRAD: Word(
+        name="gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
+    ),
+    Kind.REDUCE_EMBED: Word(
+        name="tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS
+    ),
+    Kind.REDUCE_NORM: Word(name="norm reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ALL),
+    Kind.STEP: Word(name="step", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+}  # fmt: skip
+
+
+def kinds(holds: Callable[[Word], object]) -> frozenset[Kind]:
+    """The kinds of whose rows this holds."""
+    return frozenset(kind for kind, word in WORDS.items() if holds(word))
+
+
+BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # what keeps a rank from computing anything else
+UPDATES = kinds(lambda word: word.subject is Subject.UPDATE)
+COMPUTATIONS = BUSY - UPDATES
+MOVES = kinds(lambda word: word.lane is Lane.MOVES)
+OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # of the evictor
+SENDS = kinds(lambda word: word.sends)
+RECEIVES = kinds(lambda word: word.receives)
+TRANSFERS = MOVES | SENDS | RECEIVES
+REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
+SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # stages wait for each other there
+USES_SAVED = kinds(lambda word: word.uses_saved)
+BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)
+ENDS_BACKWARD = kinds(lambda word: word.adds_gradients)
+
+SEND_OF = {WORDS[kind].sends: kind for kind in SENDS}  # by the tensor that is sent
+RECEIVE_OF = {WORDS[kind].receives: kind for kind in RECEIVES}
 
 _WORDS = "|".join(kind.value for kind in Kind)
 _TEXT = re.compile(rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*))?")

@@ -21,14 +21,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron.pipeline.costs import PerStage, spread
-from megatron.pipeline.instruction import COMPUTATIONS, Kind
+from megatron.pipeline.instruction import BEGINS_BACKWARD, BUSY, COMPUTATIONS, WORDS, Kind
 from megatron.pipeline.moves import pair_of
-from megatron.pipeline.timeline import BUSY, LAST_BACKWARD, Timeline
+from megatron.pipeline.timeline import Timeline
 from megatron.pipeline.weights import WeightPolicy
 
 PARTS = ("optimizer", "weights", "gradients", "activations", "transfers")
-_RECEIVED_BY = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
-_EDGE = {Kind.SEND_F: 0, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 0}  # added to the stage
 _Event = tuple[float, float]  # when, how many bytes more
 
 
@@ -153,7 +151,7 @@ class _Rank:
         begins: dict[int, float] = {}
         ends = {each.version - 1: end for each, _, end in self.spans if each.kind is Kind.STEP}
         for each, start, _ in self.spans:
-            if each.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            if each.kind in BEGINS_BACKWARD:
                 begins.setdefault(first + bisect_right(borders, each.microbatch) - 1, start)
         if not ends:  # a program that does not update
             begins = dict([min(begins.items(), key=lambda each: each[1])]) if begins else {}
@@ -164,28 +162,23 @@ class _Rank:
     def _activations(self) -> Iterator[_Event]:
         sizes = self.sizes["activations"]
         for each, start, end in self.spans:
-            kind, own, of_pair = each.kind, sizes[each.stage], sizes[pair_of(each.stage, len(sizes))]
-            if kind is Kind.FORWARD or kind is Kind.LOAD:
-                yield start, own
-            elif kind in LAST_BACKWARD or kind is Kind.EVICT:
-                yield end, -own
-            elif kind is Kind.ACCEPT:
-                yield start, of_pair
-            elif kind is Kind.RETURN:
-                yield end, -of_pair
+            word = WORDS[each.kind]
+            if word.saved:
+                stage = pair_of(each.stage, len(sizes)) if word.of_pair else each.stage
+                yield start if word.saved > 0 else end, word.saved * sizes[stage]
 
     def _transfers(self) -> Iterator[_Event]:
         sizes, posted, now = self.sizes["transfers"], {}, self.start
         for each, start, end in self.spans:
-            kind, key = each.kind, (each.kind, each.stage, each.microbatch)
-            if kind in _EDGE:
-                size = sizes[each.stage + _EDGE[kind]]
+            word, key = WORDS[each.kind], (each.stage, each.microbatch)
+            if word.neighbour is not None:
+                size = sizes[min(each.stage, each.stage + word.neighbour)]
                 yield now, size
-                if kind is Kind.SEND_F or kind is Kind.SEND_B:
+                if word.sends:
                     yield max(now, end), -size
                 else:
-                    posted[key] = size
-            elif kind in _RECEIVED_BY and (size := posted.pop((_RECEIVED_BY[kind], *key[1:]), None)) is not None:
+                    posted[word.receives, key] = size
+            elif word.needs and (size := posted.pop((word.needs, key), None)) is not None:
                 yield start, -size
-            if kind in BUSY:
+            if each.kind in BUSY:
                 now = end

@@ -23,15 +23,7 @@ its backward, or until its EVICT or RETURN has completed: on both sides while it
 
 from collections.abc import Iterable, Sequence
 
-from megatron.pipeline.instruction import COMPUTATIONS, MOVES, Instruction, Kind
-
-_COUNTERPART = {
-    Kind.EVICT: Kind.ACCEPT,
-    Kind.ACCEPT: Kind.EVICT,
-    Kind.RETURN: Kind.LOAD,
-    Kind.LOAD: Kind.RETURN,
-}
-_NEED_ACTIVATIONS = frozenset({Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT})
+from megatron.pipeline.instruction import COMPUTATIONS, MOVES, OWN_MOVES, USES_SAVED, Instruction, Kind
 
 
 def pair_of(index: int, count: int) -> int:
@@ -58,7 +50,7 @@ def partner_of_rank(rank_of_stage: Sequence[int], rank: int) -> int:
 
 def counterpart(move: Instruction, num_stages: int) -> Instruction:
     """The other end of a move."""
-    return Instruction(_COUNTERPART[move.kind], pair_of(move.stage, num_stages), move.microbatch)
+    return Instruction(move.kind.row.other_end, pair_of(move.stage, num_stages), move.microbatch)
 
 
 class MoveOrder:
@@ -83,7 +75,7 @@ class MoveOrder:
         kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
         if kind in MOVES:
             self._num_moves += 1
-            if kind is Kind.EVICT or kind is Kind.LOAD:
+            if kind in OWN_MOVES:
                 self._num_to_own = self._num_moves
             if kind is Kind.EVICT:
                 self._num_to_evict = self._num_moves
@@ -92,7 +84,7 @@ class MoveOrder:
         if kind not in COMPUTATIONS:
             return 0
         needed = self._num_to_earlier_evict if kind is Kind.FORWARD else 0
-        if kind in _NEED_ACTIVATIONS:
+        if kind in USES_SAVED:
             needed = self._num_to_load.get(key, 0) if kind is Kind.RECOMPUTE else self._num_to_load.pop(key, 0)
         self._num_to_earlier_evict = self._num_to_evict
         if self._synchronous:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.weights import WeightPolicy
 
 __all__ = ["Program", "Row", "Rows", "WeightPolicy", "shifted_row"]
@@ -115,7 +115,7 @@ class Program:
         for row in self.rows:
             newest = self.first_batch
             for instruction in row:
-                if instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                if instruction.kind in ENDS_BACKWARD:
                     batch = self.batch_of(instruction.microbatch)
                     if batch < newest:
                         return True

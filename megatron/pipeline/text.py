@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program import Program, Row, Rows
 from megatron.pipeline.weights import FLUSH, POLICIES, WeightPolicy
 
@@ -178,7 +178,7 @@ def _read_row(rank: int, number: int, line: str) -> Iterator[Instruction]:
             continue
         try:
             instruction = Instruction.parse(cell.strip())
-            if instruction.stage in reduced and instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            if instruction.stage in reduced and instruction.kind in ENDS_BACKWARD:
                 raise ValueError(f"{instruction} adds to gradients that column {reduced[instruction.stage]} reduces")
             yield instruction
         except ValueError as error:
@@ -212,7 +212,7 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
         "tied_embeddings": Kind.REDUCE_EMBED in kinds,
         "data_parallel": Kind.REDUCE_GRAD in kinds,
         "global_norm": Kind.REDUCE_NORM in kinds or Kind.STEP not in kinds,
-        "forward_only": not kinds & {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
+        "forward_only": not kinds & (BEGINS_BACKWARD | ENDS_BACKWARD),
     }
 
 

@@ -24,14 +24,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from megatron.pipeline.instruction import COMPUTATIONS, MOVES, Instruction, Kind
+from megatron.pipeline.instruction import BUSY, ENDS_BACKWARD, MOVES, WORDS, Instruction, Kind
 
 FORMAT = "megatron.pipeline.timeline/1"
-
-BUSY = COMPUTATIONS | {
-    Kind.STEP
-}  # what occupies a rank's compute lane; transfers and reductions have lanes of their own
-LAST_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what lets go of a microbatch's activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +167,7 @@ class Timeline:
         """
         starts = self.batch_starts()
         backwards = (span.end for span in self.computations(self.rank_of_stage[0]) if span.instruction.stage == 0
-                     and span.instruction.kind in LAST_BACKWARD)  # fmt: skip
+                     and span.instruction.kind in ENDS_BACKWARD)  # fmt: skip
         filled = next(backwards, 0.0)
         first = max(1, len(starts) // 2 - 1)
         return [start for start in starts[first:] if start >= filled]
@@ -215,14 +210,12 @@ class Timeline:
         row = self.rows[rank]
         moves, events = False, []
         for instruction, start, end in zip(row, self.starts[rank], self.ends[rank], strict=True):
-            kind = instruction.kind
             if instruction.stage not in stages:
                 continue
-            if kind is Kind.FORWARD or kind in (Kind.LOAD, Kind.ACCEPT):
-                events.append((start, 1))
-            elif kind in LAST_BACKWARD or kind in (Kind.EVICT, Kind.RETURN):
-                events.append((end, -1))
-            moves |= kind in MOVES
+            change = WORDS[instruction.kind].saved
+            if change:
+                events.append((start if change > 0 else end, change))
+            moves |= instruction.kind in MOVES
         if moves:
             events.sort()  # moves run beside the row; at one time, what is freed comes first
         return list(zip((time for time, _ in events), accumulate(change for _, change in events), strict=True))

@@ -9,11 +9,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from megatron.pipeline.check import CheckReport
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.program import Program
-
-_USES = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ def _own_microbatches(program: Program) -> tuple[int, ...]:
         if instruction.kind is Kind.FORWARD:
             held[instruction.stage] += 1
             peaks[instruction.stage] = max(peaks[instruction.stage], held[instruction.stage])
-        elif instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        elif instruction.kind in ENDS_BACKWARD:
             held[instruction.stage] -= 1
     return tuple(peaks)
 
@@ -99,7 +97,7 @@ def _gradient_buffers(program: Program, rank: int) -> int:
     open_batches: set[int] = set()
     peak = 0
     for instruction in program.rows[rank]:
-        if _USES.get(instruction.kind) is Kind.RECV_B:
+        if instruction.kind in BEGINS_BACKWARD:
             open_batches.add(program.batch_of(instruction.microbatch))
             peak = max(peak, len(open_batches))
         elif instruction.kind is Kind.STEP:
@@ -108,13 +106,13 @@ def _gradient_buffers(program: Program, rank: int) -> int:
 
 
 def _receives_ahead(program: Program, rank: int) -> int:
-    posted: set[tuple[Kind, int, int]] = set()
+    posted: set[tuple[Tensor, int, int]] = set()
     peak = 0
     for instruction in program.rows[rank]:
-        kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
-        if kind in (Kind.RECV_F, Kind.RECV_B):
-            posted.add((kind, *key))
+        word, key = instruction.kind.row, (instruction.stage, instruction.microbatch)
+        if word.receives:
+            posted.add((word.receives, *key))
             peak = max(peak, len(posted))
-        elif kind in _USES:
-            posted.discard((_USES[kind], *key))
+        elif word.needs:
+            posted.discard((word.needs, *key))
     return peak

@@ -16,7 +16,19 @@ the moves end, and that nobody waits in a circle, is proved with the progress.
 """
 
 from megatron.pipeline import moves
-from megatron.pipeline.check.compact import ACCEPT, EVICT, LOAD, RETURN, B, CompactProgram, F, I, R
+from megatron.pipeline.check.compact import (
+    ACCEPT,
+    EVICT,
+    FIRST_MOVE,
+    FIRST_UPDATE,
+    LOAD,
+    RETURN,
+    B,
+    CompactProgram,
+    F,
+    I,
+    R,
+)
 
 # What has happened to the activations of a microbatch at a stage; at its pair stage, _NOWHERE, _LENT, _GIVEN_BACK.
 _NOWHERE, _SAVED, _AWAY, _BACK, _USED, _LENT, _GIVEN_BACK = range(7)
@@ -61,7 +73,7 @@ def prove_balance(compact: CompactProgram) -> None:
             if code == F:
                 own[place] = _SAVED
             elif code in _MUST_FIND:
-                if EVICT <= code <= LOAD and partners[rank] == rank:
+                if FIRST_MOVE <= code < FIRST_UPDATE and partners[rank] == rank:
                     raise compact.error(rank, position, "its pair stage lives on the same rank, so nothing can move")
                 wanted, left = _MUST_FIND[code]
                 states = lent if code in (ACCEPT, RETURN) else own
@@ -84,7 +96,7 @@ def partner_of_rank(compact: CompactProgram) -> list[int]:
 
 def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) -> list[int]:
     """The positions of the moves in a row, up to position `end`."""
-    return [position for position, code in enumerate(compact.codes[rank][:end]) if EVICT <= code <= LOAD]
+    return [position for position, code in enumerate(compact.codes[rank][:end]) if FIRST_MOVE <= code < FIRST_UPDATE]
 
 
 def _prove_correspondence(compact: CompactProgram, rank: int, partner: int) -> None:

@@ -16,24 +16,32 @@ stage's first place.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from megatron.pipeline.check.error import ProgramError, error_at
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.moves import awaited_moves, pair_of
 from megatron.pipeline.program import Program
 
-F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B = range(9)  # noqa: E741
-EVICT, ACCEPT, RETURN, LOAD, REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP = range(9, 17)
-NUM_CODES = 17
-
-KIND_OF_CODE = (
-    Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE,
-    Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B,
-    Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD,
-    Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP,
-)  # fmt: skip
+_PROVED = {  # the words that have a proof, by what is proved of them
+    "computations": (
+        Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE,
+    ),
+    "transfers": (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
+    "moves": (Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD),
+    "updates": (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP),
+}  # fmt: skip
+KIND_OF_CODE = tuple(kind for group in _PROVED.values() for kind in group)  # so a bound tells the group
 _CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
-_PEER_OFFSET = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
+NUM_CODES = len(KIND_OF_CODE)
+FIRST_TRANSFER, FIRST_MOVE, FIRST_UPDATE, _ = accumulate(map(len, _PROVED.values()))
+(
+    F, B, I, W, R,  # noqa: E741
+    SEND_F, RECV_F, SEND_B, RECV_B,
+    EVICT, ACCEPT, RETURN, LOAD,
+    REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP,
+) = range(NUM_CODES)  # fmt: skip
+_PEER_OFFSET = [kind.row.neighbour for kind in KIND_OF_CODE]
 
 
 @dataclass(frozen=True)
@@ -120,12 +128,12 @@ def compact(program: Program) -> CompactProgram:
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version
             if code is None or not 0 <= stage < num_stages or rank_of_stage[stage] != rank:
                 raise error_at(program, rank, position, _explain_owner(instruction, rank_of_stage))
-            if code <= LOAD:
+            if code < FIRST_UPDATE:
                 if microbatch is None or not 0 <= microbatch - first < num_microbatches:
                     raise error_at(program, rank, position, _explain_microbatch(microbatch, first, num_microbatches))
                 places.append(stage * num_microbatches + microbatch - first)
-                if code >= SEND_F:
-                    if code <= RECV_B:
+                if code >= FIRST_TRANSFER:
+                    if code < FIRST_MOVE:
                         communicates = True
                         peer = stage + _PEER_OFFSET[code]
                     else:

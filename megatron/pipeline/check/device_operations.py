@@ -43,6 +43,9 @@ from dataclasses import dataclass, field
 from megatron.pipeline.check.balance import partner_of_rank
 from megatron.pipeline.check.compact import (
     EVICT,
+    FIRST_MOVE,
+    FIRST_TRANSFER,
+    FIRST_UPDATE,
     LOAD,
     RECV_B,
     RECV_F,
@@ -137,11 +140,11 @@ class _Lowering:
         compact, rank = self.compact, self.rank
         rows = zip(compact.codes[rank], compact.places[rank], compact.versions[rank], strict=True)
         for self.position, (code, place, version) in enumerate(rows):
-            if code < SEND_F:
+            if code < FIRST_TRANSFER:
                 self._compute(code, place)
-            elif code <= RECV_B:
+            elif code < FIRST_MOVE:
                 self._transfer(code, place)
-            elif code < REDUCE_GRAD:
+            elif code < FIRST_UPDATE:
                 self._move(code, place)
             elif code == STEP:
                 self._step(version)

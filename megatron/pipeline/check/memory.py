@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.pipeline.check.compact import ACCEPT, EVICT, LOAD, RETURN, B, CompactProgram, F, R, W
+from megatron.pipeline.check.compact import FIRST_MOVE, FIRST_UPDATE, KIND_OF_CODE, B, CompactProgram, F, R, W
 
-_CHANGE = {EVICT: -1, ACCEPT: 1, RETURN: -1, LOAD: 1}
+_CHANGE = {code: KIND_OF_CODE[code].row.saved for code in range(FIRST_MOVE, FIRST_UPDATE)}  # of moves
 
 
 class Held:

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from megatron.pipeline.check.balance import moves_of_rank, partner_of_rank
-from megatron.pipeline.check.compact import KIND_OF_CODE, NUM_CODES, REDUCE_GRAD, STEP, CompactProgram, F
+from megatron.pipeline.check.compact import FIRST_UPDATE, KIND_OF_CODE, NUM_CODES, STEP, CompactProgram, F
 from megatron.pipeline.check.computations import complete_facts, stage_rules
 from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.memory import hold
@@ -40,7 +40,7 @@ from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.check.versions import version_of_batch
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.program import Program
 
@@ -159,7 +159,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         facts[stage][index] |= added[stage][code]
         if code == F:
             forward_version[place] = version
-        elif code >= REDUCE_GRAD:
+        elif code >= FIRST_UPDATE:
             posted[code] += 1
     state: _RankState = {}
     for stage in stages:
@@ -191,8 +191,9 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Or
         order.awaited(instruction)
     state: _RankState = {}
     for stage, held in hold(compact, rank, ends[rank]).items():
-        away = {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.EVICT, Kind.ACCEPT)}
-        away -= {each.microbatch for each in own if each.stage == stage and each.kind in (Kind.LOAD, Kind.RETURN)}
+        here = [each for each in own if each.stage == stage]
+        away = {each.microbatch for each in here if each.kind.row.leaves}
+        away -= {each.microbatch for each in here if not each.kind.row.leaves}
         first = compact.program.first_microbatch + origin.microbatch
         state[f"what is away from stage {stage} or lent to it"] = sorted(each - first for each in away)
         state[f"how many microbatches stage {stage} has in flight, and holds more than that"] = held.own, held.moved

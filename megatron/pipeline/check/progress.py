@@ -19,9 +19,9 @@ a transfer that an F or B waits for is complete as soon as it is sent.
 
 from megatron.pipeline.check.balance import partner_of_rank
 from megatron.pipeline.check.compact import (
+    FIRST_MOVE,
+    FIRST_UPDATE,
     KIND_OF_CODE,
-    RECV_B,
-    REDUCE_GRAD,
     SEND_B,
     SEND_F,
     STEP,
@@ -107,8 +107,8 @@ class Execution:
         awaited_moves = compact.awaited_moves[rank]
         for position in range(self.position[rank], self.ends[rank]):
             code, place = codes[position], places[position]
-            if code < REDUCE_GRAD:
-                if code > RECV_B:
+            if code < FIRST_UPDATE:
+                if code >= FIRST_MOVE:
                     self._request_move(rank)
                     continue
                 if awaited_moves and self._waits_for_moves(rank, awaited_moves.get(position, 0)):

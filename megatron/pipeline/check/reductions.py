@@ -23,7 +23,7 @@ class Reductions:
         self._norm_queue = self.num_ranks if reports_apart else 0  # added to a rank
         ends = {compact.rank_of_stage[0], compact.rank_of_stage[-1]}
         self._groups = {
-            REDUCE_NORM: [rank + self._norm_queue for rank in range(self.num_ranks)],
+            REDUCE_NORM: [rank + self._norm_queue for rank in range(self.num_ranks)],  # all
             REDUCE_EMBED: sorted(ends),
         }
         self._queues: list[list[Reduction]] = [[] for _ in range(2 * self.num_ranks)]

@@ -6,11 +6,11 @@ computations; here the two ends of each channel are shown to list the same micro
 not, a stage would compute on another microbatch's data, silently.
 """
 
-from megatron.pipeline.check.compact import RECV_B, RECV_F, SEND_B, SEND_F, CompactProgram
+from megatron.pipeline.check.compact import FIRST_MOVE, FIRST_TRANSFER, RECV_B, RECV_F, SEND_B, SEND_F, CompactProgram
 
 Channel = tuple[int, int]  # (code of the send, sending stage)
 
-_RECEIVED_FROM = {RECV_F: (SEND_F, -1), RECV_B: (SEND_B, 1)}
+_RECEIVED_FROM = {RECV_F: (SEND_F, -1), RECV_B: (SEND_B, 1)}  # the code of the send, and how many stages on it is
 
 
 def prove_transfers(compact: CompactProgram) -> None:
@@ -38,7 +38,7 @@ def list_channels(
     received: dict[Channel, list[int]] = {}
     for codes, places, end in zip(compact.codes, compact.places, ends, strict=True):
         for code, place in zip(codes[:end], places[:end], strict=True):
-            if SEND_F <= code <= RECV_B:
+            if FIRST_TRANSFER <= code < FIRST_MOVE:
                 stage, microbatch = divmod(place, num_microbatches)
                 if code in _RECEIVED_FROM:
                     send, offset = _RECEIVED_FROM[code]

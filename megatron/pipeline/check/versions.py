@@ -16,7 +16,15 @@ Under `stash` the delay p-1-s of each stage is PipeDream's, and is proved along 
 computes follows from the policy alone, here as for the others.
 """
 
-from megatron.pipeline.check.compact import REDUCE_GRAD, SEND_F, STEP, B, CompactProgram, F, W
+from megatron.pipeline.check.compact import (
+    FIRST_TRANSFER,
+    FIRST_UPDATE,
+    STEP,
+    B,
+    CompactProgram,
+    F,
+    W,
+)
 from megatron.pipeline.program import Program
 
 
@@ -41,12 +49,12 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             reason = ""
             if version is None:
-                if code < SEND_F:
+                if code < FIRST_TRANSFER:
                     reason = "it names no weight version, though the program does elsewhere"
             elif code == F:
                 reason = stages[place // num_microbatches].forward(version, batch_of[place % num_microbatches])
                 forward_version[place] = version
-            elif code < SEND_F:
+            elif code < FIRST_TRANSFER:
                 if version != forward_version[place]:
                     reason = f"its forward ran with version {forward_version[place]}, so it has to use that one too"
                 elif code in (B, W):
@@ -126,7 +134,7 @@ def prove_evaluation(compact: CompactProgram) -> tuple[int, ...]:
     entry = compact.program.entry_versions
     for rank, (codes, versions) in enumerate(zip(compact.codes, compact.versions, strict=True)):
         for position, (code, version) in enumerate(zip(codes, versions, strict=True)):
-            if code >= REDUCE_GRAD:
+            if code >= FIRST_UPDATE:
                 raise compact.error(rank, position, "a program that evaluates updates nothing")
             if code == F and version != max(entry):
                 raise compact.error(rank, position, f"the program evaluates version {max(entry)}, the newest")

@@ -7,17 +7,8 @@ row.
 
 from dataclasses import dataclass
 
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.timeline import COMPUTATIONS, Timeline
-
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, inputs",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
-    Kind.RECOMPUTE: "recompute",
-}
-_ENDS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+from megatron.pipeline.instruction import COMPUTATIONS, ENDS_BACKWARD, Kind
+from megatron.pipeline.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ def cells_of(timeline: Timeline) -> list[Cell]:
     found = [span for span in timeline.computations() if span.instruction.kind in COMPUTATIONS]
     for index, span in enumerate(found):
         key = (span.instruction.stage, batch_of.get(span.instruction.microbatch))
-        if span.instruction.kind in _ENDS_BACKWARD:
+        if span.instruction.kind in ENDS_BACKWARD:
             last_backward[key] = index
         elif span.instruction.kind is Kind.FORWARD:
             first_forward.setdefault(key, index)

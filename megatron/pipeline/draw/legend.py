@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.draw.cells import NAMES, Cell, steps_of
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.draw.cells import Cell, steps_of
+from megatron.pipeline.instruction import COMPUTATIONS, OWN_MOVES, REDUCTIONS, SENDS, Kind
 from megatron.pipeline.memory_curve import MemoryCurve
 from megatron.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHADES = {  # lightest to darkest; a weight version, or a stage of several on a rank, takes one of them in turn
-    Kind.FORWARD: ("#c6dcf4", "#8fb9e6", "#5b94d3", "#3873b8"),
-    Kind.BACKWARD: ("#cde9c6", "#98d08c", "#66b35c", "#3d9140"),
-    Kind.BACKWARD_INPUT: ("#cde9c6", "#98d08c", "#66b35c", "#3d9140"),
-    Kind.BACKWARD_WEIGHT: ("#e4efb4", "#cbdf7c", "#adc74d", "#8aa62c"),
-    Kind.RECOMPUTE: ("#e2d3ee", "#c5a6de", "#a67bc9", "#8457ae"),
+SHADES = {  # by a word's colour, lightest to darkest; weight versions, or the stages of a rank, take them in turn
+    "blue": ("#c6dcf4", "#8fb9e6", "#5b94d3", "#3873b8"),
+    "green": ("#cde9c6", "#98d08c", "#66b35c", "#3d9140"),
+    "olive": ("#e4efb4", "#cbdf7c", "#adc74d", "#8aa62c"),
+    "purple": ("#e2d3ee", "#c5a6de", "#a67bc9", "#8457ae"),
+    "grey": ("#e0e0e0", "#c2c2c2", "#9b9b9b", "#757575"),
 }
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 STEP, HATCH, BORDER = "#c8102e", "#1f5c22", "#222222"
@@ -30,13 +30,11 @@ MEMORY = {  # by the part of a memory curve
     "activations": "#f2b66d",
     "transfers": "#c65b52",
 }
-MOVE_COLOURS = {Kind.EVICT: "#b3261e", Kind.LOAD: "#1456a0"}
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-REDUCTIONS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM})
+MOVE_COLOURS = {-1: "#b3261e", +1: "#1456a0"}  # by what the move does to what the evictor saves
 
 
 def shade_of(kind: Kind, shade: int) -> str:
-    return SHADES[kind][shade % 4]
+    return SHADES[kind.row.colour][shade % 4]
 
 
 def ink_on(shade: int) -> str:
@@ -50,7 +48,8 @@ def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, la
     from matplotlib.patches import Patch
 
     entries: list[tuple] = []
-    for kind, name in NAMES.items():
+    for kind in (each for each in Kind if each in COMPUTATIONS):
+        name = kind.row.name
         drawn = [cell for cells in all_cells for cell in cells if cell.kind is kind]
         chunks = dict(sorted((cell.chunk, cell.shade) for cell in drawn if cell.chunk is not None))
         if chunks:
@@ -70,10 +69,9 @@ def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, la
     if any(map(steps_of, timelines)):
         entries.append(((Patch(facecolor=STEP),), "optimizer step; makes weights Wn"))
     entries.append(((Patch(facecolor=BUBBLE),), "bubble"))
-    moving = {span.instruction.kind for timeline in timelines for span in timeline.spans} & MOVE_COLOURS.keys()
-    for kind, name in ((Kind.EVICT, "eviction to the pair stage"), (Kind.LOAD, "load from the pair stage")):
-        if kind in moving:
-            entries.append(((Line2D([], [], color=MOVE_COLOURS[kind], linewidth=1.4),), name))
+    moving = {span.instruction.kind for timeline in timelines for span in timeline.spans} & OWN_MOVES
+    for kind in (each for each in Kind if each in moving):
+        entries.append(((Line2D([], [], color=MOVE_COLOURS[kind.row.saved], linewidth=1.4),), kind.row.name))
     if lanes:
         timed = {span.instruction.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
         if timed & SENDS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.cells import Cell, Step, names_of_rows
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import MOVES, OWN_MOVES, REDUCTIONS, SENDS, Kind
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.timeline import Timeline
 
@@ -104,11 +104,11 @@ def draw_lanes(axes: "Axes", timeline: Timeline) -> None:
         kind, start, end = span.instruction.kind, span.start, span.end
         if end <= start:
             continue
-        if kind in legend.SENDS:
-            to = timeline.rank_of_stage[span.instruction.stage + (1 if kind is Kind.SEND_F else -1)]
+        if kind in SENDS:
+            to = timeline.rank_of_stage[span.instruction.stage + kind.row.neighbour]
             toward = 0.46 if to > span.rank else -0.46
             lines.append([(start, span.rank + toward), (end, to - toward)])
-        elif kind in legend.REDUCTIONS:
+        elif kind in REDUCTIONS:
             low, high = span.rank + 0.38, span.rank + 0.46
             bars.append([(start, low), (end, low), (end, high), (start, high)])
     axes.add_collection(LineCollection(lines, colors=legend.TRANSFER, linewidths=0.7, gid="transfer", zorder=4))
@@ -124,8 +124,9 @@ def draw_moves(axes: "Axes", timeline: Timeline, *, one_based: bool) -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.patheffects import withStroke
 
-    for kind, colour in legend.MOVE_COLOURS.items():
-        lines = []
+    for kind in (each for each in Kind if each in OWN_MOVES):
+        lines, evicts = [], kind.row.saved < 0
+        colour = legend.MOVE_COLOURS[kind.row.saved]
         label = {"va": "center", "fontsize": _SMALL, "fontweight": "bold", "color": colour, "zorder": 6}
         label["path_effects"] = [withStroke(linewidth=1.5, foreground="white")]
         for span in timeline.spans:
@@ -135,7 +136,6 @@ def draw_moves(axes: "Axes", timeline: Timeline, *, one_based: bool) -> None:
             edge = _INNER / 2 if pair > span.rank else -_INNER / 2
             rows = [span.rank + edge, pair - edge]
             times = [span.start, span.end]
-            evicts = kind is Kind.EVICT
             lines.append(list(zip(times, rows if evicts else rows[::-1], strict=True)))
             number, side = str(span.instruction.microbatch + one_based), 1 if evicts else -1
             axes.annotate(
@@ -174,7 +174,7 @@ def draw_saved(axes: "Axes", timeline: Timeline) -> None:
     title = "microbatches whose activations are saved, with the peak"
     if timeline.num_stages > timeline.num_ranks:
         title += "; over all stages of a rank, its first ones darker"
-    if any(span.instruction.kind is Kind.ACCEPT for span in timeline.spans):
+    if any(span.instruction.kind in MOVES for span in timeline.spans):
         title += " (a microbatch that is awaited from the pair has its memory already)"
     axes.set_title(title, loc="left", fontsize=8, pad=2)
 

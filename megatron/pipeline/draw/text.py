@@ -19,18 +19,18 @@ from rich.style import Style
 from rich.text import Text
 
 from megatron.pipeline.draw.cells import Cell, cells_of, names_of_rows, steps_of
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import OWN_MOVES
 from megatron.pipeline.timeline import Timeline
 
-_COLOURS = {
-    Kind.FORWARD: ("blue", "dodger_blue2"),
-    Kind.BACKWARD: ("green4", "green"),
-    Kind.BACKWARD_INPUT: ("green4", "green"),
-    Kind.BACKWARD_WEIGHT: ("dark_cyan", "light_sea_green"),
-    Kind.RECOMPUTE: ("purple", "magenta"),
+_COLOURS = {  # by a word's colour; weight versions take them in turn
+    "blue": ("blue", "dodger_blue2"),
+    "green": ("green4", "green"),
+    "olive": ("dark_cyan", "light_sea_green"),
+    "purple": ("purple", "magenta"),
+    "grey": ("grey37", "grey50"),
 }
 _MOVES = "moves"  # the head of a rank's second line
-_MOVE_SIGNS = {Kind.EVICT: (">", "red"), Kind.LOAD: ("<", "blue")}
+_MOVE_SIGNS = {-1: (">", "red"), +1: ("<", "blue")}  # by what the move does to what the rank saves
 _LONGEST = 20_000  # characters of a line before it is cut into blocks; a longer drawing helps nobody
 
 
@@ -74,14 +74,14 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
 def _moves(timeline: Timeline, rank: int, scale: float, total: int, *, one_based: bool) -> "_Row | None":
     """The evictions and loads of a rank; None where it has none."""
     found = zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
-    found = [span for span in found if span[0].kind in _MOVE_SIGNS]
+    found = [span for span in found if span[0].kind in OWN_MOVES]
     if not found:
         return None
     line, free = _Row(total, blank=" "), 0
     several = len(timeline.stages_of(rank)) > 1
     for instruction, start, end in found:
         first, last = (round(time * scale) for time in (start, end))
-        sign, colour = _MOVE_SIGNS[instruction.kind]
+        sign, colour = _MOVE_SIGNS[instruction.kind.row.saved]
         label = f"{sign}{f'{instruction.stage}:' if several else ''}{instruction.microbatch + one_based}"
         first = max(first, free)  # one that takes no time, behind the one before it
         free = max(last, first + len(label) + 1)
@@ -115,7 +115,7 @@ def _label(cell: Cell, *, one_based: bool, versions: bool, stage: bool) -> str:
 
 
 def _style(cell: Cell) -> Style:
-    return Style(color="white", bgcolor=_COLOURS[cell.kind][(cell.version or 0) % 2], bold=cell.begins_batch)
+    return Style(color="white", bgcolor=_COLOURS[cell.kind.row.colour][(cell.version or 0) % 2], bold=cell.begins_batch)
 
 
 def _blocks(lines: list[tuple[str, _Row]], total: int, width: int) -> Text:

@@ -30,15 +30,12 @@ in the background (see `megatron.pipeline.moves`), so it is never late, and memo
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.moves import counterpart, pair_of
 from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.program import Program
 
 _Saved = tuple[int, int]  # stage, microbatch
-
-_NEEDS_ACTIVATIONS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-_ENDS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 
 def balanced_bounds(max_saved: Sequence[int]) -> tuple[int, ...]:
@@ -87,7 +84,7 @@ class _Evictor:
     def __init__(self, legs: Legs, bound: int) -> None:
         self._legs, self._bound = legs, bound
         row = [instruction for leg in legs for instruction in leg]
-        self._needed_at = {_saved(each): place for place, each in enumerate(row) if each.kind in _NEEDS_ACTIVATIONS}
+        self._needed_at = {_saved(each): place for place, each in enumerate(row) if each.kind in BEGINS_BACKWARD}
         self._place = 0  # in the row, of the computation before which moves are set
         self._held: set[_Saved] = set()
         self._away: set[_Saved] = set()
@@ -112,7 +109,7 @@ class _Evictor:
                 if len(self._held) + starts + 1 <= self._bound:
                     yield self._load(_saved(following))
             is_owed = index > 0 and _saved(leg[index - 1]) in to_leave_away & self._held
-            left = len(self._held) + starts - (current.kind in _ENDS_BACKWARD)
+            left = len(self._held) + starts - (current.kind in ENDS_BACKWARD)
             lacking = left + 1 + self._must_load(after) - self._bound
             for _ in range(max(0, lacking) if following and following.kind is Kind.FORWARD else 0):
                 is_owed = False
@@ -128,13 +125,13 @@ class _Evictor:
     def _away_at_end(self, leg: Leg) -> set[_Saved]:
         """What is to be away at the end of a leg that is not the last, so that the next forward finds room."""
         in_flight = self._held | self._away | {_saved(each) for each in leg if each.kind is Kind.FORWARD}
-        in_flight -= {_saved(each) for each in leg if each.kind in _ENDS_BACKWARD}
+        in_flight -= {_saved(each) for each in leg if each.kind in ENDS_BACKWARD}
         num_away = max(0, len(in_flight) + 1 - self._bound)
         return set(sorted(in_flight, key=self._needed_at.__getitem__)[len(in_flight) - num_away :])
 
     def _must_load(self, instruction: Instruction | None) -> bool:
         """Whether the instruction needs activations that are away."""
-        return instruction is not None and instruction.kind in _NEEDS_ACTIVATIONS and _saved(instruction) in self._away
+        return instruction is not None and instruction.kind in BEGINS_BACKWARD and _saved(instruction) in self._away
 
     def _soonest(self, away: Iterable[_Saved]) -> _Saved:
         return min(away, key=self._needed_at.__getitem__)
@@ -159,7 +156,7 @@ class _Evictor:
         self._place += 1
         if computation.kind is Kind.FORWARD:
             self._held.add(_saved(computation))
-        elif computation.kind in _ENDS_BACKWARD:
+        elif computation.kind in ENDS_BACKWARD:
             self._held.remove(_saved(computation))
 
 

@@ -12,26 +12,10 @@ is posted.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import RECEIVE_OF, SEND_OF, Instruction, Tensor
 from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.program import Program
-
-
-class _Transfer(NamedTuple):
-    """What a computation makes for another stage: the words of both ends, and how far away that stage is."""
-
-    send: Kind
-    receive: Kind
-    distance: int
-
-
-_MAKES = {
-    Kind.FORWARD: _Transfer(Kind.SEND_F, Kind.RECV_F, +1),
-    Kind.BACKWARD: _Transfer(Kind.SEND_B, Kind.RECV_B, -1),
-    Kind.BACKWARD_INPUT: _Transfer(Kind.SEND_B, Kind.RECV_B, -1),
-}
 
 
 class _Draft:
@@ -51,7 +35,7 @@ class _Draft:
         for position, instruction in enumerate(self.leg):
             if current is None and instruction.kind.is_computation:
                 current = position
-            if instruction.kind in _MAKES:
+            if instruction.kind.row.needs is not None:
                 yield position, current if before is None else before
                 before, current = current, None
 
@@ -81,24 +65,24 @@ def add_communication(legs_of_rank: Sequence[Legs], outline: Program) -> list[Le
     """
     drafts_of_rank = [[_Draft(leg) for leg in legs] for legs in legs_of_rank]
     drafts = [draft for drafts in drafts_of_rank for draft in drafts]
-    needs: dict[tuple[bool, int, int], tuple[_Draft, int, int]] = {}  # (is a forward, stage, microbatch) -> where
+    needs: dict[tuple[Tensor, int, int], tuple[_Draft, int, int]] = {}  # (tensor, stage, microbatch) -> where
     for draft in drafts:
         for needed, posted in draft.needs():
             instruction = draft.leg[needed]
-            is_forward = instruction.kind is Kind.FORWARD
-            needs[is_forward, instruction.stage, instruction.microbatch] = draft, needed, posted
+            tensor = instruction.kind.row.needs
+            needs[tensor, instruction.stage, instruction.microbatch] = draft, needed, posted
     for draft in drafts:
         for made, instruction in enumerate(draft.leg):
-            if instruction.kind not in _MAKES:
+            tensor = instruction.kind.row.makes
+            if tensor is None:
                 continue
-            send, receive, distance = _MAKES[instruction.kind]
-            stage, target, microbatch = instruction.stage, instruction.stage + distance, instruction.microbatch
+            stage, target, microbatch = instruction.stage, instruction.stage + tensor.value, instruction.microbatch
             if not outline.crosses(stage, target):
                 continue
-            need = instruction.kind is Kind.FORWARD, target, microbatch
+            need = tensor, target, microbatch
             if need not in needs:
                 raise ValueError(f"{instruction} makes a tensor for stage {target}, where nothing needs it")
             receiver, needed, posted = needs[need]
-            draft.send(Instruction(send, stage, microbatch), made=made)
-            receiver.receive(Instruction(receive, target, microbatch), needed=needed, posted=posted)
+            draft.send(Instruction(SEND_OF[tensor], stage, microbatch), made=made)
+            receiver.receive(Instruction(RECEIVE_OF[tensor], target, microbatch), needed=needed, posted=posted)
     return [[draft.joined() for draft in drafts] for drafts in drafts_of_rank]

@@ -5,10 +5,8 @@ stage: where the gradient of the output is still on its way, the recompute runs 
 waits for it.
 """
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import BEGINS_BACKWARD, Instruction, Kind
 from megatron.pipeline.passes import Leg, Legs
-
-_NEEDS_ACTIVATIONS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def add_recompute(legs: Legs) -> Legs:
@@ -17,7 +15,7 @@ def add_recompute(legs: Legs) -> Legs:
     for leg in legs:
         extended: Leg = []
         for instruction in leg:
-            if instruction.kind in _NEEDS_ACTIVATIONS:
+            if instruction.kind in BEGINS_BACKWARD:
                 extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))
             extended.append(instruction)
         result.append(extended)

@@ -11,11 +11,9 @@ Where each stage uses its newest version (`delay` None) the STEP follows the red
 comes after it, for the report alone, and nobody waits for it.
 """
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.program import Program
-
-_ENDS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 def add_updates(legs: Legs, rank: int, outline: Program) -> Legs:
@@ -26,7 +24,7 @@ def add_updates(legs: Legs, rank: int, outline: Program) -> Legs:
         extended: Leg = []
         for instruction in leg:
             extended.append(instruction)
-            if instruction.kind in _ENDS_BACKWARD:
+            if instruction.kind in ENDS_BACKWARD:
                 extended += chain.after(instruction)
         result.append(extended)
     delay = outline.weights.delay

@@ -219,7 +219,7 @@ class ActivationTransfers:
 
     def _overdue(self, computation: Instruction, move: Instruction) -> TransferError:
         own, peer = self._names(move)
-        direction = "to" if move.kind in (Kind.EVICT, Kind.RETURN) else "from"
+        direction = "to" if move.kind.row.saved < 0 else "from"
         current = self._queue.current
         behind = f", behind {current}" if current is not None and current != move else ""
         message = f"{own} waited {self._timeout:g} s in {computation} for {move} {direction} {peer}{behind}"

@@ -21,13 +21,11 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.backend.streams import Event, streams_of
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import SENDS, Instruction, Kind
 from megatron.pipeline.moves import partner_of_rank
 from megatron.pipeline.runtime.links import LINKS, Link, Receive
 from megatron.pipeline.runtime.move_links import MOVE_LINKS, MoveLink
 from megatron.pipeline.runtime.stage import Stage, TensorSpec
-
-_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 _num_built: Counter[tuple[int, ...]] = (
     Counter()
@@ -265,7 +263,7 @@ class Channels:
 
     def num_unread_sends(self) -> int:
         """Sent tensors whose storage is still held because the peer has not read them."""
-        return sum(link.num_unread() for (kind, _), (link, _) in self._links.items() if kind in _SENDS)
+        return sum(link.num_unread() for (kind, _), (link, _) in self._links.items() if kind in SENDS)
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends, stop the threads, end the groups. Links cannot be used afterwards."""

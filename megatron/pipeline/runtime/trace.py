@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import Instruction, Tensor
 from megatron.pipeline.timeline import Span, Timeline
 
 COMPUTE, WAIT, CHAIN, MOVES = "compute", "wait", "chain", "moves"
@@ -184,26 +184,25 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
     ).shifted(-origin)
 
 
-_TENSORS = {Kind.SEND_F: ("F", 1), Kind.RECV_F: ("F", 0), Kind.SEND_B: ("B", -1), Kind.RECV_B: ("B", 0)}
-_NEEDS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "B"}
+_Brought = tuple[Tensor, int, int]  # what a transfer brings: the stage that needs it, the microbatch
 
 
-def _tensor(instruction: Instruction) -> tuple[str, int, int] | None:
-    """What a transfer brings: an activation or gradient, the stage that needs it, the microbatch."""
-    if instruction.kind not in _TENSORS:
+def _tensor(instruction: Instruction) -> _Brought | None:
+    word = instruction.kind.row
+    if word.neighbour is None:
         return None
-    letter, distance = _TENSORS[instruction.kind]
-    return letter, instruction.stage + distance, instruction.microbatch
+    needed_at = instruction.stage + (word.neighbour if word.sends else 0)
+    return word.sends or word.receives, needed_at, instruction.microbatch
 
 
-def _exposed_transfers(traces: Sequence[RankTrace]) -> dict[tuple[str, int, int] | None, tuple[float, float]]:
+def _exposed_transfers(traces: Sequence[RankTrace]) -> dict[_Brought | None, tuple[float, float]]:
     """Start and end of the transfers that a computation waited for: posted by both ends, until it could go on."""
-    posted: dict[tuple[str, int, int], float] = {}
-    waited: dict[tuple[str, int, int], float] = {}
+    posted: dict[_Brought, float] = {}
+    waited: dict[_Brought, float] = {}
     for span in (span for trace in traces for span in trace.spans):
         instruction = span.instruction
-        if span.track == WAIT and instruction.kind in _NEEDS:
-            waited[_NEEDS[instruction.kind], instruction.stage, instruction.microbatch] = span.end
+        if span.track == WAIT and (needs := instruction.kind.row.needs) is not None:
+            waited[needs, instruction.stage, instruction.microbatch] = span.end
         elif span.track == COMPUTE and (tensor := _tensor(instruction)) is not None:
             posted[tensor] = max(span.end, posted.get(tensor, span.end))
     return {tensor: (posted[tensor], end) for tensor, end in waited.items() if posted.get(tensor, end) < end}

@@ -3,7 +3,7 @@
 from collections import deque
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import RECEIVES, SENDS, Kind, Tensor
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
 NOBODY = -1
@@ -53,8 +53,8 @@ class Channels:
         inputs: the channel that brings the input of a stage.
         gradients: the channel that brings the gradient of its output.
         posted: for each kind of transfer, where a stage posts it.
-        delivered: for each kind of computation, the channel that takes its result without being told: within a rank,
-            and in a program without transfers.
+        delivered: for each tensor, the channel that takes it from the stage that makes it without being told: within a
+            rank, and in a program without transfers.
     """
 
     def __init__(self, state: State, costs: Costs) -> None:
@@ -62,8 +62,8 @@ class Channels:
         ranks, num_stages = program.rank_of_stage, len(program.rank_of_stage)
         self.inputs: list[Channel | None] = [None] * num_stages
         self.gradients: list[Channel | None] = [None] * num_stages
-        self.posted = {kind: [None] * num_stages for kind in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)}
-        self.delivered = {kind: [None] * num_stages for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+        self.posted: dict[Kind, list[Channel | None]] = {kind: [None] * num_stages for kind in SENDS | RECEIVES}
+        self.delivered: dict[Tensor, list[Channel | None]] = {tensor: [None] * num_stages for tensor in Tensor}
         transfers = any(instruction.kind in self.posted for row in state.rows for instruction in row)
         fields = {"num_microbatches": sum(program.batches), "state": state}
         for edge, (up, down, latency) in enumerate(zip(*costs.edges(num_stages), strict=True)):
@@ -75,5 +75,5 @@ class Channels:
                 self.posted[Kind.SEND_F][edge] = self.posted[Kind.RECV_F][edge + 1] = forward
                 self.posted[Kind.SEND_B][edge + 1] = self.posted[Kind.RECV_B][edge] = backward
             else:
-                self.delivered[Kind.FORWARD][edge] = forward
-                self.delivered[Kind.BACKWARD][edge + 1] = self.delivered[Kind.BACKWARD_INPUT][edge + 1] = backward
+                self.delivered[Tensor.ACTIVATION][edge] = forward
+                self.delivered[Tensor.GRADIENT][edge + 1] = backward

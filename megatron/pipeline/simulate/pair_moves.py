@@ -2,7 +2,7 @@
 
 from operator import attrgetter
 
-from megatron.pipeline.instruction import MOVES, Instruction, Kind
+from megatron.pipeline.instruction import MOVES, OWN_MOVES, Instruction, Kind
 from megatron.pipeline.moves import awaited_moves, counterpart, pair_of
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
@@ -68,7 +68,7 @@ class PairMoves:
                 state.runnable.append(each)
 
     def _duration(self, move: Instruction, other: Instruction) -> float:
-        named = move if move.kind in (Kind.EVICT, Kind.LOAD) else other
+        named = move if move.kind in OWN_MOVES else other
         return self._seconds[named.kind][named.stage]
 
     def _partner(self, rank: int, position: int) -> int:

@@ -3,7 +3,7 @@
 import math
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import SHARED_REDUCTIONS, UPDATES, Kind, Lane, Subject, Tensor
 from megatron.pipeline.program import Program
 from megatron.pipeline.simulate.channels import Channels
 from megatron.pipeline.simulate.pair_moves import PairMoves
@@ -12,25 +12,19 @@ from megatron.pipeline.simulate.state import UNKNOWN, SimulationError, State
 from megatron.pipeline.timeline import Timeline
 
 _COMPUTE, _SEND, _RECEIVE, _MOVE, _STEP, _REDUCE = range(6)
-_ACTIONS = {
-    Kind.FORWARD: _COMPUTE,
-    Kind.BACKWARD: _COMPUTE,
-    Kind.BACKWARD_INPUT: _COMPUTE,
-    Kind.BACKWARD_WEIGHT: _COMPUTE,
-    Kind.RECOMPUTE: _COMPUTE,
-    Kind.SEND_F: _SEND,
-    Kind.RECV_F: _RECEIVE,
-    Kind.SEND_B: _SEND,
-    Kind.RECV_B: _RECEIVE,
-    Kind.EVICT: _MOVE,
-    Kind.ACCEPT: _MOVE,
-    Kind.RETURN: _MOVE,
-    Kind.LOAD: _MOVE,
-    Kind.STEP: _STEP,
-    Kind.REDUCE_GRAD: _REDUCE,
-    Kind.REDUCE_EMBED: _REDUCE,
-    Kind.REDUCE_NORM: _REDUCE,
-}
+
+
+def _action(kind: Kind) -> int:
+    """What a rank does when it comes to the word."""
+    word = kind.row
+    if word.lane is Lane.COMPUTE:
+        return _COMPUTE if word.subject is Subject.MICROBATCH else _STEP
+    if word.lane is Lane.TRANSFERS:
+        return _SEND if word.sends else _RECEIVE
+    return _MOVE if word.lane is Lane.MOVES else _REDUCE
+
+
+_ACTIONS = {kind: _action(kind) for kind in Kind}
 
 
 class Simulation:
@@ -40,7 +34,7 @@ class Simulation:
         self.state = State(program)
         num_stages = len(program.rank_of_stage)
         seconds = costs.seconds(num_stages)
-        for kind in (Kind.STEP, Kind.REDUCE_GRAD):  # a rank's, for all its stages; it stands at the lowest
+        for kind in UPDATES - SHARED_REDUCTIONS:  # a rank's, for all its stages; it stands at the lowest
             times = seconds[kind]
             seconds[kind] = [
                 math.fsum(times[each] for each in program.stages_of(rank)) for rank in program.rank_of_stage
@@ -61,14 +55,13 @@ class Simulation:
         transfer its channel; a STEP seconds.
         """
         channels, nothing = self.channels, [None] * len(self.state.program.rank_of_stage)
-        needs = dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT), channels.gradients) | {
-            Kind.FORWARD: channels.inputs
-        }
+        needs = {Tensor.ACTIVATION: channels.inputs, Tensor.GRADIENT: channels.gradients}
         meanings = {}
         for kind, action in _ACTIONS.items():
             of_stage = nothing
             if action == _COMPUTE:
-                parts = (seconds[kind], needs.get(kind, nothing), channels.delivered.get(kind, nothing))
+                word = kind.row
+                parts = (seconds[kind], needs.get(word.needs, nothing), channels.delivered.get(word.makes, nothing))
                 of_stage = list(zip(*parts, strict=True))
             elif action == _STEP:
                 of_stage = seconds[kind]

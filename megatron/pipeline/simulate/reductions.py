@@ -8,10 +8,8 @@ no later STEP waits for it.
 
 from collections import Counter, deque
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import SHARED_REDUCTIONS, Kind
 from megatron.pipeline.simulate.state import UNKNOWN, State
-
-_SHARED = frozenset({Kind.REDUCE_NORM, Kind.REDUCE_EMBED})
 
 
 class _Queue:
@@ -51,7 +49,7 @@ class Reductions:
         self._reduced_at: list[dict[int | None, float]] = [{} for _ in range(num_ranks)]
         self._waits = [False] * num_ranks
         updates = (each for row in state.rows for each in row if each.microbatch is None)
-        self._num_members = Counter((each.kind, each.version) for each in updates if each.kind in _SHARED)
+        self._num_members = Counter((each.kind, each.version) for each in updates if each.kind in SHARED_REDUCTIONS)
 
     def complete_at(self, rank: int, version: int | None) -> float:
         """When all that a rank has posted for a version is complete; `UNKNOWN`: the rank is called when it is known."""

@@ -15,12 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import BUSY, Instruction, Kind
 from megatron.pipeline.program import Program
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
 
-_COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
 _ROUNDS = 4
 
 Times = Mapping[tuple[Kind, int], float]
@@ -54,7 +53,7 @@ def _blend(shares: Mapping[int, float], times_at_work: Mapping[int, Times], key:
 
 def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dict[tuple[Kind, int], dict[int, float]]:
     """(kind, stage) -> number of ranks at work -> seconds of it, in those batches, while so many were."""
-    spans = [span for span in timeline.spans if span.instruction.kind in _COMPUTES and span.end > span.start]
+    spans = [span for span in timeline.spans if span.instruction.kind in BUSY and span.end > span.start]
     borders = sorted([(span.start, 1) for span in spans] + [(span.end, -1) for span in spans])
     events: list[tuple[float, int]] = []  # from when on how many are at work
     count = 0
@@ -79,4 +78,4 @@ def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dic
 
 
 def _batch_of(instruction: Instruction, program: Program) -> int:
-    return instruction.version - 1 if instruction.kind is Kind.STEP else program.batch_of(instruction.microbatch)
+    return instruction.version - 1 if instruction.microbatch is None else program.batch_of(instruction.microbatch)
