@@ -1,15 +1,18 @@
 """Schedules and runs for property tests: any order, policy and flags; batches of varying size; any place of a run."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program, Row
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import STASH, TWO_BW
+from megatron.pipeline.weights import STASH, WeightPolicy
 
 PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved")
+DELAYED = (WeightPolicy("3bw", delay=2), WeightPolicy("4bw", delay=3))
+"""Policies that no preset has, in place of 2bw's."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,20 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
         flags["extra_warmup"] = draw(st.booleans())
     if name in ("flush", "2bw", "interleaved"):
         flags["balance"] = draw(st.booleans())
-    return Schedule.preset(name, num_stages=num_stages, **flags)
+    schedule = Schedule.preset(name, num_stages=num_stages, **flags)
+    if name == "2bw":
+        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, *DELAYED))))
+    return schedule
 
 
 def fewest_microbatches(schedule: Schedule) -> int:
-    """The smallest batch that a schedule runs, by the paper's condition m >= p (2p-1 with the longer warm-up)."""
-    if schedule.weights is not TWO_BW:
+    """The smallest batch that a schedule runs, by the paper's condition m >= p (2p-1 with the longer warm-up), which k
+    batches share where weights are k batches old.
+    """
+    if not schedule.weights.delay:
         return 1
-    return 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+    in_flight = 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+    return math.ceil(in_flight / schedule.weights.delay)
 
 
 def sizes(schedule: Schedule) -> st.SearchStrategy[int]:

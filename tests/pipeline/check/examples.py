@@ -1,13 +1,15 @@
 """Programs for the checker's tests: written out as text, built, and mutated."""
 
 import dataclasses
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import FLUSH, STASH, TWO_BW, weight_policy
+from megatron.pipeline.weights import FLUSH, STASH, weight_policy
+from tests.pipeline.strategies import DELAYED, fewest_microbatches
 
 
 def written(*rows: str, batches: tuple[int, ...] = (1,), weights: str = "flush", **fields: object) -> Program:
@@ -61,7 +63,10 @@ def schedules(draw: st.DrawFn, max_stages: int = 8) -> Schedule:
         flags["tied_embeddings"] = draw(st.booleans())
     if name in ("flush", "2bw"):
         flags["extra_warmup"] = draw(st.booleans())
-    return Schedule.preset(name, num_stages=num_stages, **flags)
+    schedule = Schedule.preset(name, num_stages=num_stages, **flags)
+    if name == "2bw":
+        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, *DELAYED))))
+    return schedule
 
 
 @st.composite
@@ -72,8 +77,8 @@ def cases(
     schedule = draw(schedules(max_stages=max_stages))
     if schedule.weights is STASH:
         sizes = st.just(1)
-    elif schedule.weights is TWO_BW:
-        fewest = 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+    elif schedule.weights.delay:
+        fewest = fewest_microbatches(schedule)
         sizes = st.integers(fewest, max(fewest, max_microbatches))
     elif schedule.num_virtual_stages > 1:
         sizes = st.integers(1, max(1, max_microbatches // schedule.num_ranks)).map(lambda n: n * schedule.num_ranks)

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program
-from megatron.pipeline.weights import FLUSH, STASH, TWO_BW
+from megatron.pipeline.weights import STASH
 
 REDUCTIONS = (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM)
+
+DELAYS = {"flush": 0, "2bw": 1, "3bw": 2, "4bw": 3}  # of the policies whose stages step together
 
 
 class Wrong(Exception):
@@ -57,7 +59,7 @@ def reference(program: Program, symbols: Symbols) -> dict[tuple[int, int], int]:
         if program.weights is STASH:
             versions = [max(program.first_batch, batch - (num_stages - 1 - stage)) for stage in range(num_stages)]
         else:
-            versions = [max(batch - (program.weights is TWO_BW), 0)] * num_stages
+            versions = [max(batch - DELAYS[program.weights.name], 0)] * num_stages
         sums = [Counter() for _ in range(num_stages)]
         for microbatch in program.microbatches_of(batch):
             inputs = [symbols("data", microbatch)]
@@ -315,10 +317,12 @@ class StageMachine:
         )
         self.machine.made[self.stage, version] = self.weights[version]
         keep = {
-            FLUSH: {version},
-            TWO_BW: {version, version - 1},
-            STASH: {version},
-        }[self.program.weights]
+            "flush": {version},
+            "2bw": {version, version - 1},
+            "3bw": {version, version - 1, version - 2},
+            "4bw": {version, version - 1, version - 2, version - 3},
+            "stash": {version},
+        }[self.program.weights.name]
         if self.program.weights is STASH:
             keep |= {used for used, _ in self.saved.values()}
             require(len(keep) <= self.program.num_stages - self.stage, "too many versions are stashed")

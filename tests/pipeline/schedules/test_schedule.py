@@ -40,23 +40,27 @@ def test_every_microbatch_passes_every_stage_in_order(run: Run):
 @settings(max_examples=80, deadline=None)
 @given(runs())
 def test_versions_are_the_policys_formula(run: Run):
-    """flush: j; 2bw: max(j-1, 0); stash: max(first batch, k-(p-1-s)); recompute and backward use their forward's."""
+    """flush: j; 2bw: max(j-1, 0), and so on with longer delays; stash: max(first batch, k-(p-1-s)); recompute and
+    backward use their forward's.
+    """
     program, num_stages = run.build(), run.schedule.num_stages
     for row in program.rows:
         for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE):
             batch = program.batch_of(each.microbatch)
             formula = {
-                FLUSH: batch,
-                TWO_BW: max(batch - 1, 0),
-                STASH: max(run.first_batch, batch - (num_stages - 1 - each.stage)),
+                "flush": batch,
+                "2bw": max(batch - 1, 0),
+                "3bw": max(batch - 2, 0),
+                "4bw": max(batch - 3, 0),
+                "stash": max(run.first_batch, batch - (num_stages - 1 - each.stage)),
             }
-            assert each.version == formula[program.weights]
+            assert each.version == formula[program.weights.name]
 
 
 @settings(max_examples=60, deadline=None)
 @given(runs())
 def test_flush_and_gpipe_drain_between_batches(run: Run):
-    """Under flush no microbatch is in flight at a STEP; 2bw does not drain before the end."""
+    """Under flush no microbatch is in flight at a STEP; 2bw drains at the end alone, where the last steps stand."""
     program = run.build()
     for stage, row in enumerate(program.rows):
         in_flight, drained = 0, 0
@@ -66,16 +70,16 @@ def test_flush_and_gpipe_drain_between_batches(run: Run):
                 drained += in_flight == 0
         if program.weights is FLUSH:
             assert drained == len(run.batches)
-        elif stage < run.schedule.num_stages - 1 and program.weights is TWO_BW:
-            assert drained == 1
+        elif stage < run.schedule.num_stages - 1 and program.weights.delay:
+            assert drained == min(program.weights.delay, len(run.batches))
 
 
 @settings(max_examples=60, deadline=None)
 @given(runs(), st.integers(0, 50), st.integers(0, 9))
 def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batches: int):
-    """A later start shifts the program. Only 2bw's batch 0 differs, which has no version before its own."""
-    if run.schedule.weights is TWO_BW and run.first_batch == 0:
-        run = Run(run.schedule, run.batches, 1, run.first_microbatch)
+    """A later start shifts the program. Only the first batches differ whose version would lie before version 0."""
+    if run.schedule.weights.delay and run.first_batch < run.schedule.weights.delay:
+        run = Run(run.schedule, run.batches, run.schedule.weights.delay, run.first_microbatch)
     later = Run(run.schedule, run.batches, run.first_batch + batches, run.first_microbatch + microbatches)
     shifted = [shifted_row(row, microbatches=microbatches, versions=batches) for row in run.build().rows]
     assert list(later.build().rows) == shifted

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules import stream as stream_module
-from megatron.pipeline.weights import TWO_BW
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
 
 Rows = list[list[Instruction]]
@@ -56,7 +55,9 @@ def test_drains_in_between(data: st.DataObject):
 @settings(max_examples=40, deadline=None)
 @given(runs(max_stages=5))
 def test_borders(run: Run):
-    """A leg holds its batch's forwards, receives for nothing that comes later, and under 2bw a STEP at its end."""
+    """A leg holds its batch's forwards, receives for nothing that comes later, and under 2bw and the like a STEP at its
+    end.
+    """
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
     for index, size in enumerate(run.batches):
         microbatches = list(range(stream.next_microbatch, stream.next_microbatch + size))
@@ -68,8 +69,9 @@ def test_borders(run: Run):
                 received = {each.microbatch for each in kinds_of(row, receive)}
                 assert received <= {each.microbatch for each in kinds_of(row, need)}
             steps = kinds_of(row, Kind.STEP)
-            if run.schedule.weights is TWO_BW:
-                assert [each.version for each in steps] == ([run.first_batch + index] if index else [])
+            if delay := run.schedule.weights.delay:
+                due = run.first_batch + index + 1 - delay
+                assert [each.version for each in steps] == ([due] if due > run.first_batch else [])
                 assert not steps or row[-1] == steps[0]
 
 
