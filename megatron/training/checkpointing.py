@@ -25,13 +25,12 @@ from megatron.training.checkpoint import arguments, directory, optimizer_formats
 from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
+from megatron.training.checkpoint.older_versions import OlderVersions, WeightVersions
 from megatron.training.checkpoint.random_state import restore_random_state, sharded_random_state
 from megatron.training.checkpoint.state import (
     FORMAT_VERSION,
-    PREVIOUS_VERSION_PREFIX,
     model_state,
     optimizer_state,
-    previous_version_state,
     sharding_metadata,
 )
 from megatron.training.checkpoint.writer import CheckpointWriter
@@ -56,24 +55,6 @@ class CheckpointPosition:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     num_floating_point_operations_so_far: float = 0.0
-
-
-class WeightVersions(Protocol):
-    """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.versions)."""
-
-    newest: int
-
-    def load(self, version: int) -> None: ...
-
-    def slot_of(self, version: int) -> int: ...
-
-    def reset(self, *versions: int) -> None: ...
-
-    def live(self) -> list[int]: ...
-
-    def tensors(self, version: int) -> dict[str, torch.Tensor]: ...
-
-    def restore(self, mapping: dict[int, dict[str, torch.Tensor]]) -> None: ...
 
 
 class WeightUpdate(Protocol):
@@ -104,7 +85,7 @@ def save_checkpoint(
         args: honours `no_save_optim`, `no_save_rng`, `async_save`, `ckpt_fully_parallel_save`,
             `use_distributed_optimizer`; stored as 'args'.
         chunks: this rank's model chunks, wrapped or not; the newest weight version is stored as the model.
-        update: under 2bw its versions hold the older weights, which are stored too.
+        update: under 2bw and the like its versions hold the older weights, which are stored too.
         on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
             another thread.
 
@@ -136,8 +117,8 @@ def save_checkpoint(
             state["opt_param_scheduler"] = scheduler.state_dict()
     if not args.no_save_rng:
         state["rng_state"] = sharded_random_state()
-    if (older := _older_version(update, position.iteration)) is not None:
-        state["previous_version"] = previous_version_state(model, _by_parameter(chunks, update.versions, older))
+    if update is not None:
+        state |= OlderVersions(chunks, update.versions, update.weights, position.iteration).to_save(model)
     writer.write(
         state,
         position.iteration,
@@ -190,16 +171,14 @@ def load_checkpoint(
         request["rng_state"] = random_state
     elif with_random:
         _log_once("random number generators start from the seed: the checkpoint has none for these parallel degrees")
-    version_names: dict[tuple[str, str], str] = {}
-    if len(_entry_versions(update, position.iteration)) > 1 and reader.holds_prefix(PREVIOUS_VERSION_PREFIX):
-        version_names = _version_names(chunks, update.versions, model)
-        empty = {id(parameter): torch.empty_like(parameter.data) for parameter in _parameters(chunks)}
-        request["previous_version"] = previous_version_state(model, empty)
+    if update is not None:
+        older = OlderVersions(chunks, update.versions, update.weights, position.iteration)
+        request |= older.to_load(model, reader.holds_prefix)
     state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
     for entry, chunk in zip(model, chunks, strict=True):
         _load_module(unwrap_model(chunk), state.get(entry, {}))  # a stage may be empty; what is missing is found there
     if update is not None:
-        _restore_versions(update, position.iteration, state.get("previous_version"), version_names)
+        older.restore(state)
     if with_optimizer:
         loaded = state["optimizer"]
         if converts:
@@ -258,67 +237,6 @@ def _load_module(module: torch.nn.Module, state: dict) -> None:
     missing, unexpected = module.load_state_dict(state, strict=False)
     misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
     assert not misfit, f"sharded state and module disagree about {misfit[:4]}"
-
-
-def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    return [parameter for chunk in chunks for parameter in chunk.parameters()]
-
-
-def _entry_versions(update: WeightUpdate | None, iteration: int) -> tuple[int, ...]:
-    """The weight versions that a drained run needs to go on after `iteration`, ascending; the policy says it."""
-    return () if update is None else update.weights.entry_versions(iteration)
-
-
-def _older_version(update: WeightUpdate | None, iteration: int) -> int | None:
-    """The version before the newest, where it is needed and not the same weights."""
-    entry = _entry_versions(update, iteration)
-    if len(entry) < 2 or update.versions.slot_of(entry[0]) == update.versions.slot_of(entry[1]):
-        return None
-    return entry[0]
-
-
-def _names_of_parameters(chunks: Sequence[torch.nn.Module], versions: WeightVersions) -> dict[int, str]:
-    """id of a parameter -> its name in the version table. The newest version must be the one shown."""
-    names = {tensor.data_ptr(): name for name, tensor in versions.tensors(versions.newest).items()}
-    return {
-        id(parameter): names[parameter.data_ptr()]
-        for parameter in _parameters(chunks)
-        if parameter.data_ptr() in names and parameter.numel()
-    }
-
-
-def _by_parameter(chunks: Sequence[torch.nn.Module], versions: WeightVersions, version: int) -> dict[int, torch.Tensor]:
-    tensors = versions.tensors(version)
-    return {parameter: tensors[name] for parameter, name in _names_of_parameters(chunks, versions).items()}
-
-
-def _version_names(chunks: Sequence[torch.nn.Module], versions: WeightVersions, model: dict) -> dict[tuple, str]:
-    """(entry, name in the chunk's state) -> name in the version table."""
-    names = _names_of_parameters(chunks, versions)
-    return {
-        (entry, name): names[id(sharded.data)]
-        for entry, chunk_state in model.items()
-        for name, sharded in chunk_state.items()
-        if id(sharded.data) in names
-    }
-
-
-def _restore_versions(
-    update: WeightUpdate, iteration: int, older: dict | None, names: dict[tuple[str, str], str]
-) -> None:
-    """The weights just loaded become the version that `iteration` batches have made, and `older` that before it.
-
-    Without `older` (saved under another policy, or after a skipped update) all versions needed are the same weights.
-    """
-    versions, entry = update.versions, _entry_versions(update, iteration)
-    if older is None:
-        versions.reset(*entry)
-        return
-    newest_tensors = versions.tensors(versions.newest)
-    older_tensors = dict(newest_tensors)
-    for part, chunk_state in older.items():
-        older_tensors.update({names[part, name]: tensor for name, tensor in chunk_state.items()})
-    versions.restore({entry[0]: older_tensors, entry[1]: newest_tensors})
 
 
 def _log_once(message: str) -> None:

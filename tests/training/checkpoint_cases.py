@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.runtime.versions import WeightVersions
-from megatron.pipeline.weights import FLUSH, TWO_BW
+from megatron.pipeline.weights import FLUSH, TWO_BW, WeightPolicy
 from megatron.training.checkpoint import random_state
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, save_checkpoint
 from tests.training import small_run
@@ -91,7 +91,7 @@ class _Update:
     def __init__(self, run, window):
         parameters = dict(run.chunks[0].named_parameters())
         self.versions = WeightVersions(parameters, window=window)
-        self.weights = TWO_BW if window == 2 else FLUSH
+        self.weights = {1: FLUSH, 2: TWO_BW, 3: WeightPolicy("3bw", delay=2)}[window]
         self.scales = None
 
     def state_dict(self):
@@ -116,6 +116,24 @@ def save_two_versions(directory, changes):
         for tensor in tensors.values():
             tensor.add_(1.0)
     assert update.versions.live() == [2, 3]
+    _save(run, directory, update=update)
+    small_run.finish()
+    return update.snapshot()
+
+
+def save_three_versions(directory, changes, *, skips=()):
+    """Save a run whose versions 1, 2 and 3 differ, but for those that are skipped; all, by name."""
+    run = _started(changes)
+    update = _Update(run, window=3)
+    update.versions.reset(0, 1)
+    for version in (2, 3):
+        if version in skips:
+            update.versions.alias(version, of=version - 1)
+            continue
+        with update.versions.making(version) as tensors:
+            for tensor in tensors.values():
+                tensor.add_(float(version))
+    assert update.versions.live() == [1, 2, 3]
     _save(run, directory, update=update)
     small_run.finish()
     return update.snapshot()

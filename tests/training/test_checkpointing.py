@@ -132,6 +132,27 @@ def test_both_weight_versions_are_restored(tmp_path, degrees):
         assert fresh.keys() == {0} and equal(fresh[0], before[3])
 
 
+@pytest.mark.parametrize("skips", [(), (2,), (3,)])
+def test_three_weight_versions_are_restored(tmp_path, skips):
+    """A delay of two batches gets all back, skipped steps included; 2bw takes the younger two, flush the newest."""
+    saved = workers.run(2, CASES + "save_three_versions", directory=str(tmp_path), changes=TWO_STAGES, skips=skips)
+    for window in (3, 2, 1):
+        loaded = workers.run(2, CASES + "load_versions", directory=str(tmp_path), changes=TWO_STAGES, window=window)
+        for before, (after, slots, _) in zip(saved, loaded, strict=True):
+            versions = range(4 - window, 4)
+            assert list(after) == list(versions)
+            assert all(equal(after[version], before[version]) for version in versions)
+            assert slots == len(set(versions) - {version for version in skips if version > versions[0]})
+
+
+def test_two_versions_serve_a_longer_delay(tmp_path):
+    """From a checkpoint of 2bw, the version that it lacks is the same weights as the oldest that it has."""
+    [before] = workers.run(1, CASES + "save_two_versions", directory=str(tmp_path), changes={})
+    [(after, slots, _)] = workers.run(1, CASES + "load_versions", directory=str(tmp_path), changes={}, window=3)
+    assert list(after) == [1, 2, 3] and slots == 2
+    assert equal(after[1], before[2]) and equal(after[2], before[2]) and equal(after[3], before[3])
+
+
 PIPEDREAM = "--pipeline-schedule pipedream --global-batch-size 1 --clip-grad 0 --untie-embeddings-and-output-weights"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 TWO_BW_D2 = "--pipeline-schedule 2bw --use-distributed-optimizer --hidden-dropout 0.1"

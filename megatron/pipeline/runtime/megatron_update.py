@@ -134,6 +134,11 @@ class MegatronWeightUpdate:
                 )
             if chunk.expert_parallel_buffers:
                 raise ValueError("Expert parallelism is not supported: set its size to 1.")
+        if self._single_gradient_buffer and self.weights.delay > 1:
+            raise ValueError(
+                f"A single gradient buffer goes with a delay of one batch, and {self.weights} has one of "
+                f"{self.weights.delay}: a drain would change by which norm gradients are clipped, so keep the buffers."
+            )
         if self._single_gradient_buffer and self._scaler is not None:
             raise ValueError(
                 "A single gradient buffer cannot be combined with loss scaling, since gradients are applied before the "

@@ -49,7 +49,7 @@ def schedule(args: argparse.Namespace) -> None:
     """The schedule accepts every batch size of the run."""
     _stages_of_ranks(args)
     weights = PRESETS[args.pipeline_schedule].policy
-    if args.pipeline_2bw_single_gradient_buffer and not weights.overlaps_updates:
+    if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
     if weights.updates_alone:
         _pipedream(args)

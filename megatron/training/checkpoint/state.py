@@ -6,6 +6,7 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
 
 - 'previous_version': under the 2bw policy two weight versions are alive between two batches, and the next batch still
   uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
+  Policies with longer delays have more of them (see `older_versions`).
 - 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
 """
 
@@ -21,7 +22,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 FORMAT_VERSION = 3.0
-PREVIOUS_VERSION_PREFIX = "previous_version."
 
 
 def sharding_metadata(args: argparse.Namespace) -> dict:
@@ -46,21 +46,22 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict) -> dict[str, 
     }
 
 
-def previous_version_state(
-    model: dict[str, ShardedStateDict], tensors: dict[int, torch.Tensor]
+def version_state(
+    model: dict[str, ShardedStateDict], tensors: dict[int, torch.Tensor], *, prefix: str
 ) -> dict[str, ShardedStateDict]:
     """The model's entries with the data of another weight version.
 
     Args:
         model: what `model_state` returned.
         tensors: id of a parameter -> its data in that version, of the parameter's shape.
+        prefix: of every key.
     """
     result: dict[str, ShardedStateDict] = {}
     for entry, chunk_state in model.items():
         result[entry] = {
             name: replace(
                 sharded,
-                key=PREVIOUS_VERSION_PREFIX + sharded.key,
+                key=prefix + sharded.key,
                 data=tensors[id(sharded.data)].detach().view(sharded.data.shape),
             )
             for name, sharded in chunk_state.items()

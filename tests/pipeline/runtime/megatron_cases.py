@@ -241,7 +241,7 @@ def deviation(case: Case, expected: dict, ranks: list[dict]) -> Deviation:
             worst.loss = max(worst.loss, _relative(ours["loss"], theirs["loss"]))
             if not theirs["overflow"]:
                 worst.norm = max(worst.norm, _relative(ours["norm"], theirs["norm"]))
-    for version in ("newest", "older") if case.schedule == "2bw" else ("newest",):
+    for version in ("newest", "older") if case.schedule in ("2bw", "3bw", "4bw") else ("newest",):
         seen = set()
         for result in ranks:
             for name, tensor in result[version].items():

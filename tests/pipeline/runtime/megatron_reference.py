@@ -13,6 +13,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.pipeline.runtime.dropout import SeededDropout
 from tests.pipeline.runtime.megatron_model import Case, forward_step, global_names, gpt_model, parallel, training_data
 
+DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the weights of a batch are; others: 0
+
 
 def reference(**options) -> dict:
     """Losses, norms and final weights (both versions) of the case, computed without any of the project's runtime."""
@@ -37,7 +39,7 @@ def _reference(case: Case, original: Case) -> dict:
         optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.999), eps=case.adam_eps)
     else:
         optimizer = torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
-    delay = 1 if case.schedule == "2bw" else 0
+    delay = DELAYS.get(case.schedule, 0)
     versions = [{name: master.clone() for name, master in masters.items()}]
     scale = case.loss_scale or (case.initial_loss_scale if case.dtype == "float16" else 1.0)
     scales_after, growth = [], 0
@@ -101,7 +103,7 @@ def _reference(case: Case, original: Case) -> dict:
                 "scale": batch_scale,
             }
         )
-    newest, older = versions[-1], versions[-2]
+    newest, older = versions[-1], versions[-1 - (delay or 1)]
     cast = {name: tensor.to(case.torch_dtype).float() for name, tensor in newest.items()}
     cast_older = {name: tensor.to(case.torch_dtype).float() for name, tensor in older.items()}
     return {"batches": results, "newest": cast, "older": cast_older}
@@ -114,9 +116,11 @@ def _reported(result: tuple) -> float:
 
 
 def version_used(case: Case, batch: int, name: str) -> int:
-    """The version with which a batch computes the parameter `name`: flush, 2bw, or PipeDream's per-stage delays."""
-    if case.schedule == "2bw":
-        return max(batch - 1, 0)
+    """The version with which a batch computes the parameter `name`: flush, 2bw and the like, or PipeDream's per-stage
+    delays.
+    """
+    if case.schedule in DELAYS:
+        return max(batch - DELAYS[case.schedule], 0)
     if case.schedule != "pipedream":
         return batch
     if ".layers." in name:

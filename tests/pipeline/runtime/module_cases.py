@@ -19,7 +19,6 @@ from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
 from megatron.pipeline.runtime.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import FLUSH, STASH, TWO_BW
 from tests.pipeline.runtime import reference
 from tests.pipeline.runtime.reference import Training
 
@@ -41,10 +40,13 @@ class RankOutcome:
 
 
 WINDOWS = {
-    FLUSH: lambda p, s: 1,
-    TWO_BW: lambda p, s: 2,
-    STASH: lambda p, s: p - s,
+    "flush": lambda p, s: 1,
+    "2bw": lambda p, s: 2,
+    "3bw": lambda p, s: 3,
+    "4bw": lambda p, s: 4,
+    "stash": lambda p, s: p - s,
 }
+GRADIENT_BUFFERS = {"flush": 1, "3bw": 3, "4bw": 4}  # others: 2
 
 
 def make_stage(
@@ -116,7 +118,7 @@ class Pipeline:
         slices = reference.split(reference.build_model(training.dropout), self.num_stages)
         modules = {stage: slices[stage].to(device) for stage in range(self.stage_index, self.num_stages, p)}
         parameters = {name: each for module in modules.values() for name, each in module.named_parameters()}
-        versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights](p, self.stage_index))
+        versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights.name](p, self.stage_index))
         self.stages = [
             make_stage(
                 self.schedule,
@@ -140,7 +142,7 @@ class Pipeline:
             optimizer=optimizer,
             scheduler=reference.make_scheduler(optimizer, training),
             clip_grad=training.clip_grad,
-            num_grad_buffers=1 if self.schedule.weights is FLUSH else 2,
+            num_grad_buffers=GRADIENT_BUFFERS.get(self.schedule.weights.name, 2),
             data_parallel_group=replicas[self.stage_index] if replicas else None,
             counts_in_norm=self.replica == 0,
             job_group=job,
