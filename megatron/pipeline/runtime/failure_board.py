@@ -36,7 +36,7 @@ class FailureBoard:
         self._num_told = 0
         self.is_lost = False
         self._asked_at: float | None = None  # when the question was asked that the store is answering
-        self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future] | None] = SimpleQueue()
+        self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._answer, name="failure board", daemon=True)
         self._thread.start()
 
@@ -45,7 +45,7 @@ class FailureBoard:
         """How long the store has owed an answer; 0 unless that is longer than it may take."""
         asked_at = self._asked_at
         waited = 0.0 if asked_at is None else time.monotonic() - asked_at
-        return waited if waited > PATIENCE else 0.0
+        return waited if waited >= PATIENCE else 0.0
 
     def close(self) -> None:
         """Stop the thread, unless the store keeps it."""
@@ -54,8 +54,7 @@ class FailureBoard:
 
     def _answer(self) -> None:
         while (item := self._questions.get()) is not None:
-            question, answer = item
-            self._asked_at = time.monotonic()
+            question, answer, self._asked_at = item
             try:
                 answer.set_result(question(self._store))
             except Exception:  # whatever the store raises, its host cannot be reached
@@ -67,7 +66,7 @@ class FailureBoard:
         if self.is_lost or self.silent_seconds:
             return default
         answer: Future = Future()
-        self._questions.put((question, answer))
+        self._questions.put((question, answer, time.monotonic()))
         try:
             found = answer.result(PATIENCE)
         except NoAnswer:
