@@ -169,8 +169,8 @@ class Schedule:
                 f"{self._name} updates after every microbatch, so a batch is one microbatch, not {num_microbatches}; "
                 "give each batch one (in training: global batch size = micro batch size x data parallel size)"
             )
-        fewest = 1 if rule.drains or rule.updates_alone else rule.fewest_microbatches(self._order.max_in_flight(0))
-        if num_microbatches < fewest:
+        in_flight = self._order.max_in_flight(0)
+        if in_flight is not None and num_microbatches < (fewest := rule.fewest_microbatches(in_flight)):
             warmup = " and extra warm-up" if self.extra_warmup else ""
             raise ValueError(
                 f"{self.weights.name} with {self.num_stages} stages{warmup} needs batches of at least {fewest} "
