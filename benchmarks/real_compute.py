@@ -16,6 +16,10 @@ Flushing costs p-1 of m+p-1 slots, so the ideal of `flush` and its peers would b
 step is no slot, and while one core waits the other one has the caches and the memory to itself. Both are measured, and
 the table gives the ideal from the stages' own times (`Own.flush_ideal`) and how far ahead of it 2bw can come.
 
+On two cores whatever else runs takes its time from the two computing threads. So the CPU seconds of each thread are
+measured, too, and a second table says what a batch of each contender took of the cores: the computing thread, all other
+threads of its process, and how long it was ready and had no core.
+
 Stages have to be balanced for the limit to mean anything: the vocabulary, and with it the output layer of the last
 stage, is adjusted until the stages' times differ by less than 3%; the table shows them.
 """
@@ -38,6 +42,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from thread_times import MAIN, ThreadTimes, thread_times
 
 BALANCE = 0.03
 """Largest relative difference of the stages' own times."""
@@ -68,6 +75,7 @@ class Result:
 
     own: tuple[Own, Own]
     seconds: dict[int, dict[str, list[float]]]
+    threads: dict[int, dict[str, list[list[ThreadTimes]]]]  # likewise, of both ranks, seconds of a batch
     first_losses: dict[str, float]
     last_losses: dict[str, float]
 
@@ -77,18 +85,19 @@ def progress(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def measure(contender, num_microbatches: int, num_batches: int) -> float:
-    """Seconds per batch in a steady state, on the rank that took longer."""
+def measure(contender, num_microbatches: int, num_batches: int) -> tuple[float, list[ThreadTimes]]:
+    """Seconds per batch in a steady state, on the rank that took longer; what both ranks' threads took for it."""
     dist.barrier()
     for _ in range(3 if contender.name == "2bw" else 1):
         contender.run(num_microbatches)
-    start = time.perf_counter()
+    before, start = thread_times(), time.perf_counter()
     for _ in range(num_batches):
         contender.run(num_microbatches)
     seconds = torch.tensor([(time.perf_counter() - start) / num_batches], dtype=torch.float64)
+    threads = thread_times().since(before, per=num_batches)
     contender.finish()
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
+    return seconds.item(), gathered(threads)
 
 
 def own_times(contender, num_microbatches: int, num_batches: int) -> list[Own]:
@@ -168,22 +177,26 @@ def compare(args) -> tuple[object, Result]:
     gc.collect()
     gc.freeze()  # as in training: a collection of everything takes longer than a microbatch
     seconds: dict[int, dict[str, list[float]]] = {}
+    threads: dict[int, dict[str, list[list[ThreadTimes]]]] = {}
     own: list[list[Own]] = []
     order = random.Random(0)
     for num_microbatches in args.microbatches:
         num_batches = max(2, args.microbatches_per_round // num_microbatches)
         table = seconds[num_microbatches] = {entrant.name: [] for entrant in entrants}
+        took = threads[num_microbatches] = {entrant.name: [] for entrant in entrants}
         for round_number in range(args.rounds):
             progress(f"m = {num_microbatches}, round {round_number + 1} of {args.rounds}")
             dist.barrier()
             own.append(own_times(entrants[0], num_microbatches, 2))
             for entrant in order.sample(entrants, len(entrants)):
-                table[entrant.name].append(measure(entrant, num_microbatches, num_batches))
+                found = measure(entrant, num_microbatches, num_batches)
+                table[entrant.name].append(found[0])
+                took[entrant.name].append(found[1])
     losses = gathered({entrant.name: entrant.losses for entrant in entrants[1:]})
     known = {name: max(rank[name] for rank in losses) for name in losses[0]}  # the list of the last stage is not empty
     medians = tuple(_median([times[rank] for times in own]) for rank in (0, 1))
     first, last = ({name: found[position] for name, found in known.items()} for position in (0, -1))
-    return model, Result(medians, seconds, first, last)
+    return model, Result(medians, seconds, threads, first, last)
 
 
 def _median(times: list[Own]) -> Own:
@@ -232,10 +245,35 @@ def report(model, result: Result, args) -> None:
     table.add_row("2bw over flush, ideal", *(f"{ideal:.2f}" for ideal in ideals.values()))
     table.add_row("2bw over flush", *(f"{ratio(t['flush'], t['2bw']):.2f}" for t in result.seconds.values()))
     console.print(table)
+    console.print(table_of_threads(result))
     console.print("loss of the first batch: " + ", ".join(f"{k} {v:.6f}" for k, v in result.first_losses.items()))
     console.print("loss of the last batch:  " + ", ".join(f"{k} {v:.6f}" for k, v in result.last_losses.items()))
     if args.json:
         args.json.write_text(json.dumps({"model": asdict(model), "result": asdict(result)}, indent=1) + "\n")
+
+
+def table_of_threads(result: Result) -> Table:
+    """What a batch took of the cores, on the rank that waited least for the other: medians of the rounds."""
+    table = Table(title="milliseconds of a batch: all; of the computing thread, of others, without a core, waiting")
+    table.add_column("")
+    for num_microbatches in result.seconds:
+        table.add_column(f"m = {num_microbatches}", justify="right")
+    for name in next(iter(result.seconds.values())):
+        table.add_row(name, *(parts_of_a_batch(result, m, name) for m in result.seconds))
+    return table
+
+
+def parts_of_a_batch(result: Result, num_microbatches: int, name: str) -> str:
+    rounds, whole = result.threads[num_microbatches][name], statistics.median(result.seconds[num_microbatches][name])
+    ranks = []
+    for rank in (0, 1):
+        times = [both[rank] for both in rounds]
+        computed = statistics.median(each.ran.get(MAIN, 0.0) for each in times)
+        others = statistics.median(sum(each.ran.values()) - each.ran.get(MAIN, 0.0) for each in times)
+        without = statistics.median(each.waited.get(MAIN, 0.0) for each in times)
+        ranks.append((whole - computed - without, computed, others, without))
+    waiting, computed, others, without = min(ranks)
+    return f"{1e3 * whole:.0f}; " + ", ".join(f"{1e3 * part:.0f}" for part in (computed, others, without, waiting))
 
 
 def cell(model, num_microbatches: int, seconds: dict[str, list[float]], name: str) -> str:

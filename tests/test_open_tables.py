@@ -1,6 +1,5 @@
 """What a file of somebody's own registers goes through everything that the project's own presets go through."""
 
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
