@@ -39,6 +39,13 @@ def resume_gpt(**options):
         return cases.resume(**options)
 
 
+def record_gpt(**options):
+    from tests.pipeline.runtime.recorded_cases import train_gpt as record
+
+    with registered():
+        return record(**options)
+
+
 @pytest.mark.parametrize("name", DELAYS)
 @pytest.mark.parametrize(
     ("num_ranks", "batches", "drains"),
@@ -135,6 +142,16 @@ def test_a_resumed_run_has_the_same_numbers(name):
             for version in ("newest", "older"):
                 for key, tensor in whole[version].items():
                     assert torch.equal(tensor, resumed[version][key]), key
+
+
+def test_they_are_in_order_on_streams():
+    """The stand-in for CUDA finds nothing: three gradient buffers and weight slots, replicas, shards, overflows."""
+    options = {"schedule": "3bw", "p": 2, "d": 2, "distributed_optimizer": True, "dtype": "float16", "drains": (2,)}
+    accounts = workers.run(
+        4, f"{__name__}:record_gpt", timeout=100, batches=(4,) * 5, overflow_batches=(1, 2), **options
+    )
+    for rank, account in enumerate(accounts):
+        assert not account.findings, f"rank {rank}: {account.findings}"
 
 
 def test_the_order_of_the_reports():
