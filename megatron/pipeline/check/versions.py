@@ -6,6 +6,7 @@ its rank have made since, less those that the policy has retired.
     policy   forward of batch j at stage s      live
     flush    j                                  the newest
     2bw      max(j - 1, 0)                      the newest and the one before: STEP@(t+1) retires t-1
+    delay k  max(j - k, 0)                      the newest and the k before: STEP@(t+1) retires t-k
     stash    the newest at this stage, which    the newest, and each that a microbatch saved here ran its forward with
              is max(first batch, j - (p-1-s))
 
