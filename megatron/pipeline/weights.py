@@ -7,7 +7,7 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     policy   batch j uses                 STEP@v stands before                  live versions    source
     flush    j; drains after each batch   the first forward of batch v          1                PipeDream-2BW, 3.2
     2bw      max(j-1, 0)                  the first forward of batch v+1        2                PipeDream-2BW, 3.1
-    delay k  max(j-k, 0)                  the first forward of batch v+k        k+1              (flush and 2bw are 0 and 1)
+    delay k  max(j-k, 0)                  the first forward of batch v+k        k+1              flush, 2bw: k = 0, 1
     stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
 
 What the planning rooms, the runtime and the checkpoints have to know of a policy follows from its row. To add one,
