@@ -66,8 +66,8 @@ def _stages_in_layout(args: argparse.Namespace) -> int:
 def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
     """(ranks, stages on each, None for one) over which megatron.core splits the layers.
 
-    Where stages are dealt out in turn, those of the pipeline, as in Megatron-LM. Under another placement a rank for each
-    stage: what a stage holds does not depend on the rank that holds it.
+    Where stages are dealt out in turn, those of the pipeline, as in Megatron-LM. Under another placement, a rank for
+    each stage: what a stage holds does not depend on the rank that holds it.
     """
     p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     return (p, v) if PRESETS[args.pipeline_schedule].placement == "round-robin" else (p * (v or 1), None)
