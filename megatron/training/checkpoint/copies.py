@@ -1,0 +1,26 @@
+"""Tensors that a rank holds twice: a tied embedding whose two stages lie on it, and its optimizer state.
+
+Problem: where replicas share the writing of a checkpoint, megatron.core chooses a rank for each part of a tensor. A rank
+that has a part twice would write it twice, which it then refuses.
+
+Solution: each part is handed over once. A load needs nothing of the kind: it fills both.
+"""
+
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+
+
+def without_copies(state: ShardedStateDict) -> ShardedStateDict:
+    """`state` with each part of a tensor once: the copy that is written where nobody chooses."""
+    kept: dict[tuple, ShardedTensor] = {}
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor):
+            part = _sharded_tensor_shard_id(value)
+            if part not in kept or value.replica_id < kept[part].replica_id:
+                kept[part] = value
+    once, _ = extract_matching_values(
+        state,
+        lambda value: not isinstance(value, ShardedTensor) or kept[_sharded_tensor_shard_id(value)] is value,
+    )
+    return once
