@@ -1,9 +1,9 @@
 """Schedules that no preset of the project is: their stages lie elsewhere than on ranks 0, 1, ... in turn.
 
-    v                 0 1 1 0    there and back: the first and the last stage on one rank
-    reversed          3 2 1 0    one stage a rank, from the last rank to the first
-    shuffled          2 0 3 1
-    lopsided          1 0 0 0    numbers of stages that differ, and neighbours on one rank
+v                 0 1 1 0    there and back: the first and the last stage on one rank
+reversed          3 2 1 0    one stage a rank, from the last rank to the first
+shuffled          2 0 3 1
+lopsided          1 0 0 0    numbers of stages that differ, and neighbours on one rank
 """
 
 from collections.abc import Sequence
