@@ -45,7 +45,8 @@ class OneByOne(ThereAndBack):
         return self.rank_of_stage.count(rank)
 
     def _leg(self, rank: int, batch: range) -> Leg:
-        return sum((super(OneByOne, self)._leg(rank, range(each, each + 1)) for each in batch), start=[])
+        alone = (super(OneByOne, self)._leg(rank, range(microbatch, microbatch + 1)) for microbatch in batch)
+        return [each for leg in alone for each in leg]
 
 
 def reversed_ranks(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
