@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.training import run_case
 from tests.training.run_case import joined_weights
@@ -162,7 +163,7 @@ CUTS_MATRIX = {
         f"{V} --ckpt-fully-parallel-load",
         False,
     ),
-    "both versions, v": (CLIPPED, 2, TWO_BW_V, 2, TWO_BW_V, True),
+    "both versions, v, d=2": (CLIPPED, 4, TWO_BW_V, 4, TWO_BW_V, True),
     "both versions, reversed to v": (EXACT, 4, TWO_BW_REVERSED, 2, TWO_BW_V, True),
     "fp16": (f"{CLIPPED} --fp16 --initial-loss-scale 1024", 4, f"{V} {SHARDED}", 4, f"{V} {SHARDED}", True),
 }
@@ -172,3 +173,15 @@ CUTS_MATRIX = {
 def test_checkpoints_load_wherever_the_stages_are(saved, model, writers, source, readers, target, exact):  # noqa: F811
     """A run that goes on from a checkpoint of another placement has the numbers of the run that went on."""
     check_cut(saved, model, writers, source, readers, target, exact=exact, case="placed_case")
+
+
+@pytest.mark.parametrize(("model", "layout"), [(EXACT, V), (CLIPPED, f"{V} {SHARDED}")])
+def test_keys_are_those_of_one_process(saved, model, layout):  # noqa: F811
+    """Tied or not, whoever holds the stages."""
+    sharded = SHARDED if SHARDED in layout else ""
+    keys = []
+    for num_ranks, flags in ((1, f"--pipeline-model-parallel-size 1 {sharded}"), (2, layout)):
+        folder, _ = saved(num_ranks, f"{model} {flags}", "placed_case")
+        stored = FileSystemReader(f"{folder}/iter_0000003").read_metadata().state_dict_metadata
+        keys.append({key for key in stored if not key.startswith("rng_state")})
+    assert keys[0] == keys[1] and "decoder.layers.mlp.linear_fc1.weight" in keys[0]
