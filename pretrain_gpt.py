@@ -11,11 +11,11 @@ from megatron.training import entry
 
 
 def model_provider(args: Namespace, config):
-    """Megatron's contract: returns `provider(pre_process, post_process, vp_stage) -> model chunk`."""
+    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.training.models import gpt_model
 
-    def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None):
-        return gpt_model(args, config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+    def provider(pre_process: bool = True, post_process: bool = True):
+        return gpt_model(args, config, pre_process=pre_process, post_process=post_process)
 
     return provider
 

@@ -83,12 +83,11 @@ def load_model(args: argparse.Namespace) -> tuple:
 
     initialize.initialize(args)
     tokenizer = build_tokenizer(args)
-    model_config = config.transformer_config(args)
 
-    def provider(pre_process: bool, post_process: bool):
-        return gpt_model(args, model_config, pre_process=pre_process, post_process=post_process)
+    def provider_of(model_config):
+        return lambda pre, post: gpt_model(args, model_config, pre_process=pre, post_process=post)
 
-    chunks = build_chunks(provider, model_config)
+    chunks = build_chunks(provider_of, config.transformer_config(args))
     load_checkpoint(args=args, chunks=chunks)
     return chunks[0].eval(), tokenizer, min(vocab_size(args, tokenizer), args.padded_vocab_size)
 

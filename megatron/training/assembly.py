@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.schedules import Schedule
-from megatron.training import config
+from megatron.training import config, plan
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
@@ -71,7 +72,7 @@ class Run:
         )
 
     def samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
-        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on, by stage.
+        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on, by own stage.
 
         Validation data begin again at their end: a resumed run that evaluates at other intervals has them sized for
         those, and its position from before.
@@ -79,9 +80,10 @@ class Run:
         return [
             MicrobatchIterator(
                 self.args, self.datasets[index], fields=self.fields, name=name, consumed_samples=consumed,
-                vocab_size=self.vocab_size, vp_stage=vp_stage, repeats=name == "validation",
+                vocab_size=self.vocab_size, stage=stage.index, num_stages=stage.num_stages,
+                repeats=name == "validation",
             )
-            for vp_stage in range(len(self.stages))
+            for stage in self.stages
         ]  # fmt: skip
 
 
@@ -98,8 +100,8 @@ def assemble(
 
     Args:
         args: validated; process groups are up.
-        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`, which
-            takes `vp_stage` as well where ranks have several stages.
+        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
+            called for each stage of the rank, with a configuration by which each stage has a rank of its own.
         forward_step: Megatron's `forward_step(data_iterator, model)`.
         datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
         fields_provider: `fields_provider(args)` returns the parts of a microbatch.
@@ -110,31 +112,32 @@ def assemble(
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
     reporter = Reporter(args)
     datasets = datasets_provider(args, tokenizer)
+    schedule = pipeline_schedule(args)
     model_config = config.transformer_config(args)
-    chunks = wrap_for_training(
-        build_chunks(model_provider(args, model_config), model_config), model_config, config.ddp_config(args)
+    own_stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    chunks = build_chunks(
+        partial(model_provider, args), model_config, stages=own_stages, layers=plan.layers_of_stages(model_config)
     )
+    chunks = wrap_for_training(chunks, config.ddp_config(args))
     optimizer_config = config.optimizer_config(args)
     overrides = get_standard_config_overrides(optimizer_config)
     optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
     scheduler = config.param_scheduler(args, optimizer)
-    schedule = pipeline_schedule(args)
     counts = args.moves_activations or args.log_saved_activations
     memory = ActivationMemory(backend.device()) if counts else None
-    rank = parallel_state.get_pipeline_model_parallel_rank()
     update = MegatronWeightUpdate(
-        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=rank,
+        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=own_stages[0],
         loss_names=loss_names(args), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
         timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
     stages = [
         MegatronStage(
-            chunk, forward_step, update, index=vp_stage * schedule.num_ranks + rank, num_stages=schedule.num_stages,
+            chunk, forward_step, update, index=stage, num_stages=schedule.num_stages,
             seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=args.pipeline_recompute,
             seed=args.seed, loss_names=loss_names(args), activation_memory=memory,
         )
-        for vp_stage, chunk in enumerate(chunks)
+        for stage, chunk in zip(own_stages, chunks, strict=True)
     ]  # fmt: skip
     engine = build_engine(
         args, schedule, stages, update, position, activation_memory=memory if args.moves_activations else None

@@ -55,8 +55,7 @@ def bert_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None
     """The arguments of BertModel's forward for a microbatch, as far as this stage needs them."""
     labels = batch.get("labels")
     return {
-        # On the first rank megatron.core takes the length from it, also for later virtual stages, which embed nothing.
-        "input_ids": batch.get("text", batch["padding_mask"]),
+        "input_ids": batch.get("text"),
         "attention_mask": batch["padding_mask"],
         "tokentype_ids": batch.get("types"),
         "lm_labels": None if labels is None else labels.clamp(min=0),

@@ -25,9 +25,8 @@ def bert_model(
     *,
     pre_process: bool = True,
     post_process: bool = True,
-    vp_stage: int | None = None,
 ) -> BertModel:
-    """Build the part of the BERT that this rank holds.
+    """Build the part of the BERT that a stage holds; which, `config` says.
 
     `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
     them.
@@ -48,7 +47,6 @@ def bert_model(
         rotary_percent=args.rotary_percent,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         add_binary_head=args.bert_binary_head,
-        vp_stage=vp_stage,
     )
     if post_process:
         if args.untie_embeddings_and_output_weights:

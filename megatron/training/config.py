@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments.rules_stages import layer_split
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
@@ -32,9 +33,13 @@ def _activation(args: argparse.Namespace) -> tuple:
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """The model's configuration. Raises ValueError where megatron.core refuses a combination."""
+    """The model's configuration. Raises ValueError where megatron.core refuses a combination.
+
+    Its ranks are those that the layers are split over (`layer_split`); the stages' configurations follow from it.
+    """
     dtype = params_dtype(args)
     activation, is_gated, fuses_bias = _activation(args)
+    num_ranks, num_virtual = layer_split(args)
     options = {}
     if args.init_method_xavier_uniform:
         options["init_method"] = options["output_layer_init_method"] = torch.nn.init.xavier_uniform_
@@ -79,8 +84,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
                 recompute_method=args.recompute_method,
                 recompute_num_layers=args.recompute_num_layers,
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
-                pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-                virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+                pipeline_model_parallel_size=num_ranks,
+                virtual_pipeline_model_parallel_size=num_virtual,
                 pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
                 sequence_parallel=args.sequence_parallel,
                 num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,

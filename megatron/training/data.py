@@ -38,13 +38,12 @@ class Field:
     dtype: torch.dtype = torch.int64
     least_id: int | None = None
 
-    def is_needed(self, vp_stage: int | None = None) -> bool:
-        """Whether a stage of this rank needs it: that of the given number, from 0, or any."""
-        place = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    def is_needed(self, stage: int, num_stages: int) -> bool:
+        """Whether a stage of the pipeline needs it."""
         return (
             self.stages == "all"
-            or (self.stages == "first" and parallel_state.is_pipeline_first_stage(**place))
-            or (self.stages == "last" and parallel_state.is_pipeline_last_stage(**place))
+            or (self.stages == "first" and stage == 0)
+            or (self.stages == "last" and stage == num_stages - 1)
         )
 
 
@@ -125,7 +124,7 @@ class MicrobatchIterator:
         name: how errors call the data.
         consumed_samples: where to start.
         vocab_size: ids at or beyond it raise ValueError.
-        vp_stage: which of the rank's stages, from 0.
+        stage, num_stages: which stage, and of how many.
         repeats: begin again where the dataset ends; otherwise its end raises ValueError.
     """
 
@@ -138,12 +137,13 @@ class MicrobatchIterator:
         name: str,
         consumed_samples: int,
         vocab_size: int,
-        vp_stage: int = 0,
+        stage: int = 0,
+        num_stages: int = 1,
         repeats: bool = False,
     ) -> None:
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
-        self.fields = [field for field in fields if field.is_needed(vp_stage)]
+        self.fields = [field for field in fields if field.is_needed(stage, num_stages)]
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
         self.reads = bool(self.fields) and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -14,6 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint.agreement import on_rank_zero
 from megatron.training.data import gpt_fields
 from megatron.training.data_files import Contents, check_indexed_dataset
@@ -77,13 +78,18 @@ def num_samples(args: argparse.Namespace) -> list[int]:
 
 def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
     """A GPT's three datasets; see `build_blended`."""
+    schedule = pipeline_schedule(args)
     if args.mock_data:
         logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
     return build_blended(
         args,
         MockGPTDataset if args.mock_data else GPTDataset,
         GPTDatasetConfig,
-        reads=any(field.is_needed() for field in gpt_fields(args)),
+        reads=any(
+            field.is_needed(stage, schedule.num_stages)
+            for stage in schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+            for field in gpt_fields(args)
+        ),
         num_elements=lambda contents: contents.num_sequences,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,

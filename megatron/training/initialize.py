@@ -16,8 +16,10 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
+from megatron.pipeline.runtime.megatron_place import embedding_ranks
 from megatron.training.arguments import Platform
 from megatron.training.arguments.platform import engine_keeps_main_grad
+from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint import agreement
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
@@ -77,12 +79,17 @@ def choose_device(args: argparse.Namespace) -> None:
 
 
 def set_up(args: argparse.Namespace) -> None:
-    """megatron.core's process groups, timeouts, and random states. Collective."""
+    """megatron.core's process groups, timeouts, and random states. Collective.
+
+    Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.megatron_place`.
+    """
+    rank_of_stage = pipeline_schedule(args).rank_of_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        get_embedding_ranks=lambda ranks: embedding_ranks(ranks, rank_of_stage),
+        get_position_embedding_ranks=lambda ranks: [ranks[rank_of_stage[0]]],
     )
     agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
     set_seeds(args.seed)

@@ -1,11 +1,18 @@
 """`--pipeline-model-parallel-layout`: what each stage holds, in megatron.core's words, with errors for the user."""
 
+from collections.abc import Callable, Sequence
+
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.pipeline.schedules.placements import stages_of
 
 
-def parse_layout(text: str, *, num_ranks: int, num_layers: int) -> PipelineParallelLayerLayout:
+def parse_layout(
+    text: str, *, num_ranks: int, num_layers: int, placement: Callable[[int, int], Sequence[int]]
+) -> PipelineParallelLayerLayout:
     """What megatron.core reads from `text`, for a pipeline of `num_ranks` ranks and a model of `num_layers` layers.
+
+    `placement`, of `PLACEMENTS`, says which rank holds which stage.
 
     Raises:
         ValueError: a letter that it does not know, a number of stages that the ranks do not divide, or not exactly
@@ -24,8 +31,11 @@ def parse_layout(text: str, *, num_ranks: int, num_layers: int) -> PipelineParal
             f"--pipeline-model-parallel-layout {text} begins or ends with an empty stage; the first stage holds E and "
             "the last one L"
         )
-    for rank, stages in enumerate(layout.layout):
-        if not any(stages):
+    num_virtual = layout.virtual_pipeline_model_parallel_size
+    rank_of_stage = placement(num_ranks, num_virtual)
+    held = [layout.layout[stage % num_ranks][stage // num_ranks] for stage in range(num_ranks * num_virtual)]
+    for rank in range(num_ranks):
+        if not any(held[stage] for stage in stages_of(rank_of_stage, rank)):
             raise ValueError(
                 f"--pipeline-model-parallel-layout {text} leaves rank {rank} of the pipeline nothing to hold; give one "
                 "of its stages a layer, or use fewer ranks"

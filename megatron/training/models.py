@@ -11,11 +11,12 @@ matrix and cuts it, so the weights do not depend on the tensor parallel size eit
 
 import argparse
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron import backend
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -28,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
+from megatron.pipeline.runtime.megatron_place import at_stage, config_of_stage, copy_tied_embeddings
 from megatron.training.initialize import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers: beyond what tensor ranks and offsets add
@@ -72,10 +74,9 @@ def gpt_model(
     *,
     pre_process: bool = True,
     post_process: bool = True,
-    vp_stage: int | None = None,
     parallel_output: bool = True,
 ) -> GPTModel:
-    """Build the part of the GPT that this rank holds.
+    """Build the part of the GPT that a stage holds; which, `config` says.
 
     `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
     them.
@@ -98,7 +99,6 @@ def gpt_model(
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vp_stage=vp_stage,
     )
     if post_process and not tied:
         draw_output_weight(args, config, model.output_layer.weight)
@@ -120,34 +120,41 @@ def draw_output_weight(args: argparse.Namespace, config: TransformerConfig, weig
         weight.copy_(layer.weight)
 
 
-def build_chunks(provider, config: TransformerConfig) -> list[torch.nn.Module]:
-    """This rank's model chunks, one for each of its stages, on its device and in its dtype.
+def build_chunks(
+    provider_of: Callable[[TransformerConfig], Callable[..., torch.nn.Module]],
+    config: TransformerConfig,
+    *,
+    stages: Sequence[int] = (0,),
+    layers: Sequence[int] | None = None,
+) -> list[torch.nn.Module]:
+    """This rank's model chunks, one for each of its stages, on its device and in its dtype. Collective.
 
     Args:
-        provider: Megatron's contract, `provider(pre_process, post_process) -> module`, which is given `vp_stage=` as
-            well where a rank has several stages.
+        provider_of: from a stage's configuration to Megatron's `provider(pre_process, post_process) -> module`.
+        config: the model's.
+        stages: those of this rank, ascending.
+        layers: how many layers each stage of the pipeline has; default: all in one.
     """
-    chunks = []
-    for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        place = {"ignore_virtual": False, "vp_stage": vp_stage}
-        model = provider(
-            parallel_state.is_pipeline_first_stage(**place),
-            parallel_state.is_pipeline_last_stage(**place),
-            **({} if config.virtual_pipeline_model_parallel_size is None else {"vp_stage": vp_stage}),
-        )
+    layers = (config.num_layers,) if layers is None else layers
+    num_stages, chunks = len(layers), []
+    for stage in stages:
+        own = config_of_stage(config, stage, layers)
+        with at_stage(stage, num_stages, builds=True):
+            model = provider_of(own)(stage == 0, stage == num_stages - 1)
         for parameter in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         model.to(backend.device())
-        chunks.append(Float16Module(config, model) if config.fp16 or config.bf16 else model)
+        chunks.append(Float16Module(own, model) if own.fp16 or own.bf16 else model)
+    copy_tied_embeddings(chunks)
     return chunks
 
 
 def wrap_for_training(
-    chunks: list[torch.nn.Module], config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
     """Give each chunk megatron.core's gradient buffers, and all replicas the same weights."""
     wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:

@@ -22,8 +22,9 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.training import config
+    from megatron.training import config, plan
     from megatron.training.arguments import Platform, parse_args, resolve_platform, validate_args
+    from megatron.training.arguments.rules_run import pipeline_schedule
     from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, save_checkpoint
     from megatron.training.initialize import initialize
     from megatron.training.models import build_chunks, gpt_model
@@ -39,11 +40,12 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     initialize(args)
     args.padded_vocab_size = 512
     model_config = config.transformer_config(args)
+    schedule = pipeline_schedule(args)
     chunks = build_chunks(
-        lambda pre, post, vp_stage=None: gpt_model(
-            args, model_config, pre_process=pre, post_process=post, vp_stage=vp_stage
-        ),
+        lambda own_config: lambda pre, post: gpt_model(args, own_config, pre_process=pre, post_process=post),
         model_config,
+        stages=schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank()),
+        layers=plan.layers_of_stages(model_config),
     )
     for iteration in (5, 7):
         save_checkpoint(

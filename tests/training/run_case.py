@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from tests import workers
+from tests.pipeline.placed_schedules import registered
 from tests.training.arguments_helper import SMALL
 from tests.training.small_data import write_dataset
 
@@ -187,10 +188,16 @@ def _moved_bytes(stage) -> int | None:
     return None if layout is None else layout.buffer_bytes
 
 
-def train(num_ranks: int, flags: str = "", **options) -> list[dict]:
+def placed_case(**options) -> dict:
+    """`train_case` with the schedules of placed_schedules.py."""
+    with registered():
+        return train_case(**options)
+
+
+def train(num_ranks: int, flags: str = "", *, case: str = "train_case", **options) -> list[dict]:
     """`train_case` on `num_ranks` ranks, all of them pipeline stages unless the flags say otherwise."""
     if "--pipeline-model-parallel-size" not in flags:
         flags += f" --pipeline-model-parallel-size {num_ranks}"
     if not any(name in flags for name in ("--mock-data", "--data-path", "data-args-path")):
         flags += f" {data_flags()}"
-    return workers.run(num_ranks, "tests.training.run_case:train_case", flags=flags, **options)
+    return workers.run(num_ranks, f"tests.training.run_case:{case}", flags=flags, **options)

@@ -37,10 +37,10 @@ def test_a_microbatch_without_masked_tokens_counts_for_nothing():
 
 
 def test_what_a_stage_lacks_is_not_made_up():
-    """A middle stage has a mask only; megatron.core takes just the length of what stands for its tokens."""
+    """A middle stage has a mask only, and nothing stands for its tokens."""
     mask = torch.ones(1, 3, dtype=torch.int64)
     inputs = bert_inputs({"padding_mask": mask})
-    assert inputs["input_ids"] is inputs["attention_mask"] is mask
+    assert inputs["input_ids"] is None and inputs["attention_mask"] is mask
     assert inputs["lm_labels"] is None and inputs["tokentype_ids"] is None
 
 
@@ -58,6 +58,7 @@ def read_case(flags: str, steps: int = 4, consumed: int = 0) -> list[dict[str, t
         iterator = MicrobatchIterator(
             args, build_bert_datasets(args, tokenizer)[0], fields=bert_fields(args), name="training",
             consumed_samples=consumed, vocab_size=vocab_size(args, tokenizer),
+            stage=parallel_state.get_pipeline_model_parallel_rank(), num_stages=args.pipeline_model_parallel_size,
         )  # fmt: skip
         return [{name: tensor.clone() for name, tensor in next(iterator).items()} for _ in range(steps)]
     finally:

@@ -23,10 +23,11 @@ def saved(tmp_path_factory):
     """Runs of six iterations that saved the third, each made once: the directory, and the results of all ranks."""
     runs = {}
 
-    def get(num_ranks: int, flags: str) -> tuple[str, list[dict]]:
+    def get(num_ranks: int, flags: str, case: str = "train_case") -> tuple[str, list[dict]]:
         if (num_ranks, flags) not in runs:
             folder = tmp_path_factory.mktemp("checkpoint")
-            runs[num_ranks, flags] = str(folder), train(num_ranks, f"{flags} --save {folder} --save-interval 3")
+            saving = f"{flags} --save {folder} --save-interval 3"
+            runs[num_ranks, flags] = str(folder), train(num_ranks, saving, case=case)
         return runs[num_ranks, flags]
 
     return get
@@ -64,8 +65,13 @@ CUTS_MATRIX = {
 )
 def test_other_cuts_go_on_with_the_same_numbers(saved, model, writers, source, readers, target, exact):
     """Losses, norms and weights are those of the run that went on; where only the cut differs, bit for bit."""
-    folder, whole = saved(writers, f"{model} {source}")
-    rest = train(readers, f"{model} {target} --load {folder} --ckpt-step 3")
+    check_cut(saved, model, writers, source, readers, target, exact=exact)
+
+
+def check_cut(saved, model, writers, source, readers, target, *, exact, case="train_case"):
+    """A run from the checkpoint of `source` on is that which went on."""
+    folder, whole = saved(writers, f"{model} {source}", case)
+    rest = train(readers, f"{model} {target} --load {folder} --ckpt-step 3", case=case)
     expected, found = (
         {record["iteration"]: record for record in results[-1]["records"] if record["iteration"] > 3}
         for results in (whole, rest)

@@ -115,17 +115,18 @@ def test_sample_counts():
     assert num_samples(args) == [80, 3 * 3 * 8, 3 * 8]
 
 
-def read_case(flags: str, consumed: int, steps: int, vp_stage: int = 0) -> list[dict[str, torch.Tensor]]:
-    """The first microbatches that a stage of this rank gets."""
+def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dict[str, torch.Tensor]]:
+    """The first microbatches that a stage of this rank gets: `chunk`, counted from 0."""
     from megatron.core import parallel_state
+    from megatron.training import initialize
+    from megatron.training.arguments.rules_run import pipeline_schedule
     from megatron.training.data import MicrobatchIterator, gpt_fields
     from megatron.training.datasets import build_datasets
     from megatron.training.tokenizer import build_tokenizer
 
     args = arguments(flags, without="--mock-data", world_size=torch.distributed.get_world_size())
-    parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    )
+    initialize.set_up(args)
+    schedule = pipeline_schedule(args)
     try:
         before = torch.get_rng_state()
         datasets = build_datasets(args, build_tokenizer(args))
@@ -136,7 +137,8 @@ def read_case(flags: str, consumed: int, steps: int, vp_stage: int = 0) -> list[
             name="training",
             consumed_samples=consumed,
             vocab_size=101,
-            vp_stage=vp_stage,
+            stage=schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk],
+            num_stages=schedule.num_stages,
         )
         found = [{key: value.clone() for key, value in next(iterator).items()} for _ in range(steps)]
         assert torch.equal(before, torch.get_rng_state()), "loading data drew from the global generator"
@@ -173,7 +175,7 @@ def test_only_first_and_last_virtual_stage_read(tmp_path):
     flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 0"
     (single,) = read(1, flags)
     virtual = f"{flags} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    stages = [stage for vp_stage in range(2) for stage in read(2, virtual, vp_stage=vp_stage)]
+    stages = [stage for chunk in range(2) for stage in read(2, virtual, chunk=chunk)]
     assert stages[1] == stages[2] == [{}, {}, {}]
     for step in range(3):
         assert set(stages[0][step]) == {"tokens", "position_ids"} and set(stages[3][step]) == {"labels", "loss_mask"}
@@ -203,10 +205,8 @@ def test_attention_masks_reach_every_stage(tmp_path):
     assert masks[0].shape == (1, 1, 32, 32) and masks[0].dtype is torch.bool
     assert all(torch.equal(mask, masks[0]) for mask in masks)
     virtual = flags.replace("size 4", "size 2 --num-virtual-stages-per-pipeline-rank 2")
-    for vp_stage in range(2):
-        assert all(
-            torch.equal(one[0]["attention_mask"], masks[0]) for one in read(2, virtual, steps=1, vp_stage=vp_stage)
-        )
+    for chunk in range(2):
+        assert all(torch.equal(one[0]["attention_mask"], masks[0]) for one in read(2, virtual, steps=1, chunk=chunk))
 
 
 def test_token_beyond_the_vocabulary_is_named(tmp_path):

@@ -13,23 +13,22 @@ def build_case(flags: str) -> dict[str, torch.Tensor]:
     """This rank's parameters, of all its stages, by their names in the whole model."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
-    from megatron.training import config, models
+    from megatron.training import config, initialize, models, plan
+    from megatron.training.arguments.rules_run import pipeline_schedule
 
     args = arguments(flags, world_size=torch.distributed.get_world_size())
     args.padded_vocab_size = 256
-    parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    )
+    initialize.set_up(args)
     try:
         model_config = config.transformer_config(args)
-        found = {}
+        stages = pipeline_schedule(args).stages_of(parallel_state.get_pipeline_model_parallel_rank())
+        layers, found = plan.layers_of_stages(model_config), {}
 
-        def provider(pre_process, post_process, vp_stage=None):
-            return models.gpt_model(
-                args, model_config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
-            )
+        def provider_of(own_config):
+            return lambda pre, post: models.gpt_model(args, own_config, pre_process=pre, post_process=post)
 
-        for model in map(unwrap_model, models.build_chunks(provider, model_config)):
+        chunks = models.build_chunks(provider_of, model_config, stages=stages, layers=layers)
+        for model in map(unwrap_model, chunks):
             for name, parameter in model.named_parameters():
                 words = name.split(".")
                 if name.startswith("decoder.layers."):

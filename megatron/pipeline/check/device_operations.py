@@ -16,7 +16,7 @@ Solution: each row is lowered once. Rows are the same for all tensor and data ra
     REDUCE_*         chain    on the chain's stream, after what compute was given before it was posted; then on its
                               group's stream a collective, for which the chain's stream waits
       REDUCE_GRAD             over the replicas (d > 1)
-      REDUCE_EMBED            over the first and the last stage
+      REDUCE_EMBED            over the ranks of the first and the last stage
       REDUCE_NORM             over the tensor group (t > 1: sequence parallelism); the host reads the rank's norm, so it
                               waits; over the whole job (more than one rank); the host reads the result, so it waits
     STEP             main     the host waits until the chain has returned from its calls of the version; then a kernel

@@ -4,7 +4,7 @@ The chain that leads to version v applies the gradients of batch v-1. Each rank 
 it stands at the lowest of them. Its links are
 
     REDUCE_GRAD@v    over the replicas of the rank                              where the program is data parallel
-    REDUCE_EMBED@v   over the ranks of the first and the last stage             where they tie their embeddings
+    REDUCE_EMBED@v   over the ranks of the first and the last stage             where they are two, and tie embeddings
     REDUCE_NORM@v    over all ranks                                             where the program takes a global norm
     STEP@v           makes the version
 

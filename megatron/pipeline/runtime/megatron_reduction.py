@@ -17,6 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
 from megatron.pipeline.runtime.megatron_groups import ChainGroups
+from megatron.pipeline.runtime.megatron_place import tied_embeddings
 from megatron.pipeline.runtime.megatron_weights import MegatronCoreOptimizer, named_parameters
 
 
@@ -34,7 +35,7 @@ class GradientReduction:
         self._distributed = isinstance(optimizer, DistributedOptimizer)
         self._buffers = gradients.buffers
         self._groups = groups
-        self._embedding = _tied_embedding(chunks)
+        self._embeddings = tied_embeddings(chunks)
         summed, averaged = _tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
         self._counted = self._find_counted(chunks)
@@ -55,11 +56,21 @@ class GradientReduction:
 
     def over_embedding(self, slot: GradientSlot) -> None:
         """Add up the gradients of the word embedding that the first and the last stage share."""
-        if self._embedding is None or self._groups.embedding is None:
+        if not self._embeddings or self._groups.embedding is None:
             return
-        gradient = self._owned(self._embedding, slot)
+        [embedding] = self._embeddings
+        gradient = self._owned(embedding, slot)
         if gradient is not None:
             self._groups.embedding.all_reduce(gradient)
+
+    def over_embedding_copies(self, slot: GradientSlot) -> None:
+        """The same where both stages are on this rank: no group, and no instruction."""
+        if len(self._embeddings) < 2:
+            return
+        first, last = (self._owned(each, slot) for each in self._embeddings)  # shards of both are alike
+        if first is not None:
+            first.add_(last)
+            last.copy_(first)
 
     def over_tensor(self, slot: GradientSlot) -> None:
         """Add up the gradients of parameters of which each tensor rank has seen a part (sequence parallelism)."""
@@ -106,15 +117,6 @@ class GradientReduction:
                 self._ranges[param] = self._optimizer._get_model_param_range_map(param)["param"]
         replica = 0 if self._groups.data is None or self._distributed else self._groups.data.rank
         return params if replica == 0 else []
-
-
-def _tied_embedding(chunks: list[DistributedDataParallel]) -> Parameter | None:
-    for chunk in chunks:
-        model = unwrap_model(chunk)
-        at_an_end = getattr(model, "pre_process", False) or getattr(model, "post_process", False)
-        if at_an_end and getattr(model, "share_embeddings_and_output_weights", False):
-            return model.shared_embedding_or_output_weight()
-    return None
 
 
 def _tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:

@@ -3,7 +3,8 @@
 The contract: `forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`; on the last stage
 `loss_func(output_tensor)` returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` where the loss is a sum over
 tokens; numbers is a dict of what to report, each a scalar or a tensor `[sum, count]`. Losses are averaged over the
-microbatches of their batch. Whether this rank reads the data iterator is the step function's business.
+microbatches of their batch. Whether this stage reads the data iterator is the step function's business; while it runs,
+`parallel_state` gives the stage for the pipeline's rank.
 
 Memory follows megatron.core: a sent output keeps only its graph, its storage goes as soon as the send has read it, and
 the backward is started in the C++ engine, which does not mind the missing values.
@@ -26,6 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.dropout import SeededDropout
+from megatron.pipeline.runtime.megatron_place import at_stage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import Eviction, Microbatch, TensorSpec
 
@@ -239,10 +241,11 @@ class MegatronStage:
     def _run(self, microbatch: Microbatch, saved: _Saved, data: Iterator | None, *, record: bool) -> Tensor:
         """The chunk's forward; returns its output, on the last stage the loss to differentiate."""
         self._set_input_tensor(saved.input)
-        with self._dropout.microbatch(self._sample(microbatch)), self._autocast():
-            output, loss_function = self._forward_step(data, self.model)
-        self._set_input_tensor(None)  # the chunk would keep it alive beyond its backward
-        return self._loss(microbatch, loss_function(output), record) if self._is_last else output
+        with at_stage(self.index, self.num_stages):
+            with self._dropout.microbatch(self._sample(microbatch)), self._autocast():
+                output, loss_function = self._forward_step(data, self.model)
+            self._set_input_tensor(None)  # the chunk would keep it alive beyond its backward
+            return self._loss(microbatch, loss_function(output), record) if self._is_last else output
 
     def _autocast(self):
         if not self._config.enable_autocast:

@@ -206,9 +206,10 @@ class MegatronWeightUpdate:
             del self._batches[version - 1]
 
     def _prepare(self, batch: _Batch) -> None:
-        """The last reduction that gradients need, and their norm; on whichever thread needs it first."""
+        """The last reductions that gradients need, and their norm; on whichever thread needs it first."""
         if batch.norm_squared is None:
             slot = self._gradients[batch.slot]
+            self._reduction.over_embedding_copies(slot)
             self._reduction.over_tensor(slot)
             batch.norm_squared = self._reduction.local_norm_squared(slot)
             batch.gradients_ready.reach()

@@ -25,11 +25,15 @@ from megatron.pipeline.runtime.versions import WeightVersions
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter that another stage holds too: `group` joins the two; the norm counts it on one of them only."""
+    """A parameter that several stages hold a copy of.
 
-    name: str
-    group: Any
-    counts_in_norm: bool
+    `names`: the copies on this rank. `group`: the ranks that have any, None where this is the only one. The norm counts
+    a parameter once: on the rank with `counts_in_norm`, the first of its copies.
+    """
+
+    names: tuple[str, ...]
+    group: Any = None
+    counts_in_norm: bool = True
 
 
 @dataclass
@@ -80,7 +84,7 @@ class ModuleUpdate:
         self._counts_in_norm = counts_in_norm
         self._job_group = job_group
         self._tied = tied
-        self._uncounted = frozenset({tied.name} if tied is not None and not tied.counts_in_norm else ())
+        self._uncounted = frozenset(tied.names[1 if tied.counts_in_norm else 0 :] if tied is not None else ())
         self._loss_names = loss_names
         self._device = torch.device(device)
         self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
@@ -116,12 +120,25 @@ class ModuleUpdate:
             flat.div_(torch.distributed.get_world_size(group))
 
     def reduce_embed(self, version: int) -> None:
-        if self._tied is not None:
-            torch.distributed.all_reduce(self._pending[version].buffer.views[self._tied.name], group=self._tied.group)
+        if self._tied is not None and self._tied.group is not None:
+            self._add_copies(self._pending[version].buffer)
+
+    def _add_copies(self, buffer: GradientBuffer) -> None:
+        """Give all copies of the tied parameter the sum of their gradients."""
+        first, *others = (buffer.views[name] for name in self._tied.names)
+        for other in others:
+            first.add_(other)
+        if self._tied.group is not None:
+            torch.distributed.all_reduce(first, group=self._tied.group)
+        for other in others:
+            other.copy_(first)
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]
         stepped = pending.buffer is None
+        if self._tied is not None and self._tied.group is None:  # no instruction is for this rank alone
+            assert not stepped, "tied copies are added up before the step"
+            self._add_copies(pending.buffer)
         local = (pending.norm_squared if stepped else self._norm_squared(pending.buffer)).item()
         sums = all_reduce_norm(
             norm_squared=local if self._counts_in_norm else 0.0,

@@ -11,7 +11,8 @@ Order of the calls on one rank, for one batch::
     begin_backward(info)     before its first backward: choose its gradient buffer
     resume_backward(info)    before any other that follows a backward of another batch: show that buffer again
     reduce_grad(version)     chain thread, after its last backward   (only if data parallel)
-    reduce_embed(version)    chain thread                            (only tied embeddings, first and last stage)
+    reduce_embed(version)    chain thread                            (only tied embeddings, where the first and the last
+                             stage are on two ranks; on one rank reduce_norm adds up their gradients first)
     reduce_norm(version, ..) chain thread
     step(version)            main thread, after what was posted before it: makes `version` = batch + 1
 
@@ -170,7 +171,10 @@ class WeightUpdate(Protocol):
         """Chain thread: add up the gradients of the tied embeddings of the first and the last stage."""
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and wishes."""
+        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and wishes.
+
+        Before it, the gradients of tied embeddings whose stages are both on this rank are added up.
+        """
 
     def step(self, version: int) -> BatchReport:
         """Make weight `version` from the gradients of batch ``version - 1``; the chain has been waited for.

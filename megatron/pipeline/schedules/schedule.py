@@ -143,7 +143,7 @@ class Schedule:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
         choices["balance"] = choices.get("balance", False) or preset.balance
-        if num_virtual_stages > 1 and num_stages % num_virtual_stages == 0:
+        if num_virtual_stages > 0 and num_stages % num_virtual_stages == 0:
             placement = PLACEMENTS[preset.placement](num_stages // num_virtual_stages, num_virtual_stages)
             choices.setdefault("rank_of_stage", tuple(placement))
         return cls(order=preset.order, weights=preset.weights, num_stages=num_stages, **choices)

@@ -80,20 +80,23 @@ DISTRIBUTED = Group(
             str,
             None,
             "What each stage holds, divided by |: E embedding, t layer, L loss; t*3 is ttt and (tt|)*2 is tt|tt|. "
-            "Several stages a rank are dealt out in turn. For example 'Et|(tt|)*2tL'.",
+            "The schedule says which rank has which stages; interleaved deals them out in turn. For example "
+            "'Et|(tt|)*2tL'.",
             metavar="LAYOUT",
         ),
         option(
             "--decoder-first-pipeline-num-layers",
             integer,
             None,
-            "Layers on the first rank of the pipeline; the others share the rest.",
+            "Layers on the first rank of the pipeline; the others share the rest. Where a schedule does not deal out "
+            "its stages in turn: in the first stage.",
         ),
         option(
             "--decoder-last-pipeline-num-layers",
             integer,
             None,
-            "Layers on the last rank of the pipeline; the others share the rest.",
+            "Layers on the last rank of the pipeline; the others share the rest. Where a schedule does not deal out "
+            "its stages in turn: in the last stage.",
         ),
         switch("--account-for-embedding-in-pipeline-split", "Count the embedding as a layer when splitting."),
         switch("--account-for-loss-in-pipeline-split", "Count the loss as a layer when splitting."),

@@ -2,6 +2,8 @@
 
 import argparse
 
+from megatron.pipeline.schedules import PRESETS
+from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.training.arguments.ranges import flag
 
 _WAYS = (
@@ -57,7 +59,18 @@ def _stages_in_layout(args: argparse.Namespace) -> int:
         args.pipeline_model_parallel_layout,
         num_ranks=args.pipeline_model_parallel_size,
         num_layers=args.num_layers,
+        placement=PLACEMENTS[PRESETS[args.pipeline_schedule].placement],
     ).virtual_pipeline_model_parallel_size
+
+
+def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
+    """(ranks, stages on each, None for one) over which megatron.core splits the layers.
+
+    Where stages are dealt out in turn, those of the pipeline, as in Megatron-LM. Under another placement, a rank for
+    each stage: what a stage holds does not depend on the rank that holds it.
+    """
+    p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    return (p, v) if PRESETS[args.pipeline_schedule].placement == "round-robin" else (p * (v or 1), None)
 
 
 def layers(args: argparse.Namespace) -> None:
@@ -80,7 +93,7 @@ def layers(args: argparse.Namespace) -> None:
 
 
 def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | None) -> None:
-    p, num_layers = args.pipeline_model_parallel_size, args.num_layers
+    (p, _), num_layers = layer_split(args), args.num_layers
     if p == 1:
         raise ValueError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
@@ -99,10 +112,13 @@ def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | 
 
 
 def _equal_ranks(args: argparse.Namespace) -> None:
-    p, counted = args.pipeline_model_parallel_size, _counted_layers(args)
+    (p, _), counted = layer_split(args), _counted_layers(args)
     if counted % p:
+        by = f"--pipeline-model-parallel-size {p}"
+        if p > args.pipeline_model_parallel_size:
+            by = f"the {p} stages of --pipeline-schedule {args.pipeline_schedule}"
         raise ValueError(
-            f"--num-layers {args.num_layers} is not divisible by --pipeline-model-parallel-size {p}; change "
+            f"--num-layers {args.num_layers} is not divisible by {by}; change "
             f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
     _check_virtual(args, counted // p, "each rank")
@@ -114,7 +130,7 @@ def _counted_layers(args: argparse.Namespace) -> int:
 
 
 def _check_virtual(args: argparse.Namespace, count: int | None, where: str) -> None:
-    v = args.virtual_pipeline_model_parallel_size
+    _, v = layer_split(args)
     if count is not None and v is not None and count % v:
         raise ValueError(
             f"the {count} layers of {where} cannot be dealt out to {v} stages alike; change "

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.training.checkpoint import integrity, unpickling
 from megatron.training.checkpoint.agreement import agree, agreed
+from megatron.training.checkpoint.copies import with_copies
 from megatron.training.checkpoint.directory import CheckpointLocation, other_iterations_hint
 from megatron.training.checkpoint.errors import CheckpointError
 
@@ -98,7 +99,7 @@ class CheckpointReader:
         with warnings.catch_warnings():
             # megatron.core reads through torch functions that newer torch calls deprecated.
             warnings.filterwarnings("ignore", category=FutureWarning)
-            return load(state, str(self.location.path), strategy)
+            return with_copies(load(state, str(self.location.path), strategy))
 
     def _verify(self) -> None:
         files = _manifest(self.location)

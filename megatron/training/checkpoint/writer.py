@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.training.checkpoint import directory, integrity
 from megatron.training.checkpoint.agreement import agree, agreed, control_group, on_rank_zero
+from megatron.training.checkpoint.copies import without_copies
 from megatron.training.checkpoint.errors import CheckpointError
 
 # What torch.save and the index add to each tensor.
@@ -60,7 +61,7 @@ class _AgreeingStrategy(AsyncSaveShardedStrategy):
     def async_save(self, sharded_state_dict, checkpoint_dir):
         self.entered = True
         agree(None)  # a rank 0 that failed before reports here
-        return self.strategy.async_save(sharded_state_dict, checkpoint_dir)
+        return self.strategy.async_save(without_copies(sharded_state_dict), checkpoint_dir)
 
     @property
     def can_handle_sharded_objects(self):

@@ -74,11 +74,14 @@ def build_place(args: argparse.Namespace, program: Program, place: Place, weight
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
     datasets = program.datasets_provider(args, tokenizer)
-    model_config = config.transformer_config(args)
-    provider = program.model_provider(args, model_config)
     index, num_stages = _STAGE_OF_PLACE[place]
-    chunks = build_chunks(lambda *_: provider(index == 0, index == num_stages - 1), model_config)
-    chunks = wrap_for_training(chunks, model_config, config.ddp_config(args))
+
+    def provider_of(model_config):
+        provider = program.model_provider(args, model_config)
+        return lambda *_: provider(index == 0, index == num_stages - 1)
+
+    chunks = build_chunks(provider_of, config.transformer_config(args))
+    chunks = wrap_for_training(chunks, config.ddp_config(args))
     optimizer_config = config.optimizer_config(args)
     overrides = get_standard_config_overrides(optimizer_config)
     optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)

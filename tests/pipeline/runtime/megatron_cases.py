@@ -32,6 +32,7 @@ from tests.pipeline.runtime.megatron_model import (
     global_names,
     gpt_model,
     microbatch_data,
+    own_stages,
     parallel,
     training_data,
 )
@@ -85,20 +86,20 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
         grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
     )
     chunks = []
-    for number in range(case.v):
+    for number in range(len(own_stages(case))):
         model = gpt_model(case, number)
         config = model.config
         wrapped = Float16Module(config, model) if config.fp16 or config.bf16 else model
         chunks.append(DistributedDataParallel(config, ddp_config, wrapped))
     optimizer = get_megatron_optimizer(optimizer_config(case), chunks)
-    rank = parallel_state.get_pipeline_model_parallel_rank()
+    indices = own_stages(case)
     update = MegatronWeightUpdate(
         chunks,
         optimizer,
         scheduler(case, optimizer),
         weights=PRESETS[case.schedule].policy,
         num_stages=case.p,
-        stage=rank,
+        stage=indices[0],
         single_gradient_buffer=case.single_gradient_buffer,
     )
     replica = parallel_state.get_data_parallel_rank()
@@ -107,7 +108,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
             chunk,
             forward_step(case),
             update,
-            index=number * case.p + rank,
+            index=index,
             num_stages=case.p * case.v,
             seq_length=SEQUENCE,
             micro_batch_size=case.micro_batch_size,
@@ -116,7 +117,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
             recompute=case.recompute,
             activation_memory=memory,
         )
-        for number, chunk in enumerate(chunks)
+        for index, chunk in zip(indices, chunks, strict=True)
     ]
     return stages, update
 
@@ -151,7 +152,9 @@ def _weights(case: Case, stages: list[MegatronStage], update: MegatronWeightUpda
     for number, stage in enumerate(stages):
         prefix = f"model{number}." if len(stages) > 1 else ""
         local = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-        result |= full_tensors(case, unwrap_model(stage.model), local)
+        found = full_tensors(case, unwrap_model(stage.model), local)
+        assert all(torch.equal(found[name], result[name]) for name in found.keys() & result), "tied copies differ"
+        result |= found
     return result
 
 

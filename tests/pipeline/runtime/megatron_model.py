@@ -20,6 +20,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.pipeline.runtime.megatron_place import at_stage, config_of_stage, embedding_ranks
+from megatron.pipeline.schedules import PLACEMENTS, PRESETS
+from megatron.pipeline.schedules.placements import round_robin, stages_of
 from megatron.training.bert_model import BertModel, bert_layer_specs
 from tests.pipeline.runtime import bert_model
 
@@ -79,6 +82,15 @@ class Case:
     def num_ranks(self) -> int:
         return self.p * self.t * self.d
 
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        return tuple(PLACEMENTS[PRESETS[self.schedule].placement](self.p, self.v))
+
+    @property
+    def is_placed(self) -> bool:
+        """Stages are not where megatron.core itself puts them."""
+        return self.rank_of_stage != round_robin(self.p, self.v)
+
     def stage_of_layer(self, layer: int) -> int:
         """The stage of a layer, counted from 0, where each rank has one stage."""
         first = self.layers // self.p if self.first_layers is None else self.first_layers
@@ -121,16 +133,30 @@ def transformer_config(case: Case) -> TransformerConfig:
     )
 
 
+def own_stages(case: Case) -> tuple[int, ...]:
+    """The stages of this rank."""
+    return stages_of(case.rank_of_stage, parallel_state.get_pipeline_model_parallel_rank())
+
+
 def gpt_model(case: Case, chunk: int = 0) -> GPTModel | BertModel:
     """A chunk of this rank, with the weights that its global names imply."""
-    place = {"ignore_virtual": False, "vp_stage": chunk}
+    config, num_stages = transformer_config(case), case.p * case.v
+    if not case.is_placed:
+        return _gpt_model(case, config, vp_stage=chunk if case.v > 1 else None)
+    stage = own_stages(case)[chunk]
+    with at_stage(stage, num_stages, builds=True):
+        return _gpt_model(case, config_of_stage(config, stage, [case.layers // num_stages] * num_stages))
+
+
+def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = None) -> GPTModel | BertModel:
+    place = {"ignore_virtual": False, "vp_stage": vp_stage}
     options = dict(
-        config=transformer_config(case),
+        config=config,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
-        vp_stage=chunk if case.v > 1 else None,
+        vp_stage=vp_stage,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.position,
     )
@@ -251,7 +277,13 @@ def forward_step(case: Case):
 @contextmanager
 def parallel(case: Case):
     """megatron.core's groups and seeds for the case."""
-    parallel_state.initialize_model_parallel(case.t, case.p, case.v if case.v > 1 else None)
+    placement = case.rank_of_stage
+    parallel_state.initialize_model_parallel(
+        case.t,
+        case.p,
+        case.v if case.v > 1 else None,
+        get_embedding_ranks=lambda ranks: embedding_ranks(ranks, placement),
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(123)
     try:
         yield

@@ -1,5 +1,6 @@
 """What the ranks of the module pipeline tests run, in the processes of `tests.workers`."""
 
+import copy
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +15,7 @@ from megatron.pipeline.runtime import trace
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
-from megatron.pipeline.runtime.module_update import ModuleUpdate
+from megatron.pipeline.runtime.module_update import ModuleUpdate, TiedParameter
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
 from megatron.pipeline.runtime.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -104,21 +105,23 @@ class Pipeline:
     ) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         p = world // training.num_replicas
-        self.replica, self.stage_index = divmod(rank, p)
+        self.replica, self.rank = divmod(rank, p)
         self.groups = []
         self.schedule = Schedule.preset(
             preset,
             num_stages=p * num_virtual_stages,
             num_virtual_stages=num_virtual_stages,
             data_parallel=training.num_replicas > 1,
+            tied_embeddings=training.tied,
             **schedule_options,
         )
         self.num_stages = self.schedule.num_stages
         self.memory = ActivationMemory(device) if moves_activations else None
-        slices = reference.split(reference.build_model(training.dropout), self.num_stages)
-        modules = {stage: slices[stage].to(device) for stage in range(self.stage_index, self.num_stages, p)}
+        slices = reference.split(reference.build_model(training.dropout, tied=training.tied), self.num_stages)
+        slices[-1] = copy.deepcopy(slices[-1])  # a tied weight of its own
+        modules = {stage: slices[stage].to(device) for stage in self.schedule.stages_of(self.rank)}
         parameters = {name: each for module in modules.values() for name, each in module.named_parameters()}
-        versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights.name](p, self.stage_index))
+        versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights.name](p, min(modules)))
         self.stages = [
             make_stage(
                 self.schedule,
@@ -143,9 +146,10 @@ class Pipeline:
             scheduler=reference.make_scheduler(optimizer, training),
             clip_grad=training.clip_grad,
             num_grad_buffers=GRADIENT_BUFFERS.get(self.schedule.weights.name, 2),
-            data_parallel_group=replicas[self.stage_index] if replicas else None,
+            data_parallel_group=replicas[self.rank] if replicas else None,
             counts_in_norm=self.replica == 0,
             job_group=job,
+            tied=self._tied(parameters, p) if training.tied else None,
             device=device,
         )
         self.engine = PipelineEngine(
@@ -159,6 +163,15 @@ class Pipeline:
             tracer=Tracer(num_batches=64, clock=None if device == "cpu" else CudaClock()) if tracing else None,
             activation_memory=self.memory,
         )
+
+    def _tied(self, parameters: dict, p: int) -> TiedParameter | None:
+        ends = sorted({self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]})
+        groups = [self._group([first + end for end in ends]) for first in range(0, dist.get_world_size(), p)]
+        names = tuple(name for name in (reference.FIRST_WEIGHT, reference.LAST_WEIGHT) if name in parameters)
+        if not names:
+            return None
+        is_first = reference.FIRST_WEIGHT in names
+        return TiedParameter(names, groups[self.replica] if len(ends) > 1 else None, counts_in_norm=is_first)
 
     def _group(self, ranks):
         group = dist.new_group(list(ranks))

@@ -25,6 +25,7 @@ class Training:
     dropout: float = 0.0
     num_replicas: int = 1
     poisoned_microbatch: int = -1  # its inputs are infinite: the gradients of its batch overflow
+    tied: bool = False  # the first and the last layer share their weight
 
 
 @dataclass
@@ -37,11 +38,16 @@ class Outcome:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def build_model(dropout: float = 0.0) -> nn.Sequential:
-    """The same weights in every process."""
+FIRST_WEIGHT, LAST_WEIGHT = "0.0.weight", f"{NUM_LAYERS - 1}.0.weight"
+
+
+def build_model(dropout: float = 0.0, *, tied: bool = False) -> nn.Sequential:
+    """The same weights in every process. `tied`: the first and the last layer have one."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(NUM_LAYERS)]
+    if tied:
+        blocks[-1][0].weight = blocks[0][0].weight
     return nn.Sequential(*blocks)
 
 
@@ -68,7 +74,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, training: Training):
 
 def train(training: Training, *, delay: int) -> Outcome:
     """Batch j's gradients are taken at version max(j - delay, 0) and applied to version j."""
-    model = build_model(training.dropout)
+    model = build_model(training.dropout, tied=training.tied)
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters.values(), training)
     scheduler = make_scheduler(optimizer, training)
