@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 
 from megatron.planner.architecture import Architecture
-from megatron.planner.closed_form_demand import closed_form_demand
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
-from megatron.planner.demands import schedule_demand
+from megatron.planner.demands import schedule_demand, stated_demand
 from megatron.planner.devices import judge, reserve_gib
 from megatron.planner.estimate import Estimate
 from megatron.planner.memory import RankMemory, estimate_memory
 from megatron.planner.software import MEGATRON_CORE, Software
-from megatron.planner.timing.iteration import closed_form, simulated
+from megatron.planner.timing.iteration import priced, simulated
 from megatron.planner.timing.model import CostModel
 
 
@@ -68,9 +67,9 @@ class Planner:
     ) -> tuple[RankMemory, ...]:
         """By rank of the pipeline. Raises ValueError as `layers`, or where the schedule cannot run.
 
-        `proved`: what the checker finds in programs; else the closed form, which takes no time.
+        `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
         """
-        demand = schedule_demand if proved else closed_form_demand
+        demand = schedule_demand if proved else stated_demand
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         return estimate_memory(
             self.model,
@@ -85,7 +84,8 @@ class Planner:
         """Time and memory of a configuration.
 
         Args:
-            simulate: prove and execute the very program that would run, on the table of costs; else closed forms.
+            simulate: prove and execute the very program that would run, on the table of costs; else closed forms, where
+                the schedule has some.
 
         Raises:
             ValueError: what cannot run, with the reason; see `layers`.
@@ -94,11 +94,8 @@ class Planner:
         layers = self.layers(configuration)
         memory = self.memory(configuration, layers, proved=simulate)
         costs = self.cost_model.costs(configuration, layers)
-        if simulate:
-            schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-            time = simulated(costs, configuration, schedule)
-        else:
-            time = closed_form(costs, configuration)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        time = (simulated if simulate else priced)(costs, configuration, schedule)
         operations = self.model.operations(configuration.global_batch_size)
         peak = configuration.num_gpus * self.cluster.device.peak(self.software.element_bytes)
         return Estimate(

@@ -179,9 +179,25 @@ class Schedule:
             )
         self._order.validate(num_microbatches)
 
+    def runs(self, num_microbatches: int) -> bool:
+        """Whether `validate` takes a batch of this size."""
+        try:
+            self.validate(num_microbatches)
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """The most microbatches between forward and end of backward, without moves; None: a whole batch at a stage."""
+        order = self._order
+        limits = [order.max_in_flight(stage) for stage in range(self.num_stages)]
+        return None if None in limits else max(limits)
+
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
-        limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
+        order = self._order
+        limits = [order.max_in_flight(stage) for stage in range(self.num_stages)]
         own = _cut(limits, self._most_together(batches))
         if not self.balance:
             return own
@@ -321,11 +337,13 @@ class Schedule:
     @property
     def _bounds_of_ranks(self) -> tuple[int, ...]:
         """With `balance`, the most microbatches that each rank may hold, over all its stages."""
-        return balanced_bounds([self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)])
+        order = self._order
+        return balanced_bounds([order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)])
 
     def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each rank, the most microbatches between forward and end of backward, over all its stages."""
-        limits = [self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
+        order = self._order
+        limits = [order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
         together = self._most_together(batches)
         return tuple(_cut([limit], together * len(self.stages_of(rank)))[0] for rank, limit in enumerate(limits))
 
