@@ -48,8 +48,7 @@ def has_closed_form(schedule: Schedule, num_microbatches: int) -> bool:
     """
     if ORDERS[schedule.order] not in RECEIVES:
         return False
-    in_flight = schedule.max_in_flight
-    return not schedule.weights.overlaps_updates or in_flight is None or num_microbatches >= in_flight
+    return not schedule.weights.overlaps_updates or num_microbatches >= schedule.max_in_flight
 
 
 def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import FLUSH
 from megatron.planner.architecture import Architecture
+from megatron.planner.closed_form_demand import closed_form_demand
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
+from megatron.planner.demand import Demand
 from megatron.planner.demands import schedule_demand, stated_demand
 from megatron.planner.devices import judge, reserve_gib
 from megatron.planner.estimate import Estimate
@@ -71,12 +75,22 @@ class Planner:
         """
         demand = schedule_demand if proved else stated_demand
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        held = demand(schedule, configuration.num_microbatches)
+        return self._memory(configuration, held, self.layers(configuration) if layers is None else layers)
+
+    def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
+        """What each rank needs whatever the schedule: for one microbatch on one weight version, in equal stages."""
+        least = Schedule(order="1f1b", weights=FLUSH, num_stages=configuration.pipeline)
+        layers = (self.model.num_layers // configuration.pipeline,) * configuration.pipeline
+        return self._memory(configuration, closed_form_demand(least, 1), layers)
+
+    def _memory(self, configuration: Configuration, demand: Demand, layers: Sequence[int]) -> tuple[RankMemory, ...]:
         return estimate_memory(
             self.model,
             self.software.activation_setting(configuration),
             self.software.training_state(configuration),
-            demand(schedule, configuration.num_microbatches),
-            layers=self.layers(configuration) if layers is None else layers,
+            demand,
+            layers=layers,
             counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
         )
 

@@ -7,6 +7,7 @@ the order, then one pass for each concern.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.moves import pair_of
@@ -190,15 +191,12 @@ class Schedule:
     @property
     def max_in_flight(self) -> int | None:
         """The most microbatches between forward and end of backward, without moves; None: a whole batch at a stage."""
-        order = self._order
-        limits = [order.max_in_flight(stage) for stage in range(self.num_stages)]
+        limits = _in_flight(self._order)
         return None if None in limits else max(limits)
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
-        order = self._order
-        limits = [order.max_in_flight(stage) for stage in range(self.num_stages)]
-        own = _cut(limits, self._most_together(batches))
+        own = _cut(_in_flight(self._order), self._most_together(batches))
         if not self.balance:
             return own
         accepting, on_rank = self._accepting_ranks(batches), self.max_saved_on_rank(batches)
@@ -327,11 +325,8 @@ class Schedule:
 
     @property
     def _order(self) -> Order:
-        return ORDERS[self.order](
-            self.num_stages,
-            rank_of_stage=self.rank_of_stage,
-            microbatch_group_size=self.microbatch_group_size,
-            extra_warmup=self.extra_warmup,
+        return _order_of(
+            ORDERS[self.order], self.num_stages, self.rank_of_stage, self.microbatch_group_size, self.extra_warmup
         )
 
     @property
@@ -380,6 +375,19 @@ class Schedule:
         """What the order says of a rank; one that does not interleave is asked for the rank's stage."""
         order = self._order
         return order.legs(rank if order.interleaves else self.stages_of(rank)[0], batches)
+
+
+@lru_cache(maxsize=256)
+def _order_of(
+    order: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], group_size: int | None, extra_warmup: bool
+) -> Order:
+    return order(num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup)
+
+
+@lru_cache(maxsize=256)
+def _in_flight(order: Order) -> tuple[int | None, ...]:
+    """By stage."""
+    return tuple(order.max_in_flight(stage) for stage in range(order.num_stages))
 
 
 def _shared(delay: int) -> str:

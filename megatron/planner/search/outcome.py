@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.configuration import Configuration
 from megatron.planner.estimate import Estimate
-from megatron.planner.search.space import preset_of
+from megatron.planner.search.offers import preset_of
 
 
 @dataclass(frozen=True, kw_only=True)
