@@ -58,20 +58,28 @@ def move_link_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[Communic
 
 
 def chain_of_rank(
-    rank: int, *, tensor: int, pipeline: int, data: int, tied_embeddings: bool, sums_over_tensor: bool
+    rank: int,
+    *,
+    tensor: int,
+    pipeline: int,
+    data: int,
+    tied_embeddings: bool,
+    sums_over_tensor: bool,
+    ends: tuple[int, int] | None = None,
 ) -> tuple[Communicator, ...]:
     """The groups of the reduction chain that rank `rank` of a pipeline communicates in.
 
     Args:
         tensor, pipeline, data: degrees; the world has as many ranks as their product.
-        tied_embeddings: the first and the last rank add up the gradient of one embedding.
+        tied_embeddings: the ranks in `ends` add up the gradient of one embedding.
         sums_over_tensor: tensor ranks add up gradients of parameters that each has seen in part (sequence parallelism).
+        ends: the ranks of the first and the last stage; None: the first and the last rank.
     """
-    is_end = rank in (0, pipeline - 1)
+    sharing = set((0, pipeline - 1) if ends is None else ends)
     sizes = {
         "data": data,
         "tensor": tensor if sums_over_tensor else 1,
-        "embedding": min(pipeline, 2) if tied_embeddings and is_end else 1,
+        "embedding": len(sharing) if tied_embeddings and rank in sharing else 1,
         "world": tensor * pipeline * data,
     }
     return tuple(Communicator("chain", name, size) for name, size in sizes.items() if size > 1)

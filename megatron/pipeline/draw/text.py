@@ -22,12 +22,12 @@ from megatron.pipeline.draw.cells import Cell, cells_of, names_of_rows, steps_of
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.timeline import Timeline
 
-_COLOURS = {
-    Kind.FORWARD: ("blue", "dodger_blue2"),
-    Kind.BACKWARD: ("green4", "green"),
-    Kind.BACKWARD_INPUT: ("green4", "green"),
-    Kind.BACKWARD_WEIGHT: ("dark_cyan", "light_sea_green"),
-    Kind.RECOMPUTE: ("purple", "magenta"),
+_COLOURS = {  # a weight version takes one of them in turn
+    Kind.FORWARD: ("blue", "dodger_blue2", "deep_sky_blue4", "slate_blue1"),
+    Kind.BACKWARD: ("green4", "green", "dark_green", "chartreuse4"),
+    Kind.BACKWARD_INPUT: ("green4", "green", "dark_green", "chartreuse4"),
+    Kind.BACKWARD_WEIGHT: ("dark_cyan", "light_sea_green", "dark_turquoise", "turquoise4"),
+    Kind.RECOMPUTE: ("purple", "magenta", "dark_violet", "medium_orchid"),
 }
 _MOVES = "moves"  # the head of a rank's second line
 _MOVE_SIGNS = {Kind.EVICT: (">", "red"), Kind.LOAD: ("<", "blue")}
@@ -115,7 +115,8 @@ def _label(cell: Cell, *, one_based: bool, versions: bool, stage: bool) -> str:
 
 
 def _style(cell: Cell) -> Style:
-    return Style(color="white", bgcolor=_COLOURS[cell.kind][(cell.version or 0) % 2], bold=cell.begins_batch)
+    colours = _COLOURS[cell.kind]
+    return Style(color="white", bgcolor=colours[(cell.version or 0) % len(colours)], bold=cell.begins_batch)
 
 
 def _blocks(lines: list[tuple[str, _Row]], total: int, width: int) -> Text:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.architecture import Architecture
+from megatron.planner.demands import stated_demand
 from megatron.planner.search.offers import PLAIN, fewest_ranks, name_of, offer
 from megatron.planner.search.outcome import Choice
 from megatron.planner.search.space import Space
@@ -87,11 +88,15 @@ def refuse_schedule(model: Architecture, training: Training, schedule: str, p: i
 
 
 def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
-    """A batch of so many microbatches, in the schedule's own words."""
+    """A batch of so many microbatches, in the schedule's own words, or in the checker's."""
     try:
         schedule.validate(num_microbatches)
     except ValueError as error:
         return clause(error)
+    try:
+        stated_demand(schedule, num_microbatches)
+    except ValueError as error:
+        return f"its program is refused at {str(error).splitlines()[0]}"
     if schedule.balance:
         batches = (num_microbatches,) * (1 if schedule.weights.drains else 2 * schedule.num_ranks)
         if not schedule.evicting_ranks(batches):
