@@ -13,6 +13,7 @@ from megatron.pipeline.schedules import ORDERS, Schedule
 from megatron.pipeline.schedules.order import Order
 from megatron.planner.closed_form_demand import closed_form_demand, has_closed_form
 from megatron.planner.demand import Demand, demand_of
+from megatron.planner.sizes import alike
 
 _MOST_PROVED = 4_000  # computations of an order without a closed form; beyond, two sizes have to say the same
 
@@ -46,9 +47,9 @@ def _read_off(schedule: Schedule, num_microbatches: int) -> Demand:
     """
     p = schedule.num_ranks
     if num_microbatches * schedule.num_stages > _MOST_PROVED and schedule.max_in_flight is not None:
-        full = (schedule.max_in_flight // p + 3) * p + num_microbatches % p
-        sizes = [size for size in (full, full + p) if size < num_microbatches and schedule.runs(size)]
-        if len(sizes) == 2 and _proved(schedule, sizes[0]) == _proved(schedule, sizes[1]):
+        full = schedule.max_in_flight + 2 * p
+        sizes = alike(schedule, num_microbatches, least=full, step=p, count=2)
+        if sizes and _proved(schedule, sizes[0]) == _proved(schedule, sizes[1]):
             return _proved(schedule, sizes[1])
     return _proved(schedule, num_microbatches)
 

@@ -13,6 +13,7 @@ from megatron.pipeline.schedules import ORDERS, Schedule
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.simulate import simulate
 from megatron.planner.configuration import Configuration
+from megatron.planner.sizes import alike
 from megatron.planner.timing.closed_forms import StageTimes, closed_form_of
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
@@ -87,18 +88,14 @@ def _steady(costs: Costs, schedule: Schedule, m: int, groups: int) -> tuple[floa
     Where batches do not drain, they are doubled until they hide their reductions, as longer ones then do.
     """
     drains, p, hidden = schedule.weights.drains, schedule.num_ranks, _without_reductions(costs)
-    while groups * p + m % p < m:
-        more, step = groups * p + m % p, groups // 4 * p
-        sizes = more - 2 * step, more - step, more
-        if not all(schedule.runs(size) for size in sizes):
-            return None
-        longest = _simulate(costs, schedule, more)
-        if drains or longest[0] <= _simulate(hidden, schedule, more)[0] * (1 + 1e-9):
+    while sizes := alike(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
+        longest = _simulate(costs, schedule, sizes[2])
+        if drains or longest[0] <= _simulate(hidden, schedule, sizes[2])[0] * (1 + 1e-9):
             least, fewer = (_simulate(costs if drains else hidden, schedule, size) for size in sizes[:2])
             before, last = fewer[0] - least[0], longest[0] - fewer[0]
             if abs(before - last) > _STEADY * last:
                 return None
-            times = (m - more) / step
+            times = (m - sizes[2]) / (sizes[2] - sizes[1])
             return longest[0] + times * last, longest[1] + times * (longest[1] - fewer[1])
         groups *= 2
     return None
