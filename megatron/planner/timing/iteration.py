@@ -6,12 +6,14 @@ is simulated has the last word from the beginning, with fewer microbatches where
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import ORDERS, Schedule
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.timeline import BUSY, Timeline
 from megatron.planner.configuration import Configuration
 from megatron.planner.sizes import alike
 from megatron.planner.timing.closed_forms import StageTimes, closed_form_of
@@ -113,13 +115,23 @@ def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[
     """Seconds of a batch, and those in which the busiest rank computes."""
     is_small = num_microbatches * schedule.num_stages <= _MOST_PRICED
     programs, periods = (_small_programs if is_small else _programs)(schedule, ORDERS[schedule.order], num_microbatches)
-    timelines = [simulate(program, costs) for program in programs]
-    ranks = range(schedule.num_ranks)
-    if len(timelines) == 1:
-        return timelines[0].end, max(map(timelines[0].busy, ranks))
-    first, second = timelines
-    busy = [second.busy(rank) - first.busy(rank) for rank in ranks]
-    return (second.end - first.end) / periods, max(busy) / periods
+    ends = [_end(simulate(program, costs)) for program in programs]
+    seconds = ends[0] if len(ends) == 1 else (ends[1] - ends[0]) / periods
+    return seconds, _busy(StageTimes(costs, schedule), num_microbatches)
+
+
+def _busy(stages: StageTimes, num_microbatches: int) -> float:
+    """Seconds of a batch in which the rank that computes most computes or steps."""
+    by_rank = zip(stages.by_rank(stages.work), stages.by_rank(stages.step), strict=True)
+    return max(num_microbatches * work + step for work, step in by_rank)
+
+
+def _end(timeline: Timeline) -> float:
+    """Of its last computation or STEP; those of a rank follow one another."""
+    ends = [0.0]
+    for row, of_row in zip(timeline.rows, timeline.ends, strict=True):
+        ends += islice((end for each, end in zip(reversed(row), reversed(of_row), strict=True) if each.kind in BUSY), 1)
+    return max(ends)
 
 
 def _build(schedule: Schedule, order: type[Order], num_microbatches: int) -> tuple[tuple[Program, ...], int]:
