@@ -9,16 +9,21 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.costs import Costs
+from megatron.pipeline.draw import draw_timeline, timeline_text
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.placement import Degrees, ModelShape, count_transfers, estimate_traffic
 from megatron.planner import Architecture, Cluster, Configuration, Planner, demand_of
 from megatron.planner.communicators import communicator_bytes
 from megatron.planner.demands import schedule_demand, stated_demand
-from megatron.planner.search import offered
+from megatron.planner.profile import Place, Profile
+from megatron.planner.search import SCOPES, offered
 from megatron.planner.search.offers import fewest_ranks
+from megatron.planner.search.report import html_report
 from megatron.planner.timing import CLOSED_FORMS, closed_form, iteration, priced, simulated
+from megatron.planner.timing.blocks import Blocks
 from megatron.planner.timing.first_principles import FirstPrinciples
-from tests.planner import made_up
+from tests.planner import made_up, profiles
 from tests.planner.search.helper import PAPER, run
 
 SMALL = Architecture.gpt3(
@@ -215,7 +220,7 @@ def test_a_v_holds_both_ends_of_the_model_on_a_rank():
 def test_the_search_offers_and_prices_all_of_them():
     """Every price that the search names is the planner's of that program, and 2bw under another name is 2bw."""
     machines = cluster(4)
-    outcome = run(SMALL, machines, global_batch_size=16, num_simulated=3, early_stopping=False, scopes=("none",))
+    outcome = run(SMALL, machines, global_batch_size=16, num_simulated=3, early_stopping=False, scopes=SCOPES[:1])
     names = {each.choice.schedule for each in outcome.kept}
     assert names >= {*UNKNOWN, *FORMED, "2bw", "flush", "interleaved"}
     planner = Planner(SMALL, machines, FirstPrinciples(SMALL, machines, PAPER), PAPER)
@@ -257,3 +262,88 @@ def test_what_can_be_balanced_is_offered_so():
     assert not {"v-gpipe+balance", "gpipe+balance", "flush+balance", "pipedream+balance"} & offered().keys()
     assert fewest_ranks(PRESETS["2bw"]) == 4 and fewest_ranks(PRESETS["interleaved"]) == 3
     assert "triple" not in {name for name in offered() if offered()[name].balance}
+
+
+# --- pictures, and what a profile says
+
+
+def test_a_v_is_drawn_with_transfers_both_ways(tmp_path):
+    """Each of 2 x 2 edges between ranks and 4 microbatches has a line down and one up; the two stages that share a rank
+    send nothing. The dashed line follows the batch down the ranks."""
+    built = Schedule.preset("v-gpipe", num_stages=6, num_virtual_stages=2)
+    timeline = simulate(built.build((4, 4)), Costs(bandwidth=1.0, forward_bytes=0.25))
+    figure = draw_timeline(timeline, tmp_path / "v.png", lanes=True, saved_microbatches=True)
+    found = {each.get_gid(): each for each in figure.axes[0].collections}
+    rows = [(round(line[0][1]), round(line[1][1])) for line in found["transfer"].get_segments()]
+    assert {edge: rows.count(edge) for edge in rows} == dict.fromkeys([(0, 1), (1, 2), (2, 1), (1, 0)], 2 * 2 * 4)
+    dashed = [line for line in figure.axes[0].lines if line.get_gid() == "batch"]
+    assert len(dashed) == 2 and all(list(line.get_ydata()) == sorted(line.get_ydata()) for line in dashed)
+    assert "0F0" in timeline_text(timeline).plain and "5F0" in timeline_text(timeline).plain.splitlines()[0]
+
+
+def test_versions_of_a_longer_delay_are_told_apart(tmp_path):
+    """Three versions live, and every batch's is written, in a shade of its own; the text has a colour for each."""
+    built = Schedule.preset("triple", num_stages=2)
+    timeline = simulate(built.build((2,) * 5))
+    figure = draw_timeline(timeline, tmp_path / "triple.png", width=22)
+    forwards = [each for each in figure.axes[0].collections if (each.get_gid() or "").startswith("F@")]
+    assert {each.get_gid() for each in forwards} == {"F@0", "F@1", "F@2"}
+    assert len({tuple(each.get_facecolor()[0]) for each in forwards}) == 3
+    written = {text.get_text() for text in figure.axes[0].texts if text.get_gid() == "version"}
+    assert written == {"v0", "v1", "v2"}
+    spans = [span.style.bgcolor.name for span in timeline_text(timeline).spans if span.style.bgcolor]
+    assert len(set(spans) - {"red"}) == 6
+
+
+def test_a_report_draws_the_best_of_them():
+    machines = cluster(4)
+    outcome = run(
+        SMALL, machines, global_batch_size=16, num_simulated=3, pipeline=(4,), scopes=SCOPES[:1],
+        schedules=("2bw-pairs", "triple", "v-gpipe"),
+    )  # fmt: skip
+    planner = Planner(SMALL, machines, FirstPrinciples(SMALL, machines, PAPER), PAPER)
+    page = html_report(outcome, lambda _: planner, title="made up", summary=(), num_timelines=len(outcome.kept))
+    assert {each.choice.schedule for each in outcome.kept} == {"2bw-pairs", "triple", "v-gpipe"}
+    assert page.count("<svg") == 1 + len(outcome.kept)
+
+
+def test_updates_of_a_policy_that_was_not_profiled_are_those_that_write_alike():
+    """3bw steps into another buffer, as 2bw does. A profile of flush alone does not say how long that takes."""
+    assert update_seconds(profiles.profile(), "3bw") == update_seconds(profiles.profile(), "2bw")
+    assert update_seconds(profiles.profile(), "3bw") != update_seconds(profiles.profile(), "flush")
+    flush = profiles.profile()
+    flush = flush.model_copy(update={"updates": tuple(each for each in flush.updates if each.weights == "flush")})
+    with pytest.raises(ValueError, match="the profile has no updates with 3bw weights, t=1; add them"):
+        update_seconds(flush, "3bw")
+
+
+def update_seconds(profile: Profile, weights: str) -> float:
+    return Blocks(profile).update(Place.ONLY, 2, tensor=1, weights=weights, working=1)
+
+
+# --- who sends to whom
+
+
+def test_traffic_of_a_v_goes_both_ways_between_neighbours():
+    """Each of two ranks' edges carries every microbatch twice, and nothing goes from the last rank to the first."""
+    counts = count_transfers(Schedule.preset("v-gpipe", num_stages=6, num_virtual_stages=2), 4)
+    assert counts.activations == (8, 8, 0) and counts.ends == (0, 0)
+    shape = ModelShape(
+        num_layers=6, num_attention_heads=4, hidden_size=16, sequence_length=32, micro_batch_size=1, pipeline=3,
+        tensor=1, num_virtual_stages=2,
+    )  # fmt: skip
+    traffic = estimate_traffic(shape, Degrees(tensor=1, pipeline=3, data=2), counts, vocabulary_size=100)
+    assert traffic.embedding == 0 and traffic.data[0] - traffic.data[1] == 2 * 4 * 100 * 16
+    assert traffic.data[1] == traffic.data[2]
+    apart = Schedule(order="there-and-back", weights="flush", num_stages=4, rank_of_stage=(0, 2, 1, 3))
+    with pytest.raises(ValueError, match="rank 0 sends to rank 2 of 4, and traffic is known between neighbours only"):
+        count_transfers(apart, 4)
+
+
+def test_a_v_over_two_nodes_crosses_where_its_ranks_do():
+    """Of 4 ranks on two nodes, ranks 1 and 2 are apart: the second and the sixth of seven edges are slow."""
+    machines = cluster(2, nodes=2)
+    planner = Planner(SMALL, machines, FirstPrinciples(SMALL, machines))
+    asked = configuration("v-gpipe", 4, 8)
+    rates = planner.cost_model.costs(asked, planner.layers(asked)).bandwidth
+    assert rates[1] == rates[5] < rates[0] == rates[2] == rates[4] == rates[6] < rates[3] == float("inf")
