@@ -232,7 +232,7 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
     if outcome.kept:
         ranked = list(enumerate(outcome.kept, start=1))
         of_schedules = {id(each) for each in outcome.best_of_schedules()}
-        say("\nthe fastest (~: closed form; the others were simulated)", "bold")
+        say("\nthe fastest (~: estimated; the others were simulated)", "bold")
         console.print(best_table(ranked[:top], plain=plain))
         say("\nthe fastest of each schedule", "bold")
         console.print(best_table([row for row in ranked if id(row[1]) in of_schedules], plain=plain))

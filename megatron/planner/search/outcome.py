@@ -55,7 +55,8 @@ class Kept:
 
     Attributes:
         estimate: its time and memory.
-        is_simulated: the time is that of its very program; else of the closed form.
+        is_simulated: the time is that of its very program, which is proved; else of the closed form, or where the
+            schedule has none of programs that may be shorter.
         notes: what slows it down, a clause each.
     """
 
