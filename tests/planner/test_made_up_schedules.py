@@ -4,8 +4,6 @@ from dataclasses import fields, replace
 from unittest import mock
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.costs import Costs
@@ -17,10 +15,9 @@ from megatron.planner import Architecture, Cluster, Configuration, Planner, dema
 from megatron.planner.communicators import communicator_bytes
 from megatron.planner.demands import schedule_demand, stated_demand
 from megatron.planner.profile import Place, Profile
-from megatron.planner.search import SCOPES, offered
-from megatron.planner.search.offers import fewest_ranks
+from megatron.planner.search import SCOPES
 from megatron.planner.search.report import html_report
-from megatron.planner.timing import CLOSED_FORMS, closed_form, iteration, priced, simulated
+from megatron.planner.timing import closed_form, iteration, priced, simulated
 from megatron.planner.timing.blocks import Blocks
 from megatron.planner.timing.first_principles import FirstPrinciples
 from tests.planner import made_up, profiles
@@ -79,29 +76,6 @@ def test_without_a_closed_form_the_price_is_what_the_program_takes(schedule, p, 
         assert price.seconds == pytest.approx((ends[1] - ends[0]) / 12, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    delay=st.sampled_from(FORMED), p=st.integers(1, 6), m=st.integers(1, 14), backward=st.sampled_from([1.0, 2.0, 3.5]),
-    step=st.sampled_from([0.0, 0.5, 2.0]), norm=st.sampled_from([0.0, 1.0]), batches=st.floats(0.0, 5.0),
-    where=st.integers(-1, 5),
-)  # fmt: skip
-def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
-    delay, p, m, backward, step, norm, batches, where
-):
-    """Equal stages, reductions at all of them or at one, of up to five batches: to the last digit. But where
-    a chain is longer than the computations of a batch and shorter than these with the step, the first batches, which
-    have no step, fall behind with their chains and catch up slowly: a few batches do not say how long one takes."""
-    with made_up.registered():
-        asked = configuration(delay, p, m, data=2)
-        schedule = asked.pipeline_schedule(tied_embeddings=False)
-        assume(schedule.runs(m))
-        alone, reduce = m * (1 + backward), batches * m * (1 + backward)
-        assume(not alone <= reduce + norm <= alone + step)
-        stages = [reduce if where in (-1, stage) else 0.0 for stage in range(p)]
-        costs = Costs(backward=backward, step=step, reduce_grad=stages, reduce_norm=norm)
-        assert closed_form(costs, asked).seconds == pytest.approx(simulated(costs, asked, schedule).seconds, rel=1e-9)
-
-
 def test_another_name_of_2bw_is_priced_as_2bw():
     """The case that was wrong: 24 seconds a batch, and not the 33 of a flush."""
     costs = Costs()
@@ -133,25 +107,6 @@ def test_what_does_not_grow_evenly_is_simulated_as_a_whole(monkeypatch):
     monkeypatch.setattr(iteration, "_simulate", lambda costs, schedule, m: (float(m * m), float(m)))
     built = asked.pipeline_schedule(tied_embeddings=False)
     assert simulated(Costs(), asked, built, most=1).seconds == 200 * 200
-
-
-def test_who_brings_an_order_may_bring_its_closed_form():
-    asked = configuration("pairs", 2, 8)
-    with mock.patch.dict(CLOSED_FORMS, {made_up.Pairs: {"drains": lambda stages, m: m * max(stages.work) + 7}}):
-        assert closed_form(Costs(), asked).seconds == 8 * 3 + 7
-        assert closed_form(Costs(), configuration("2bw-pairs", 2, 8)) is None
-    assert closed_form(Costs(), asked) is None
-
-
-def test_a_closed_form_holds_for_what_it_was_made_for():
-    """1F1B further ahead, or with recomputations of its own, is another schedule."""
-    from megatron.planner.timing.closed_forms import closed_form_of
-
-    plain = Schedule.preset("2bw", num_stages=4)
-    assert closed_form_of(plain) is not None
-    assert closed_form_of(replace(plain, extra_warmup=True)) is closed_form_of(replace(plain, recompute=True)) is None
-    groups = Schedule.preset("interleaved", num_stages=8, num_virtual_stages=2, microbatch_group_size=6)
-    assert closed_form_of(groups) is None and closed_form_of(replace(groups, microbatch_group_size=4)) is not None
 
 
 # --- memory
@@ -255,13 +210,6 @@ def test_the_search_says_what_is_wrong_with_them():
     assert any(name == "mistake" and "its program is refused at rank 0, " in reason for name, reason in reasons)
     assert any(name == "pairs" and reason.startswith("pairs do not make up") for name, reason in reasons)
     assert any(name == "triple" and reason.startswith("3bw with 4 stages needs batches of") for name, reason in reasons)
-
-
-def test_what_can_be_balanced_is_offered_so():
-    assert {"2bw+balance", "interleaved+balance", "triple+balance", "2bw-pairs+balance"} <= offered().keys()
-    assert not {"v-gpipe+balance", "gpipe+balance", "flush+balance", "pipedream+balance"} & offered().keys()
-    assert fewest_ranks(PRESETS["2bw"]) == 4 and fewest_ranks(PRESETS["interleaved"]) == 3
-    assert "triple" not in {name for name in offered() if offered()[name].balance}
 
 
 # --- pictures, and what a profile says
