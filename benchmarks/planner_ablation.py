@@ -21,9 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline.costs import Costs
+from megatron.pipeline.schedules import Schedule
+from megatron.planner.configuration import Configuration
 from megatron.planner.entries import Entry, load_entries
 from megatron.planner.timing import first_principles, iteration
 from megatron.planner.timing.calibration import load_calibration
+from megatron.planner.timing.closed_forms import StageTimes, end_of_batch
 from megatron.planner.timing.first_principles import FirstPrinciples
 from megatron.planner.timing.work import LayerWork, Work
 from megatron.planner.validation import row_errors
@@ -56,9 +59,9 @@ def _silent(self: FirstPrinciples, work: Work, links: object) -> float:
     return _seconds(self, replace(work, exchanged=0.0, overlapped=0.0), links)
 
 
-def _no_fill(costs: Costs, configuration: object) -> iteration.IterationTime:
-    stages, m, p = iteration._Stages(costs, configuration), configuration.num_microbatches, configuration.pipeline
-    seconds = m * max(stages.work) + iteration._end(stages, p) + max(stages.step)
+def _no_fill(costs: Costs, configuration: Configuration, schedule: Schedule) -> iteration.IterationTime:
+    stages, m = StageTimes(costs, schedule), configuration.num_microbatches
+    seconds = m * max(stages.work) + end_of_batch(stages) + max(stages.step)
     return iteration.IterationTime(seconds=seconds, bubble=0.0)
 
 
@@ -75,8 +78,8 @@ EFFECTS = {
     "availability of the fused softmax": [lambda: _without("softmax_is_fused", lambda self: True)],
     "communication of tensor ranks": [lambda: mock.patch.object(FirstPrinciples, "_seconds", _silent)],
     "filling and draining of the pipeline": [
-        lambda: mock.patch("megatron.planner.prediction.closed_form", _no_fill),
-        lambda: mock.patch("megatron.planner.planner.closed_form", _no_fill),
+        lambda: mock.patch("megatron.planner.prediction.priced", _no_fill),
+        lambda: mock.patch("megatron.planner.planner.priced", _no_fill),
     ],
     "embedding and head": [
         lambda: mock.patch.object(LayerWork, "head", property(_nothing)),

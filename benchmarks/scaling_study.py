@@ -19,6 +19,7 @@ from megatron.planner.parameters import stage_parameters
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space, Training, search
 from megatron.planner.software import MEGATRON_CORE
+from megatron.planner.timing.closed_forms import StageTimes
 from megatron.planner.timing.first_principles import FirstPrinciples
 from megatron.planner.timing.iteration import simulated
 
@@ -148,7 +149,7 @@ def times(costs: Costs, configuration: Configuration, schedule: Schedule) -> dic
             left = simulated(costs, configuration, schedule)
             parts[name], last = max(0.0, last.seconds - left.seconds), left
     busy = min(last.busy, last.seconds)
-    step = max(sum(costs.step[rank :: configuration.pipeline]) for rank in range(configuration.pipeline))
+    step = max(StageTimes(costs, schedule).by_rank(costs.step))
     parts |= {"fill and drain": last.seconds - busy, "step": step, "compute": busy - step}
     return {"seconds": total.seconds, "parts": parts}
 

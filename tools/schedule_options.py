@@ -49,7 +49,7 @@ def program(options: argparse.Namespace) -> Program:
     if options.schedule is not None:
         chosen = schedule(options)
         batches = options.microbatches or (_fewest_microbatches(chosen),)
-        few = 2 * chosen.num_stages if chosen.weights.updates_alone else 3
+        few = 2 * chosen.num_stages if chosen.weights.updates_alone else max(3, chosen.weights.delay + 2)
         num_batches = (options.batches or few) if len(batches) == 1 else 1
         _require_memory(chosen.num_stages, sum(batches) * num_batches)
         return chosen.build(batches * num_batches)
@@ -73,12 +73,13 @@ def _require_memory(num_stages: int, num_microbatches: int) -> None:
 
 
 def _fewest_microbatches(schedule: Schedule) -> int:
-    """As many as fill the pipeline, or the one that a weight-stashing schedule takes."""
+    """As many as fill the pipeline, or a few more where the schedule wants those; 1 where batches are microbatches."""
     if schedule.weights.updates_alone:
         return 1
-    return (
+    fill = (
         2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.microbatch_group_size or schedule.num_ranks
     )
+    return next(filter(schedule.runs, range(fill, fill + 4 * schedule.num_stages)), fill)
 
 
 def title(options: argparse.Namespace, program: Program) -> str:
@@ -90,6 +91,8 @@ def title(options: argparse.Namespace, program: Program) -> str:
     stages = f"{program.num_ranks} stages"
     if program.num_stages > program.num_ranks:
         stages = f"{program.num_ranks} ranks of {program.num_stages // program.num_ranks} stages"
+        placement = PRESETS[options.schedule].placement
+        stages += f" placed {placement}" if placement != "round-robin" else ""
     return f"{options.schedule}: {stages}, batches of {sizes} {noun}{extras}"
 
 

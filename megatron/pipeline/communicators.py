@@ -65,21 +65,21 @@ def chain_of_rank(
     data: int,
     tied_embeddings: bool,
     sums_over_tensor: bool,
-    rank_of_stage: Sequence[int] | None = None,
+    ends: tuple[int, int] | None = None,
 ) -> tuple[Communicator, ...]:
     """The groups of the reduction chain that rank `rank` of a pipeline communicates in.
 
     Args:
         tensor, pipeline, data: degrees; the world has as many ranks as their product.
-        tied_embeddings: the first and the last stage add up the gradient of one embedding.
+        tied_embeddings: the ranks in `ends` add up the gradient of one embedding.
         sums_over_tensor: tensor ranks add up gradients of parameters that each has seen in part (sequence parallelism).
-        rank_of_stage: the rank of each stage; default: the first stage is on the first rank, the last on the last one.
+        ends: the ranks of the first and the last stage; None: the first and the last rank.
     """
-    ends = {0, pipeline - 1} if rank_of_stage is None else {rank_of_stage[0], rank_of_stage[-1]}
+    sharing = {0, pipeline - 1} if ends is None else set(ends)
     sizes = {
         "data": data,
         "tensor": tensor if sums_over_tensor else 1,
-        "embedding": len(ends) if tied_embeddings and rank in ends else 1,
+        "embedding": len(sharing) if tied_embeddings and rank in sharing else 1,
         "world": tensor * pipeline * data,
     }
     return tuple(Communicator("chain", name, size) for name, size in sizes.items() if size > 1)

@@ -71,13 +71,6 @@ class WeightPolicy:
         """The most versions that a stage holds at once."""
         return num_stages - stage if self.delay is None else self.delay + 1
 
-    def fewest_microbatches(self, in_flight: int) -> int:
-        """The fewest of a batch, where the first stage has so many in flight: a version is made before its first use.
-
-        The batches between the one that makes a version and the one that uses it are `delay` together.
-        """
-        return -(-in_flight // self.delay) if self.delay else 1
-
     def version_of(self, batch: int, *, newest: int) -> int:
         """The version that the forward of `batch` uses at a stage whose newest version is `newest`."""
         return newest if self.delay is None else max(batch - self.delay, 0)

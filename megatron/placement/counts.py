@@ -5,6 +5,7 @@ activations as often as it has an EVICT. Under a schedule without flushes the ba
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.instruction import Kind
@@ -18,15 +19,17 @@ class Counts:
     Attributes:
         num_microbatches: of the batch.
         num_virtual_stages: stages on each rank; what a rank moves of a microbatch is of one of them.
-        activations: tensors that it sends to the next rank; as many gradients come back. The last rank's next is the
-            first one, which it sends to where ranks have several stages.
+        activations: tensors that it and the next rank send each other, each way: activations one way and as many
+            gradients back. The last rank's next is the first one.
         evictions: microbatches that it moves to its pair; as many come back.
+        ends: the ranks of the first and the last stage; None: the first and the last rank.
     """
 
     num_microbatches: int
     num_virtual_stages: int
     activations: tuple[int, ...]
     evictions: tuple[int, ...]
+    ends: tuple[int, int] | None = None
 
     @property
     def evictors(self) -> tuple[int, ...]:
@@ -35,15 +38,52 @@ class Counts:
 
 
 def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
-    """What the ranks of `schedule` send in a batch. Raises ValueError for a batch that it cannot run."""
+    """What the ranks of `schedule` send in a batch.
+
+    Raises:
+        ValueError: a batch that it cannot run, or as `exchanged`.
+    """
     if schedule.weights.drains:
         rows = schedule.build((num_microbatches,)).rows
     else:
         rows = schedule.build_periodic(num_microbatches).period
-    kinds = [Counter(instruction.kind for instruction in row) for row in rows]
+    placement, sends = schedule.rank_of_stage, Counter()
+    for rank, row in enumerate(rows):
+        stages = (instruction.stage for instruction in row if instruction.kind is Kind.SEND_F)
+        sends.update((rank, placement[stage + 1]) for stage in stages)
     return Counts(
         num_microbatches=num_microbatches,
         num_virtual_stages=schedule.num_virtual_stages,
-        activations=tuple(count[Kind.SEND_F] for count in kinds),
-        evictions=tuple(count[Kind.EVICT] for count in kinds),
+        activations=exchanged(sends, schedule.num_ranks),
+        evictions=tuple(sum(instruction.kind is Kind.EVICT for instruction in row) for row in rows),
+        ends=ends_of(placement),
     )
+
+
+def exchanged(sent: Mapping[tuple[int, int], float], num_ranks: int) -> tuple[float, ...]:
+    """By rank, what it and the next one send each other, each way.
+
+    Args:
+        sent: sender and receiver -> activations, or their bytes. As many gradients come back.
+
+    Raises:
+        ValueError: a sender whose receiver is not beside it.
+    """
+    found = [0] * num_ranks
+    for (sender, receiver), num in sent.items():
+        if receiver == (sender + 1) % num_ranks:
+            found[sender] += num
+        elif sender == (receiver + 1) % num_ranks:
+            found[receiver] += num
+        else:
+            raise ValueError(
+                f"rank {sender} sends to rank {receiver} of {num_ranks}, and traffic is known between neighbours only; "
+                "place stages that follow each other on neighbouring ranks"
+            )
+    return tuple(found)
+
+
+def ends_of(rank_of_stage: Sequence[int]) -> tuple[int, int] | None:
+    """The ranks of the first and the last stage; None: the first and the last rank."""
+    ends = rank_of_stage[0], rank_of_stage[-1]
+    return None if ends == (0, max(rank_of_stage)) else ends

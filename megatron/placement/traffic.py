@@ -39,12 +39,13 @@ class Traffic:
     """Bytes per iteration and rank.
 
     Attributes:
-        pipeline: by stage, what its rank sends to the next one; as much comes back as gradients. After the last stage
-            comes the first.
+        pipeline: by stage, what its rank and the next one send each other, each way: activations one way and as much as
+            gradients back. After the last stage comes the first.
         pair: by stage, what its rank evicts to the pair's; as much comes back. 0 for stages that evict nothing.
         data: by stage, the gradients of a rank, which its replicas all-reduce.
         tensor: by stage, the sum of what a rank all-reduces with the ranks that share its layers.
-        embedding: what first and last stage all-reduce; 0 where embeddings are not tied.
+        embedding: what the ranks in `ends` all-reduce; 0 where embeddings are not tied.
+        ends: who has the first and the last stage of the model; None: the first and the last rank.
     """
 
     pipeline: tuple[float, ...]
@@ -52,6 +53,7 @@ class Traffic:
     data: tuple[float, ...]
     tensor: tuple[float, ...]
     embedding: float
+    ends: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,9 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
             yield PointToPoint(
                 kind=Kind.PAIR, first_stage=stage, second_stage=num_stages - 1 - stage, bytes_each_way=num_bytes
             )
-    if traffic.embedding and num_stages > 1:  # an all-reduce of two: each sends 2(2-1)/2 of the bytes
-        yield PointToPoint(
-            kind=Kind.EMBEDDING, first_stage=0, second_stage=num_stages - 1, bytes_each_way=traffic.embedding
-        )
+    first, last = (0, num_stages - 1) if traffic.ends is None else traffic.ends
+    if traffic.embedding and first != last:  # an all-reduce of two: each sends 2(2-1)/2 of the bytes
+        yield PointToPoint(kind=Kind.EMBEDDING, first_stage=first, second_stage=last, bytes_each_way=traffic.embedding)
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:
@@ -116,6 +117,7 @@ def estimate_traffic(
     if vocabulary_size < 1:
         raise ValueError(f"vocabulary of {vocabulary_size} is below 1; give 1 or more")
     p, t = degrees.pipeline, degrees.tensor
+    ends = counts.ends or (0, p - 1)
     activation = shape.element_bytes * shape.activation_elements
     sent, saved = activation / (t if shape.sequence_parallel else 1), saved_activation_bytes(shape, scope)
     layers = shape.num_layers / p
@@ -128,8 +130,14 @@ def estimate_traffic(
         pipeline=tuple(count * sent for count in counts.activations),
         pair=tuple(count * saved for count in counts.evictions),
         data=tuple(
-            gradient_bytes * (layers * per_layer / t + (embedding if stage in (0, p - 1) else 0)) for stage in range(p)
+            gradient_bytes * (layers * per_layer / t + _num_ends(rank, ends, p) * embedding) for rank in range(p)
         ),
         tensor=(reduced,) * p,
-        embedding=gradient_bytes * embedding if tied_embeddings and p > 1 else 0.0,
+        embedding=gradient_bytes * embedding if tied_embeddings and ends[0] != ends[1] else 0.0,
+        ends=counts.ends,
     )
+
+
+def _num_ends(rank: int, ends: tuple[int, int], num_ranks: int) -> int:
+    """How often a rank holds the embedding; where there is one rank, both ends share it."""
+    return 1 if num_ranks == 1 else ends.count(rank)

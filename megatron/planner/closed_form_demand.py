@@ -1,24 +1,60 @@
 """What a schedule asks of the ranks' memory, in closed form: for a search, which cannot build every program.
 
-Tests compare with the demand that is read off proved programs. It is the same, but for three numbers, of which this is
-the upper bound: what each single stage of an accepting rank saves (over all its stages the rank saves as much as it
-says here), what it saves where a batch is too small to bring it to its bound, and the receives of a few ranks.
+It is for orders that reach the bounds that they state, with batches that fill the pipeline (`RECEIVES`). Tests compare
+with the demand that is read off proved programs. It is the same, but for three numbers, of which this is the upper
+bound: what each single stage of an accepting rank saves (over all its stages the rank saves as much as it says here),
+what it saves where a batch is too small to bring it to its bound, and the receives of a few ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 from megatron.pipeline.moves import pair_of
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import ORDERS, Schedule
+from megatron.pipeline.schedules.gpipe import GPipe
+from megatron.pipeline.schedules.interleaved import Interleaved
+from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.placements import stages_by_rank
 from megatron.planner.demand import Demand
 
-_RECEIVES = 2  # posted ahead at once: an activation and a gradient
+
+def _of_both(schedule: Schedule, rank: int) -> int:
+    """An activation and a gradient."""
+    return 2
+
+
+def _of_turns(schedule: Schedule, rank: int) -> int:
+    """The last stage of 1F1B runs each backward right after its forward, and only waits for activations."""
+    is_turn = schedule.num_virtual_stages == 1 and rank == schedule.rank_of_stage[-1]
+    return 1 if is_turn else _of_both(schedule, rank)
+
+
+RECEIVES: dict[type[Order], Callable[[Schedule, int], int]] = {
+    GPipe: _of_both, OneForwardOneBackward: _of_turns, Interleaved: _of_turns,
+}  # fmt: skip
+"""Class of an order whose demand has a closed form -> how many receives a rank has posted ahead at once.
+
+The order's `max_in_flight` has to be reached. Others are read off proved programs (demands.py).
+"""
+
+
+def has_closed_form(schedule: Schedule, num_microbatches: int) -> bool:
+    """Whether the closed form is that of the proved programs of such batches.
+
+    A batch that is smaller than what is in flight, which policies with a delay of several batches allow, leaves fewer
+    buffers in use.
+    """
+    if ORDERS[schedule.order] not in RECEIVES:
+        return False
+    return not schedule.weights.overlaps_updates or num_microbatches >= schedule.max_in_flight
 
 
 def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
     """The most that each rank holds in a run of batches with so many microbatches. Raises ValueError as `validate`."""
     schedule.validate(num_microbatches)
-    if schedule.order != "gpipe":  # the others are full with so many, and hold no more of a larger batch
+    if schedule.max_in_flight is not None:  # full with so many, and holds no more of a larger batch
         full = 3 * schedule.num_ranks
         num_microbatches = min(num_microbatches, full + num_microbatches % schedule.num_ranks)
     return _demand(schedule, num_microbatches)
@@ -26,7 +62,7 @@ def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
 
 @lru_cache(maxsize=4096)
 def _demand(schedule: Schedule, num_microbatches: int) -> Demand:
-    rule, num_ranks = schedule.weights, schedule.num_ranks
+    rule, num_ranks, receives = schedule.weights, schedule.num_ranks, RECEIVES[ORDERS[schedule.order]]
     batches = (num_microbatches,) if rule.drains else (num_microbatches,) * (2 * num_ranks + 1)
     plain = replace(schedule, balance=False)
     own, own_on_rank = plain.max_saved_microbatches(batches), plain.max_saved_on_rank(batches)
@@ -44,17 +80,12 @@ def _demand(schedule: Schedule, num_microbatches: int) -> Demand:
         ),
         own_microbatches=own,
         saved_on_rank=on_rank,
-        live_versions=tuple(rule.max_live_versions(rank, num_ranks) for rank in range(num_ranks)),
-        gradient_buffers=(2 if rule.delay else 1,) * num_ranks,
-        receives_ahead=tuple(_receives(schedule, rank) for rank in range(num_ranks)),
+        live_versions=tuple(
+            max(rule.max_live_versions(stage, schedule.num_stages) for stage in stages)
+            for stages in stages_by_rank(schedule.rank_of_stage)
+        ),
+        gradient_buffers=(rule.max_gradient_buffers,) * num_ranks,
+        receives_ahead=tuple(0 if num_ranks == 1 else receives(schedule, rank) for rank in range(num_ranks)),
         evicts=tuple(rank in evicting for rank in range(num_ranks)),
         accepts=tuple(rank in accepting for rank in range(num_ranks)),
     )
-
-
-def _receives(schedule: Schedule, rank: int) -> int:
-    """The last rank of 1F1B runs each backward right after its forward, and only waits for activations."""
-    if schedule.num_ranks == 1:
-        return 0
-    is_1f1b = schedule.order == "1f1b" or (schedule.order == "interleaved" and schedule.num_virtual_stages == 1)
-    return 1 if is_1f1b and rank == schedule.num_ranks - 1 else _RECEIVES

@@ -47,7 +47,8 @@ def communicator_bytes(
     """
     links = _link_bytes(rank_of_stage, moves)
     degrees = {"tensor": tensor, "pipeline": len(links), "data": data}
-    sums = {"tied_embeddings": tied_embeddings, "sums_over_tensor": sums_over_tensor}
+    ends = rank_of_stage[0], rank_of_stage[-1]
+    sums = {"tied_embeddings": tied_embeddings, "sums_over_tensor": sums_over_tensor, "ends": ends}
     return tuple(own + buffer_bytes(chain_of_rank(rank, **degrees, **sums)) for rank, own in enumerate(links))
 
 

@@ -1,8 +1,8 @@
 """One way to train a model on a number of GPUs: what a search chooses, and what an estimate is for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.schedules import PRESETS, Preset, Schedule
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
@@ -19,7 +19,8 @@ class Configuration:
         global_batch_size: sequences in a batch of all pipelines.
         recompute: none, attention (the core of attention) or layer (whole layers), in BPipe's words.
         schedule: a name in `PRESETS`.
-        balance: saved activations move between the stages of a pair; `bpipe` does without being told.
+        balance: saved activations move between the stages of a pair, also where the preset does not say so; `preset`
+            says whether they do.
         sequence_parallel: what is not split by heads or columns is split along the sequence.
         distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
         rank_mapping: a name in `placement.mapping.NAMES`.
@@ -76,6 +77,12 @@ class Configuration:
     @property
     def degrees(self) -> Degrees:
         return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+
+    @property
+    def preset(self) -> Preset:
+        """What the schedule's name stands for, moves of activations that are asked for besides included."""
+        preset = PRESETS[self.schedule]
+        return replace(preset, balance=True) if self.balance else preset
 
     def pipeline_schedule(self, *, tied_embeddings: bool) -> Schedule:
         """The schedule whose programs would run. Raises ValueError where the choices do not go together."""

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.files import read_document
 from megatron.planner.architecture import Architecture
@@ -239,6 +240,7 @@ class _Reader:
         settings = self.raw.config
         micro_batch, data = self._micro_batch(), self._data()
         schedule = self._schedule()
+        moves = schedule in PRESETS and PRESETS[schedule].balance
         batch = settings.global_batch
         if batch is None:
             batch = settings.p * micro_batch * data  # the smallest that 2bw takes
@@ -254,7 +256,7 @@ class _Reader:
             schedule=schedule,
             sequence_parallel=settings.sequence_parallel and settings.t > 1,
             distributed_optimizer=settings.zero1 or settings.zero == 1,
-            rank_mapping="pair-adjacent" if schedule == "bpipe" else "standard",
+            rank_mapping="pair-adjacent" if moves else "standard",
         )
 
     def _micro_batch(self) -> int:

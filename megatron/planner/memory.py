@@ -111,7 +111,7 @@ def estimate_memory(
         versions = demand.live_versions[rank]
         buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
         # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
-        sides = (stages[0] > 0) + (stages[-1] < len(layers) - 1) if len(layers) > 1 else 0
+        sides = _num_sides(stages, demand.rank_of_stage)
         moving = max(saved[stage] for stage in stages) if demand.evicts[rank] else 0.0
         result.append(
             RankMemory(
@@ -133,6 +133,16 @@ def estimate_memory(
             )
         )
     return tuple(result)
+
+
+def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
+    """On how many sides each stage of a rank has one of another rank, at least: the ends of the model have one."""
+    last = len(rank_of_stage) - 1
+    beside = [[other for other in (stage - 1, stage + 1) if 0 <= other <= last] for stage in stages]
+    return min(
+        sum(rank_of_stage[other] != rank_of_stage[stage] for other in others)
+        for stage, others in zip(stages, beside, strict=True)
+    )
 
 
 def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:

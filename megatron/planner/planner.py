@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import FLUSH
 from megatron.planner.architecture import Architecture
 from megatron.planner.closed_form_demand import closed_form_demand
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
-from megatron.planner.demands import schedule_demand
+from megatron.planner.demand import Demand
+from megatron.planner.demands import schedule_demand, stated_demand
 from megatron.planner.devices import judge, reserve_gib
 from megatron.planner.estimate import Estimate
 from megatron.planner.memory import RankMemory, estimate_memory
 from megatron.planner.software import MEGATRON_CORE, Software
-from megatron.planner.timing.iteration import closed_form, simulated
+from megatron.planner.timing.iteration import priced, simulated
 from megatron.planner.timing.model import CostModel
 
 
@@ -68,16 +71,26 @@ class Planner:
     ) -> tuple[RankMemory, ...]:
         """By rank of the pipeline. Raises ValueError as `layers`, or where the schedule cannot run.
 
-        `proved`: what the checker finds in programs; else the closed form, which takes no time.
+        `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
         """
-        demand = schedule_demand if proved else closed_form_demand
+        demand = schedule_demand if proved else stated_demand
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        held = demand(schedule, configuration.num_microbatches)
+        return self._memory(configuration, held, self.layers(configuration) if layers is None else layers)
+
+    def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
+        """What each rank needs whatever the schedule: for one microbatch on one weight version, in equal stages."""
+        least = Schedule(order="1f1b", weights=FLUSH, num_stages=configuration.pipeline)
+        layers = (self.model.num_layers // configuration.pipeline,) * configuration.pipeline
+        return self._memory(configuration, closed_form_demand(least, 1), layers)
+
+    def _memory(self, configuration: Configuration, demand: Demand, layers: Sequence[int]) -> tuple[RankMemory, ...]:
         return estimate_memory(
             self.model,
             self.software.activation_setting(configuration),
             self.software.training_state(configuration),
-            demand(schedule, configuration.num_microbatches),
-            layers=self.layers(configuration) if layers is None else layers,
+            demand,
+            layers=layers,
             counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
         )
 
@@ -85,7 +98,8 @@ class Planner:
         """Time and memory of a configuration.
 
         Args:
-            simulate: prove and execute the very program that would run, on the table of costs; else closed forms.
+            simulate: prove and execute the very program that would run, on the table of costs; else closed forms, where
+                the schedule has some.
 
         Raises:
             ValueError: what cannot run, with the reason; see `layers`.
@@ -94,11 +108,8 @@ class Planner:
         layers = self.layers(configuration)
         memory = self.memory(configuration, layers, proved=simulate)
         costs = self.cost_model.costs(configuration, layers)
-        if simulate:
-            schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-            time = simulated(costs, configuration, schedule)
-        else:
-            time = closed_form(costs, configuration)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        time = (simulated if simulate else priced)(costs, configuration, schedule)
         operations = self.model.operations(configuration.global_batch_size)
         peak = configuration.num_gpus * self.cluster.device.peak(self.software.element_bytes)
         return Estimate(

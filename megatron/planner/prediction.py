@@ -8,7 +8,7 @@ from megatron.planner.estimate import Estimate
 from megatron.planner.planner import Planner
 from megatron.planner.timing.constants import START, Constants
 from megatron.planner.timing.first_principles import FirstPrinciples
-from megatron.planner.timing.iteration import closed_form
+from megatron.planner.timing.iteration import priced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class Question:
         self._first_principles = FirstPrinciples(entry.model, entry.cluster, entry.software, START)
         self._planner = Planner(entry.model, entry.cluster, self._first_principles, entry.software)
         self._layers = self._planner.layers(entry.configuration)
+        self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.tied_embeddings)
 
     def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
         costs = self._costs(constants)
@@ -64,8 +65,8 @@ class Question:
 
     def time_errors(self, constants: Constants) -> dict[str, float]:
         """The errors of `predict` alone."""
-        costs = self._costs(constants)
-        return _errors(self.entry, closed_form(costs, self.entry.configuration).seconds, *_middle(costs))
+        costs, configuration = self._costs(constants), self.entry.configuration
+        return _errors(self.entry, priced(costs, configuration, self._schedule).seconds, *_middle(costs))
 
     def _costs(self, constants: Constants) -> Costs:
         return self._first_principles.calibrated(constants).costs(self.entry.configuration, self._layers)

@@ -78,14 +78,14 @@ class UpdateTime(_Record):
 
     Attributes:
         num_parameters: of one tensor rank.
-        weights: the weight policy; with several versions a step writes into another buffer.
+        weights: the name of the weight policy; with several versions a step writes into another buffer.
     """
 
     place: Place
     num_layers: _Count
     num_parameters: _Count
     tensor: _Count
-    weights: Literal["flush", "2bw"]
+    weights: str
     working: _Count
     zero: Spread
     norm: Spread

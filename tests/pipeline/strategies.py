@@ -48,12 +48,12 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
 
 def fewest_microbatches(schedule: Schedule) -> int:
     """The smallest batch that a schedule runs, by the paper's condition m >= p (2p-1 with the longer warm-up), which k
-    batches share where weights are k batches old.
+    batches share where weights are k batches old and nothing is balanced.
     """
     if not schedule.weights.delay:
         return 1
     in_flight = 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
-    return math.ceil(in_flight / schedule.weights.delay)
+    return in_flight if schedule.balance else math.ceil(in_flight / schedule.weights.delay)
 
 
 def sizes(schedule: Schedule) -> st.SearchStrategy[int]:

@@ -81,7 +81,7 @@ def test_groups_of_the_chain():
     assert groups(3, False, False) == {"data": 8, "world": 64}
     placed = {"tensor": 1, "pipeline": 3, "data": 1, "tied_embeddings": True, "sums_over_tensor": False}
     for places, holders in (((0, 1, 2, 2, 1, 0), []), ((1, 0, 2), [1, 2])):  # both copies on one rank: no group
-        chains = [chain_of_rank(rank, **placed, rank_of_stage=places) for rank in range(3)]
+        chains = [chain_of_rank(rank, **placed, ends=(places[0], places[-1])) for rank in range(3)]
         assert [rank for rank, chain in enumerate(chains) if "embedding" in names(chain)] == holders
     one = {"tensor": 1, "pipeline": 1, "data": 1, "tied_embeddings": True, "sums_over_tensor": True}
     assert chain_of_rank(0, **one) == ()

@@ -12,6 +12,7 @@ from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
+from tests.planner import made_up
 from tests.tools.in_process import ROOT, load_tool, runner
 
 TOOL = ROOT / "tools" / "schedule.py"
@@ -308,6 +309,34 @@ def test_draw_writes_pictures(run, tmp_path):
     status, _, err = run("draw", *TWO_BW, "--output", tmp_path / "x.png", "--measured", tmp_path / "measured.json")
     assert status == 1
     assert "measured.json is no timeline: a timeline has format" in err
+
+
+def test_a_v_of_a_file_is_drawn(run, tmp_path):
+    """Two ranks whose stages go there and back again: all is drawn, with transfers both ways and the path marked."""
+    path = tmp_path / "v.csv"
+    with made_up.registered():
+        path.write_text(Schedule.preset("v-gpipe", num_stages=4, num_virtual_stages=2).build((2,)).to_csv())
+    assert "# rank_of_stage: 0 1 1 0" in path.read_text()
+    options = ["--transfer", "0.2", "--lanes", "--saved", "--critical-path", "--weights-size", "1"]
+    status, out, err = run("draw", path, "--output", tmp_path / "v.svg", *options)
+    assert (status, out, err) == (0, f"wrote {tmp_path / 'v.svg'}\n", "")
+    drawn = (tmp_path / "v.svg").read_text()
+    assert all(f"<!-- {words} -->" in drawn for words in ("v.csv", "rank 0", "rank 1", "transfer", "critical path"))
+    status, out, _ = run("draw", path, "--text")
+    assert status == 0 and out.startswith("rank 0 |0F0|0F1.") and "|3F0|3F1|3B0" in out.splitlines()[0]
+
+
+def test_every_version_of_a_made_up_schedule_is_shown_by_default(run, tmp_path):
+    """Batches enough for a version that is not the first; microbatches as few as the order takes; where stages are."""
+    with made_up.registered():
+        status, out, _ = run("show", "--schedule", "triple", "--stages", "2")
+        assert status == 0 and "0F7@1" in out
+        assert run("check", "--schedule", "triple-pairs", "--stages", "3")[0] == 0
+        status, out, _ = run("draw", "--schedule", "v-gpipe", "--stages", "2", "--output", tmp_path / "v.svg")
+        assert status == 0
+    assert (
+        "<!-- v-gpipe: 2 ranks of 2 stages placed v, batches of 2 microbatches -->" in (tmp_path / "v.svg").read_text()
+    )
 
 
 def test_weights_and_batches_of_a_compute_only_file(run, tmp_path):

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
     )
-    parser.add_argument("--simulate", action="store_true", help="execute the very programs, not the closed form")
+    parser.add_argument(
+        "--simulate", action="store_true", help="execute the very programs, also where there is a closed form"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
 

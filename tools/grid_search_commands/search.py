@@ -28,7 +28,7 @@ from megatron.planner import Architecture, Cluster
 from megatron.planner.files import write_whole
 from megatron.planner.planner import Planner
 from megatron.planner.profile import Profile, load_profile
-from megatron.planner.search import RANK_MAPPINGS, SCHEDULES, SCOPES, Outcome, Space, Training, search
+from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, offered, search
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.timing.calibration import DEFAULT_NAME, NAMES, load_calibration
@@ -59,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     space.add_argument("--max-safe-batch", type=command_line.count, metavar="N",
                        help="sequences: microbatches may be accumulated up to it (PipeDream-2BW, section 4.3); "
                        "--global-batch-size is then the least")  # fmt: skip
-    space.add_argument("--schedules", type=_names(SCHEDULES), default=SCHEDULES, metavar="LIST",
-                       help=f"default: {','.join(SCHEDULES)}")  # fmt: skip
+    schedules = tuple(offered())
+    space.add_argument("--schedules", type=_names(schedules), default=schedules, metavar="LIST",
+                       help=f"default: {','.join(schedules)}")  # fmt: skip
     for name, what in (
         ("--tensor", "tensor parallel sizes"), ("--pipeline", "pipeline parallel sizes"),
         ("--virtual", "stages on each rank, for interleaved"), ("--microbatches", "microbatch sizes"),
@@ -231,7 +232,7 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
     if outcome.kept:
         ranked = list(enumerate(outcome.kept, start=1))
         of_schedules = {id(each) for each in outcome.best_of_schedules()}
-        say("\nthe fastest (~: closed form; the others were simulated)", "bold")
+        say("\nthe fastest (~: estimated; the others were simulated)", "bold")
         console.print(best_table(ranked[:top], plain=plain))
         say("\nthe fastest of each schedule", "bold")
         console.print(best_table([row for row in ranked if id(row[1]) in of_schedules], plain=plain))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron.planner import Cluster
 from megatron.planner.search import Kept
+from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
-from megatron.planner.search.space import preset_of
 from megatron.training.job import SOURCES, Job
 
 ROOT = Path(__file__).resolve().parents[2]

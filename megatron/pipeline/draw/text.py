@@ -23,11 +23,11 @@ from megatron.pipeline.instruction import OWN_MOVES
 from megatron.pipeline.timeline import Timeline
 
 _COLOURS = {  # by a word's colour; weight versions take them in turn
-    "blue": ("blue", "dodger_blue2"),
-    "green": ("green4", "green"),
-    "olive": ("dark_cyan", "light_sea_green"),
-    "purple": ("purple", "magenta"),
-    "grey": ("grey37", "grey50"),
+    "blue": ("blue", "dodger_blue2", "deep_sky_blue4", "slate_blue1"),
+    "green": ("green4", "green", "dark_green", "chartreuse4"),
+    "olive": ("dark_cyan", "light_sea_green", "dark_turquoise", "turquoise4"),
+    "purple": ("purple", "magenta", "dark_violet", "medium_orchid"),
+    "grey": ("grey37", "grey50", "grey30", "grey58"),
 }
 _MOVES = "moves"  # the head of a rank's second line
 _MOVE_SIGNS = {-1: (">", "red"), +1: ("<", "blue")}  # by what the move does to what the rank saves
@@ -115,7 +115,8 @@ def _label(cell: Cell, *, one_based: bool, versions: bool, stage: bool) -> str:
 
 
 def _style(cell: Cell) -> Style:
-    return Style(color="white", bgcolor=_COLOURS[cell.kind.row.colour][(cell.version or 0) % 2], bold=cell.begins_batch)
+    colours = _COLOURS[cell.kind.row.colour]
+    return Style(color="white", bgcolor=colours[(cell.version or 0) % len(colours)], bold=cell.begins_batch)
 
 
 def _blocks(lines: list[tuple[str, _Row]], total: int, width: int) -> Text:

@@ -7,6 +7,7 @@ the order, then one pass for each concern.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.moves import pair_of
@@ -170,19 +171,34 @@ class Schedule:
                 "give each batch one (in training: global batch size = micro batch size x data parallel size)"
             )
         in_flight = self._order.max_in_flight(0)
-        if in_flight is not None and num_microbatches < (fewest := rule.fewest_microbatches(in_flight)):
+        # Moves are planned within a leg, so one batch alone has to hold what is in flight.
+        batches = 1 if self.balance else rule.delay or 1
+        if in_flight is not None and rule.overlaps_updates and num_microbatches < (fewest := -(-in_flight // batches)):
             warmup = " and extra warm-up" if self.extra_warmup else ""
             raise ValueError(
                 f"{self.weights.name} with {self.num_stages} stages{warmup} needs batches of at least {fewest} "
-                f"microbatches, as many as are in flight{_shared(rule.delay)}, not {num_microbatches}: a batch would "
+                f"microbatches, as many as are in flight{_shared(batches)}, not {num_microbatches}: a batch would "
                 "begin before its weights are made; use larger batches, fewer stages, or flush"
             )
         self._order.validate(num_microbatches)
 
+    def runs(self, num_microbatches: int) -> bool:
+        """Whether `validate` takes a batch of this size."""
+        try:
+            self.validate(num_microbatches)
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """The most microbatches between forward and end of backward, without moves; None: a whole batch at a stage."""
+        limits = _in_flight(self._order)
+        return None if None in limits else max(limits)
+
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
-        limits = [self._order.max_in_flight(stage) for stage in range(self.num_stages)]
-        own = _cut(limits, self._most_together(batches))
+        own = _cut(_in_flight(self._order), self._most_together(batches))
         if not self.balance:
             return own
         accepting, on_rank = self._accepting_ranks(batches), self.max_saved_on_rank(batches)
@@ -311,21 +327,20 @@ class Schedule:
 
     @property
     def _order(self) -> Order:
-        return ORDERS[self.order](
-            self.num_stages,
-            rank_of_stage=self.rank_of_stage,
-            microbatch_group_size=self.microbatch_group_size,
-            extra_warmup=self.extra_warmup,
+        return _order_of(
+            ORDERS[self.order], self.num_stages, self.rank_of_stage, self.microbatch_group_size, self.extra_warmup
         )
 
     @property
     def _bounds_of_ranks(self) -> tuple[int, ...]:
         """With `balance`, the most microbatches that each rank may hold, over all its stages."""
-        return balanced_bounds([self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)])
+        order = self._order
+        return balanced_bounds([order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)])
 
     def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each rank, the most microbatches between forward and end of backward, over all its stages."""
-        limits = [self._order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
+        order = self._order
+        limits = [order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
         together = self._most_together(batches)
         return tuple(_cut([limit], together * len(self.stages_of(rank)))[0] for rank, limit in enumerate(limits))
 
@@ -364,9 +379,22 @@ class Schedule:
         return order.legs(rank if order.interleaves else self.stages_of(rank)[0], batches)
 
 
-def _shared(delay: int) -> str:
+@lru_cache(maxsize=256)
+def _order_of(
+    order: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], group_size: int | None, extra_warmup: bool
+) -> Order:
+    return order(num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup)
+
+
+@lru_cache(maxsize=256)
+def _in_flight(order: Order) -> tuple[int | None, ...]:
+    """By stage."""
+    return tuple(order.max_in_flight(stage) for stage in range(order.num_stages))
+
+
+def _shared(batches: int) -> str:
     """How the microbatches in flight are shared, behind their number."""
-    return "" if delay == 1 else f" in {delay} batches together"
+    return "" if batches == 1 else f" in {batches} batches together"
 
 
 def _cut(limits: Sequence[int | None], most: int) -> tuple[int, ...]:

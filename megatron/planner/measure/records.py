@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron.planner.configuration import Configuration
 from megatron.planner.files import write_whole
 from megatron.planner.measure.settings import Settings, differences
-from megatron.planner.search.space import preset_of
+from megatron.planner.search.offers import preset_of
 
 _FIELDS = tuple(field.name for field in fields(Configuration))
 _SHORT = {

@@ -1,5 +1,6 @@
 """Search: which degrees, microbatch, schedule and recompute scope train a model fastest on a cluster.
 
+offers     the schedules that there are, by name
 space      what is considered
 rules      what cannot run, and why
 explore    enumeration, memory first, early stopping
@@ -7,14 +8,14 @@ search     ranking, and simulation of the best
 outcome    what was kept and what was rejected
 """
 
+from megatron.planner.search.offers import offered
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.search import search
-from megatron.planner.search.space import RANK_MAPPINGS, SCHEDULES, SCOPES, Space
+from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space
 
 __all__ = [
     "RANK_MAPPINGS",
-    "SCHEDULES",
     "SCOPES",
     "Choice",
     "Kept",
@@ -22,5 +23,6 @@ __all__ = [
     "Rejected",
     "Space",
     "Training",
+    "offered",
     "search",
 ]

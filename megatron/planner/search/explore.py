@@ -21,17 +21,10 @@ from megatron.planner.configuration import Configuration
 from megatron.planner.devices import Verdict, judge, reserve_gib
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules
+from megatron.planner.search.offers import offer, offered
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
-from megatron.planner.search.space import (
-    RANK_MAPPINGS,
-    SCOPES,
-    Space,
-    interleaves,
-    moves_activations,
-    preset_of,
-    without_moves,
-)
+from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space
 
 Refusal = Callable[[Configuration], str | None]
 """Why the training program would refuse a configuration, in a clause."""
@@ -115,10 +108,10 @@ class _Degrees:
 
     def _floor(self, choice: Choice) -> Rejected | None:
         """What every schedule misses: memory of a single microbatch on one weight version."""
-        single = replace(
-            choice, schedule="flush", virtual=1, global_batch_size=choice.micro_batch_size * self.choice.data
-        )
-        return self._miss(single, shown=choice, what="misses at least")
+        some, batch = next(iter(offered())), choice.micro_batch_size * self.choice.data
+        single = replace(choice, schedule=some, virtual=1, global_batch_size=batch)
+        verdict = judge(self.planner.least_memory(self._configuration(single)), self.memory_gib)
+        return self._rejected(verdict, single, shown=choice, what="misses at least")
 
     def _schedule(
         self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
@@ -148,10 +141,11 @@ class _Degrees:
         """Sequences in a batch, the most that are safe; or why no batch will do."""
         space, per_round = self.space, choice.micro_batch_size * choice.data
         least, most = space.global_batch_size, space.largest_batch_size
-        if preset_of(choice.schedule)[0] == "pipedream":
+        preset = offer(choice.schedule)
+        if preset.policy.updates_alone:
             most = per_round if least <= per_round <= most else most
         count, parts = most // per_round, f"microbatches of {choice.micro_batch_size}"
-        if interleaves(choice.schedule) and space.safe_batch_size is not None:
+        if preset.interleaves and space.safe_batch_size is not None:
             count, parts = count - count % choice.pipeline, f"groups of {choice.pipeline} {parts}"
         if not least <= count * per_round <= most or not count:
             wanted = f"a batch of {least}" if least == most else f"no batch from {least} to {most}"
@@ -165,8 +159,8 @@ class _Degrees:
         self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
     ) -> Iterator[Kept | Rejected]:
         stops, fits, seconds = None, "", {}
-        moves, plain = moves_activations(choice.schedule), without_moves(choice.schedule)
-        competes = moves and self.space.early_stopping and plain in self.space.schedules
+        moves, plain = offer(choice.schedule).balance, self._without_moves(choice.schedule)
+        competes = moves and self.space.early_stopping and plain is not None
         for scope in scopes:
             trial = replace(choice, recompute=scope)
             if stops:
@@ -196,12 +190,19 @@ class _Degrees:
             if kept and not moves and self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
 
-    def _miss(self, choice: Choice, *, shown: Choice | None = None, what: str = "misses") -> Rejected | None:
-        verdict, _ = self._judge(choice)
+    def _without_moves(self, schedule: str) -> str | None:
+        """One of those considered that computes in the same order and balances nothing."""
+        plain = replace(offer(schedule), balance=False)
+        return next((name for name in self.space.schedules if offer(name) == plain), None)
+
+    def _miss(self, choice: Choice) -> Rejected | None:
+        return self._rejected(self._judge(choice)[0], choice, shown=choice, what="misses")
+
+    def _rejected(self, verdict: Verdict, choice: Choice, *, shown: Choice, what: str) -> Rejected | None:
         if verdict.fits:
             return None
         reason = f"{_place(verdict, choice)} {what} {_gib(verdict)}"
-        return Rejected(choice=shown or choice, reason=reason, missing_gib=-verdict.spare_gib)
+        return Rejected(choice=shown, reason=reason, missing_gib=-verdict.spare_gib)
 
     def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
         reason = self.explorer.refuse(self._configuration(choice))
@@ -223,7 +224,7 @@ class _Degrees:
             if estimate.seconds >= slowest:
                 yield Rejected(choice=mapped, reason="the standard rank order is as fast")
                 continue
-            if self.space.early_stopping and not moves_activations(choice.schedule):
+            if self.space.early_stopping and not offer(choice.schedule).balance:
                 slowest = estimate.seconds
             notes = (*([slow] if slow else []), *([near] if presses else []))
             yield Kept(choice=mapped, estimate=estimate, notes=notes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.configuration import Configuration
 from megatron.planner.estimate import Estimate
-from megatron.planner.search.space import preset_of
+from megatron.planner.search.offers import preset_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class Kept:
 
     Attributes:
         estimate: its time and memory.
-        is_simulated: the time is that of its very program; else of the closed form.
+        is_simulated: the time is that of its very program, which is proved; else of the closed form, or where the
+            schedule has none of programs that may be shorter.
         notes: what slows it down, a clause each.
     """
 

@@ -6,8 +6,8 @@ import io
 from typing import TYPE_CHECKING
 
 from megatron.planner.devices import BORDERLINE
+from megatron.planner.search.offers import offered
 from megatron.planner.search.outcome import Choice, Outcome
-from megatron.planner.search.space import SCHEDULES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
     figure = Figure(figsize=(9, 5.2), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for index, schedule in enumerate(SCHEDULES):
+    for index, schedule in enumerate(offered()):
         for pressed, marker in ((False, "o"), (True, "x")):
             points = [
                 (each.memory_gib, each.sequences_per_second)

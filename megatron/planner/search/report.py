@@ -89,13 +89,14 @@ def _timeline(each: Kept, planner: Planner, salt: str) -> str:
     configuration = each.estimate.configuration
     schedule = configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
     drains = schedule.weights.drains
-    num_batches = 1 if drains else 2
+    num_batches = 3 * schedule.num_ranks if schedule.weights.updates_alone else 1 + schedule.weights.delay
     cells_of_microbatch = 2 * schedule.num_stages * num_batches
     step = 1 if drains and schedule.num_virtual_stages == 1 else schedule.num_ranks
     size = min(configuration.num_microbatches, max(_MANY_CELLS // cells_of_microbatch // step, 1) * step)
+    size = next(each for each in range(size, configuration.num_microbatches + 1) if schedule.runs(each))
     if size * cells_of_microbatch > _MOST_CELLS:
         return f"<p>{schedule.num_stages} stages are too many to draw.</p>"
-    program = schedule.build((size,) * (num_batches if configuration.num_microbatches > 1 else 3 * schedule.num_ranks))
+    program = schedule.build((size,) * num_batches)
     layers = planner.layers(configuration)
     timeline = simulate(program, planner.cost_model.costs(configuration, layers))
     shortened = (

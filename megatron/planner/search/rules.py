@@ -6,10 +6,12 @@ refuse in their own words (`megatron/training/arguments`, `Schedule`); a test co
 
 from dataclasses import dataclass
 
-from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.schedules import Schedule
 from megatron.planner.architecture import Architecture
+from megatron.planner.demands import stated_demand
+from megatron.planner.search.offers import PLAIN, fewest_ranks, name_of, offer
 from megatron.planner.search.outcome import Choice
-from megatron.planner.search.space import Space, interleaves, moves_activations, preset_of
+from megatron.planner.search.space import Space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,39 +65,38 @@ def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | 
 
 def refuse_schedule(model: Architecture, training: Training, schedule: str, p: int) -> str | None:
     """A schedule on p ranks, whatever the batch."""
-    preset, _ = preset_of(schedule)
-    weights = PRESETS[preset].policy
-    if p == 1 and weights.drains and preset != "flush":
-        return f"on one stage {schedule} is flush"
+    preset = offer(schedule)
+    weights = preset.policy
+    if p == 1 and weights.drains and preset != PLAIN:
+        return f"on one stage {schedule} is {name_of(PLAIN)}"
     if weights.updates_alone:
         if p == 1:
-            return f"on one stage {schedule} is flush with batches of one microbatch"
+            return f"on one stage {schedule} is {name_of(PLAIN)} with batches of one microbatch"
         if model.tied_embeddings:
             return f"{schedule} updates stages apart, and the embeddings are tied"
         if training.clips_gradients:
             return f"{schedule} updates stages apart, and gradients are clipped to a global norm"
         if training.scales_loss:
             return f"{schedule} updates stages apart, and FP16 skips steps of all stages"
-    if moves_activations(schedule) and not _pairs_move(schedule, p):
-        return f"p < {_fewest_ranks(schedule)} has nothing to balance"
+    if preset.balance:
+        fewest = fewest_ranks(preset)
+        if fewest is None:
+            return f"{schedule} has nothing to balance"
+        if p < fewest:
+            return f"p < {fewest} has nothing to balance"
     return None
 
 
-def _pairs_move(schedule: str, p: int) -> bool:
-    return p >= _fewest_ranks(schedule)
-
-
-def _fewest_ranks(schedule: str) -> int:
-    """From which on a pair's ranks save too differently: BPipe, 3.3 and appendix A."""
-    return 3 if interleaves(schedule) else 4
-
-
 def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
-    """A batch of so many microbatches, in the schedule's own words."""
+    """A batch of so many microbatches, in the schedule's own words, or in the checker's."""
     try:
         schedule.validate(num_microbatches)
     except ValueError as error:
         return clause(error)
+    try:
+        stated_demand(schedule, num_microbatches)
+    except ValueError as error:
+        return f"its program is refused at {str(error).splitlines()[0]}"
     if schedule.balance:
         batches = (num_microbatches,) * (1 if schedule.weights.drains else 2 * schedule.num_ranks)
         if not schedule.evicting_ranks(batches):

@@ -1,4 +1,4 @@
-"""Search a space, rank what fits in closed form, and simulate the very programs of the best."""
+"""Search a space, rank what fits by estimates, and simulate the very programs of the best."""
 
 import heapq
 from collections.abc import Callable
@@ -76,7 +76,7 @@ class _Simulation:
     def best(self, kept: list[Kept], count: int | None) -> tuple[list[Kept], list[Rejected]]:
         """All by their times, of which the first `count` are simulated; and what cannot be simulated.
 
-        A simulation may take longer than the closed form said, and then the next one has its turn. Where programs are
+        A simulation may take longer than the estimate said, and then the next one has its turn. Where programs are
         large not all turns are taken, and the fastest that was simulated stands first.
         """
         total = NUM_SIMULATED if count is None else count
@@ -116,7 +116,7 @@ class _Simulation:
         return replace(each, estimate=estimate, is_simulated=True)
 
     def _optimized(self, each: Kept) -> list[Kept]:
-        """The same with the mapping that takes least transfer time, where the closed form expects a gain."""
+        """The same with the mapping that takes least transfer time, where the estimate expects a gain."""
         choice = replace(each.choice, rank_mapping="optimized")
         if choice in self._tried or not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
             return []

@@ -1,15 +1,11 @@
 """What is searched: the choices that are considered, and what they have to respect."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
-from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.mapping import NAMES
-
-_BALANCED = "+balance"
-SCHEDULES = (*PRESETS, f"2bw{_BALANCED}", f"interleaved{_BALANCED}")
-"""What `--schedules` may name: the presets, and those that can move saved activations besides."""
+from megatron.planner.search.offers import offer, offered
 
 SCOPES = tuple(RecomputeScope)
 """In the order of BPipe, section 4.2: each recomputes more than the one before."""
@@ -27,7 +23,7 @@ class Space:
         global_batch_size: sequences in a batch.
         safe_batch_size: PipeDream-2BW's B, section 4.3: a schedule may accumulate more microbatches, up to a batch of
             so many sequences. None: the batch is `global_batch_size` exactly.
-        schedules: names in `SCHEDULES`.
+        schedules: names in `offered()`.
         tensor, pipeline, virtual, micro_batch_sizes: restrict t, p, v and microbatches to these.
         scopes: recompute scopes, from the one that recomputes least.
         distributed_optimizer: whether its state is split over replicas; without replicas it is not.
@@ -41,7 +37,7 @@ class Space:
     gpus_per_node: int
     global_batch_size: int
     safe_batch_size: int | None = None
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = field(default_factory=lambda: tuple(offered()))
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
     virtual: tuple[int, ...] | None = None
@@ -55,7 +51,7 @@ class Space:
 
     def __post_init__(self) -> None:
         for known, names, what in (
-            (SCHEDULES, self.schedules, "schedule"),
+            (offered(), self.schedules, "schedule"),
             (RANK_MAPPINGS, self.rank_mappings, "rank mapping"),
         ):
             for name in names:
@@ -106,31 +102,10 @@ class Space:
 
     def stages_of_ranks(self, schedule: str, layers_of_rank: int) -> list[int]:
         """Values of v."""
-        if not interleaves(schedule):
+        if not offer(schedule).interleaves:
             return [1]
         virtual = [v for v in divisors(layers_of_rank) if v > 1]
         return virtual if self.virtual is None else [v for v in virtual if v in self.virtual]
-
-
-def preset_of(schedule: str) -> tuple[str, bool]:
-    """The preset of a name in `SCHEDULES`, and whether it is balanced besides what the preset says."""
-    return schedule.removesuffix(_BALANCED), schedule.endswith(_BALANCED)
-
-
-def moves_activations(schedule: str) -> bool:
-    preset, balanced = preset_of(schedule)
-    return balanced or PRESETS[preset].balance
-
-
-def without_moves(schedule: str) -> str:
-    """The schedule that computes in the same order and balances nothing."""
-    preset, _ = preset_of(schedule)
-    same = (name for name, choice in PRESETS.items() if choice == replace(PRESETS[preset], balance=False))
-    return next(same, preset)
-
-
-def interleaves(schedule: str) -> bool:
-    return PRESETS[preset_of(schedule)[0]].interleaves
 
 
 def divisors(number: int) -> list[int]:

@@ -20,7 +20,7 @@ _TEXTS = frozenset({"schedule", "recompute", "split optimizer", "rank mapping", 
 
 
 def cells(each: Kept, rank: int) -> tuple[str, ...]:
-    """The texts under `HEADINGS`. A time with ~ is of the closed form."""
+    """The texts under `HEADINGS`. A time with ~ is an estimate (`Kept.is_simulated`)."""
     choice, estimate = each.choice, each.estimate
     return (
         str(rank), choice.schedule, str(choice.tensor), str(choice.pipeline), str(choice.data), str(choice.virtual),

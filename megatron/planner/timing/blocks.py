@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron.pipeline.weights import POLICIES, WeightPolicy, weight_policy
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.profile import Place, Profile
 
@@ -90,16 +91,32 @@ class Blocks:
     # --- of a batch
 
     def update(
-        self, place: Place, num_layers: int, *, tensor: int, weights: str, working: int, replicas: int = 1
+        self,
+        place: Place,
+        num_layers: int,
+        *,
+        tensor: int,
+        weights: WeightPolicy | str,
+        working: int,
+        replicas: int = 1,
     ) -> float:
         """Seconds in which a stage's gradients are zeroed, measured, clipped and applied, the latter three divided
         among replicas."""
         few, many = self._layers
+        weights = self._profiled_like(weight_policy(weights))
         whole = self._timed_update(place, few, tensor, weights, working, replicas)
         less, more = (
             self._timed_update(Place.MIDDLE, each, tensor, weights, working, replicas) for each in (few, many)
         )
         return whole + (num_layers - few) * (more - less) / (many - few)
+
+    def _profiled_like(self, weights: WeightPolicy) -> str:
+        """The policy of that name in the profile, or one whose steps write as its do: in place, or into another buffer
+        than the one in use.
+        """
+        known = sorted({each.weights for each in self.profile.updates})
+        alike = (name for name in known if name in POLICIES and POLICIES[name].drains == weights.drains)
+        return weights.name if weights.name in known else next(alike, weights.name)
 
     def _timed_update(
         self, place: Place, num_layers: int, tensor: int, weights: str, working: int, replicas: int

@@ -1,9 +1,15 @@
 """Costs from the shapes of tensors and a data sheet, with few calibrated constants."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
+from itertools import pairwise
 
 from megatron.pipeline.costs import Costs
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.placements import stages_by_rank
+from megatron.placement.counts import ends_of, exchanged
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import pair_adjacent, standard
 from megatron.placement.optimize import optimized
@@ -15,8 +21,8 @@ from megatron.planner.configuration import Configuration
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.software import MEGATRON_CORE, Software
 from megatron.planner.timing.calibration import default_constants
+from megatron.planner.timing.closed_forms import moving_parts
 from megatron.planner.timing.constants import Constants
-from megatron.planner.timing.iteration import moving_part
 from megatron.planner.timing.links import Links
 from megatron.planner.timing.work import LayerWork, Work
 
@@ -47,7 +53,8 @@ class FirstPrinciples:
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
         work = self._work_of(configuration)
-        links = self._links_of(configuration, layers)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        links = self._links_of(configuration, layers, schedule)
         layer_forward = self._seconds(work.forward, links)
         layer_backward = self._seconds(work.backward + work.recomputed(configuration.recompute), links)
         forward = [count * layer_forward for count in layers]
@@ -56,8 +63,7 @@ class FirstPrinciples:
             forward[stage] += self._seconds(ends[0], links)
             backward[stage] += self._seconds(ends[1], links)
         boundary = self._boundary(configuration)
-        p = configuration.pipeline
-        rates = [self._scaled(links.edges[edge % p], links) for edge in range(len(layers) - 1)]
+        rates = [self._rate(*ends, links) for ends in pairwise(schedule.rank_of_stage)]
         if not self.software.overlaps_transfers:
             for edge, rate in enumerate(rates):
                 for stage in (edge, edge + 1):
@@ -67,7 +73,8 @@ class FirstPrinciples:
         return Costs(
             forward=forward, backward=backward, step=step, reduce_grad=reduce, bandwidth=rates,
             forward_bytes=boundary if self.software.overlaps_transfers else 0.0,
-            evict=self._moves(configuration, layers, links), reduce_embed=self._embedding(configuration, links),
+            evict=self._moves(configuration, layers, links, schedule),
+            reduce_embed=self._embedding(configuration, links, schedule),
         )  # fmt: skip
 
     # --- seconds
@@ -92,9 +99,9 @@ class FirstPrinciples:
 
     # --- between ranks
 
-    def _links_of(self, configuration: Configuration, layers: Sequence[int]) -> Links:
+    def _links_of(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Links:
         degrees, name = configuration.degrees, configuration.rank_mapping
-        traffic = self._traffic(configuration, layers) if name == "optimized" else None
+        traffic = self._traffic(configuration, layers, schedule) if name == "optimized" else None
         key = (degrees, name, traffic)
         if key not in self._links:
             topology = self.cluster.topology
@@ -107,20 +114,29 @@ class FirstPrinciples:
             self._links[key] = Links(degrees, mapping, topology)
         return self._links[key]
 
-    def _traffic(self, configuration: Configuration, layers: Sequence[int]) -> Traffic:
+    def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:
         """What ranks of a pipeline send in an iteration, for the mapping that makes the best of it."""
-        p, m = configuration.pipeline, configuration.num_microbatches
+        m, placement = configuration.num_microbatches, schedule.rank_of_stage
         boundary, moved = self._boundary(configuration), self._moved_bytes(configuration, layers)
-        sent = [m * configuration.virtual * boundary] * (p - 1) + [m * (configuration.virtual - 1) * boundary]
         counts, size = stage_parameters(self.model, configuration.tensor, layers), self.software.gradient_bytes
-        tied = self.model.tied_embeddings and p > 1
+        stages = stages_by_rank(placement)
+        crossing = Counter(ends for ends in pairwise(placement) if ends[0] != ends[1])
+        sent = {ends: count * m * boundary for ends, count in crossing.items()}
         return Traffic(
-            pipeline=tuple(sent) if p > 1 else (0.0,),
-            pair=tuple(m * part * sum(moved[rank::p]) for rank, part in enumerate(moving_part(p))),
-            data=tuple(float(sum(counts[rank::p]) * size) for rank in range(p)),
-            tensor=(0.0,) * p,
-            embedding=float(self._embedding_bytes(configuration)) if tied else 0.0,
+            pipeline=exchanged(sent, schedule.num_ranks),
+            pair=tuple(
+                m * part * sum(moved[stage] for stage in own)
+                for own, part in zip(stages, moving_parts(schedule), strict=True)
+            ),
+            data=tuple(float(sum(counts[stage] for stage in own) * size) for own in stages),
+            tensor=(0.0,) * configuration.pipeline,
+            embedding=float(self._embedding_bytes(configuration)) if self._reduces_embedding(schedule) else 0.0,
+            ends=ends_of(placement),
         )
+
+    def _rate(self, source: int, target: int, links: Links) -> float:
+        """Bytes per second from one rank of a pipeline to another."""
+        return math.inf if source == target else self._scaled(links.between(source, target), links)
 
     def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
         """What is reached of a link's rate; `within` a node by default what bulk transfers reach. What crosses nodes
@@ -136,23 +152,30 @@ class FirstPrinciples:
             num_bytes /= configuration.tensor
         return num_bytes
 
-    def _moves(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float]:
-        moved, p = self._moved_bytes(configuration, layers), configuration.pipeline
-        return [num / self._scaled(links.pairs[stage % p], links) for stage, num in enumerate(moved)]
+    def _moves(
+        self, configuration: Configuration, layers: Sequence[int], links: Links, schedule: Schedule
+    ) -> list[float]:
+        moved = zip(self._moved_bytes(configuration, layers), schedule.rank_of_stage, strict=True)
+        return [num / self._scaled(links.pairs[rank], links) for num, rank in moved]
 
     def _moved_bytes(self, configuration: Configuration, layers: Sequence[int]) -> list[float]:
         """Saved activations of a microbatch at each stage, where they are balanced."""
-        if not (configuration.balance or configuration.schedule == "bpipe"):
+        if not configuration.preset.balance:
             return [0.0] * len(layers)
         activations, last = Activations(self.model, self.software.activation_setting(configuration)), len(layers) - 1
         return [
             activations.saved(count, is_first=stage == 0, is_last=stage == last) for stage, count in enumerate(layers)
         ]
 
-    def _embedding(self, configuration: Configuration, links: Links) -> float:
-        if not self.model.tied_embeddings or configuration.pipeline == 1:
+    def _reduces_embedding(self, schedule: Schedule) -> bool:
+        """Whether the first and the last stage, on two ranks, share an embedding."""
+        return self.model.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
+
+    def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:
+        if not self._reduces_embedding(schedule):
             return 0.0
-        return self._embedding_bytes(configuration) / self._scaled(links.edges[-1], links)
+        last, first = schedule.rank_of_stage[-1], schedule.rank_of_stage[0]
+        return self._embedding_bytes(configuration) / self._rate(last, first, links)
 
     def _embedding_bytes(self, configuration: Configuration) -> int:
         rows = self.model.vocabulary_size // configuration.tensor

@@ -1,35 +1,26 @@
 """How long an iteration takes: in closed form to rank thousands of configurations, or by simulating the very program.
 
-Notation: w is a microbatch's forward and backward at a stage, c a transfer (bytes / bandwidth + latency) over an edge.
-
-    flush, bpipe          sum of w and 2 c over all stages and edges, for the first microbatch, and (m - 1) rates
-    gpipe                 the same; its rate is the longest forward and the longest backward
-    interleaved           m times a rank's w over all its stages, and the first stage's w of each other rank, and 2 c
-    2bw                   m rates: nothing fills or drains
-    pipedream             1 rate: every microbatch is a batch, whose reductions its STEP waits for at once
-
-The rate of 1F1B is the largest w, or the largest round trip: stage s has p - s microbatches in flight, so one of them
-ends every (sum of w + 2 c from s on) / (p - s). All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal
-time, and (p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2).
-
-After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. 2bw hides
-them behind the next batch: of stage s only what exceeds (m - p + 1) w + s b shows. That is the time from its last
-backward of a batch until the first stage needs the STEP, (p - 1 - s) w + s f after it began the batch after that; the
-STEP waits for all stages, for their gradients' norm. The last stage ends its batches before the wait, which so makes
-room for its reductions as well: what exceeds there shows in every other batch.
+`priced` takes the closed form that an order brings for its weight policy (closed_forms.py). Where there is none, what
+is simulated has the last word from the beginning, with fewer microbatches where a batch is long.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
 from megatron.pipeline.program import Program
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import ORDERS, Schedule
+from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.timeline import BUSY, Timeline
 from megatron.planner.configuration import Configuration
+from megatron.planner.sizes import alike
+from megatron.planner.timing.closed_forms import StageTimes, closed_form_of
 
-_MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from two that have fewer microbatches
+_MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
+_MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
+_STEADY = 2e-3  # by how much what further microbatches add may change, where no closed form says that it does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,101 +36,45 @@ class IterationTime:
         return (1 - self.bubble) * self.seconds
 
 
-class _Stages:
-    """A cost table by stage and edge."""
-
-    def __init__(self, costs: Costs, configuration: Configuration) -> None:
-        num_stages = configuration.num_stages
-        seconds = costs.seconds(num_stages)
-        self.forward, self.backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
-        self.work = [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
-        self.step = seconds[Kind.STEP]
-        self.reduce = seconds[Kind.REDUCE_GRAD] if configuration.data > 1 else [0.0] * num_stages
-        self.reduce_rest = costs.reduce_embed * (num_stages > 1) + max(seconds[Kind.REDUCE_NORM])
-        forward, backward, latency = costs.edges(num_stages)
-        self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
-        self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
-        moved = moving_part(configuration.pipeline) if max(seconds[Kind.EVICT]) else ()
-        self.moves = [
-            part * (evict + load)
-            for part, evict, load in zip(moved, seconds[Kind.EVICT], seconds[Kind.LOAD], strict=False)
-        ]
+def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
+    """The closed form, or where the schedule has none what its programs take."""
+    return _closed(costs, configuration, schedule) or simulated(costs, configuration, schedule, most=_MOST_PRICED)
 
 
-def closed_form(costs: Costs, configuration: Configuration) -> IterationTime:
-    """See the module."""
-    stages, p, m = _Stages(costs, configuration), configuration.pipeline, configuration.num_microbatches
-    by_rank = [sum(stages.work[rank::p]) for rank in range(p)]
-    step = max(sum(stages.step[rank::p]) for rank in range(p))
-    busiest = max(range(p), key=by_rank.__getitem__)
-    if configuration.schedule == "2bw":
-        seconds = max(m * _rate(stages, m + p) + step, *(_with_chain(stages, stage, m) for stage in range(p)))
-    elif configuration.schedule == "pipedream":
-        updates = [sum(each) for each in zip(stages.work, stages.reduce, stages.step, strict=True)]
-        seconds = max(_rate(stages, p + 1) + step, *updates)
-    elif configuration.virtual > 1:
-        fill = sum(stages.work[:p]) - stages.work[busiest] + sum(stages.round_trip[: p - 1])
-        seconds = m * by_rank[busiest] + fill + _end(stages, p) + step
-    else:
-        rate = _rate(stages, m)
-        if configuration.schedule == "gpipe":
-            rate = max([*stages.forward, *stages.occupation]) + max([*stages.backward, *stages.occupation])
-        seconds = sum(stages.work) + sum(stages.round_trip) + (m - 1) * rate + _end(stages, p) + step
-    return _time(seconds, m * by_rank[busiest] + step)
+def closed_form(costs: Costs, configuration: Configuration) -> IterationTime | None:
+    """None: the schedule has none."""
+    return _closed(costs, configuration, configuration.pipeline_schedule(tied_embeddings=False))
 
 
-def _rate(stages: _Stages, num_microbatches: int) -> float:
-    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full."""
-    rate, trip, p = max(stages.work), 0.0, len(stages.work)
-    for stage in range(p - 1, -1, -1):
-        trip += stages.work[stage] + (stages.round_trip[stage] if stage < p - 1 else 0.0)
-        if p - stage < num_microbatches:
-            rate = max(rate, trip / (p - stage))
-    return max([rate, *stages.moves, *stages.occupation])
+def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime | None:
+    form = closed_form_of(schedule)
+    if form is None:
+        return None
+    stages, m = StageTimes(costs, schedule), configuration.num_microbatches
+    return _time(form(stages, m), m * max(stages.by_rank(stages.work)) + stages.longest_step)
 
 
-def _with_chain(stages: _Stages, stage: int, m: int) -> float:
-    """Seconds of a 2bw batch where the STEP may have to wait for the reductions of a stage."""
-    p, work = len(stages.work), stages.work[stage]
-    alone = m * work + stages.step[stage]
-    chain = stages.reduce[stage] + stages.reduce_rest
-    window = (m - (p - 1 - stage)) * work - sum(stages.forward[:stage])
-    if stage < p - 1:
-        return alone + max(0.0, chain - window)
-    return max(chain, alone + max(0.0, chain - window - stages.step[stage]) / 2)
-
-
-def moving_part(p: int) -> list[float]:
-    """About which part of the microbatches the stages of 1F1B move to their pairs, under BPipe's bound: of n in flight
-    as many as exceed the bound, and one more to make room for those that come back."""
-    bound = (p + 3) // 2
-    return [max(0, p - stage - bound + 1) / (p - stage) if p - stage > bound else 0.0 for stage in range(p)]
-
-
-def _end(stages: _Stages, p: int) -> float:
-    """Seconds from the last backward, which is the first stage's, to the STEP. Later stages have ended before."""
-    ends, earlier = [], 0.0
-    for rank in range(p):
-        ends.append(sum(stages.reduce[rank::p]) - earlier)
-        earlier += stages.backward[rank]
-    return max(0.0, *ends) + stages.reduce_rest
-
-
-def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
+def simulated(
+    costs: Costs, configuration: Configuration, schedule: Schedule, *, most: int | None = None
+) -> IterationTime:
     """Execute the program of a batch, or of a steady period where batches do not drain.
 
-    Where the batch is large, its time is extrapolated from two batches with fewer microbatches: what further groups of
-    p microbatches add, once the pipeline is full, hardly changes. What 2bw hides of its reductions does, as more
-    microbatches hide more; so that part is of the closed form.
+    Where a batch has more than `most` computations, its time is extrapolated from batches with fewer microbatches: what
+    further groups of p microbatches add, once the pipeline is full, hardly changes. What the batches that follow hide
+    of a batch's reductions does, as more microbatches hide more; that part is of the closed form. Without a closed form
+    both are looked at, and where they do not hold the whole is simulated.
     """
-    m, p = configuration.num_microbatches, configuration.pipeline
-    groups = max(4, min(16, _MOST_SIMULATED // (configuration.num_stages * p)))
+    most = _MOST_SIMULATED if most is None else most
+    m, p = configuration.num_microbatches, schedule.num_ranks
+    groups = max(4, min(16, most // (schedule.num_stages * p)))
     more, span = groups * p + m % p, groups // 2 * p
-    if m * configuration.num_stages <= _MOST_SIMULATED or m <= more:
+    if m * schedule.num_stages <= most or m <= more:
         return _time(*_simulate(costs, schedule, m))
+    if closed_form_of(schedule) is None:
+        return _time(*(_steady(costs, schedule, m, groups) or _simulate(costs, schedule, m)))
     shown = 0.0
     if not schedule.weights.drains:
-        hidden = replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
+        hidden = _without_reductions(costs)
         shown = closed_form(costs, configuration).seconds - closed_form(hidden, configuration).seconds
         costs = hidden
     fewer_seconds, fewer_busy = _simulate(costs, schedule, more - span)
@@ -148,31 +83,79 @@ def simulated(costs: Costs, configuration: Configuration, schedule: Schedule) ->
     return _time(seconds + times * (seconds - fewer_seconds) + shown, busy + times * (busy - fewer_busy))
 
 
+def _steady(costs: Costs, schedule: Schedule, m: int, groups: int) -> tuple[float, float] | None:
+    """What `_simulate` says, extrapolated from three batches of so many groups of p microbatches and fewer; None: they
+    do not tell.
+
+    Where batches do not drain, they are doubled until they hide their reductions, as longer ones then do.
+    """
+    drains, p, hidden = schedule.weights.drains, schedule.num_ranks, _without_reductions(costs)
+    while sizes := alike(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
+        longest = _simulate(costs, schedule, sizes[2])
+        if drains or longest[0] <= _simulate(hidden, schedule, sizes[2])[0] * (1 + 1e-9):
+            least, fewer = (_simulate(costs if drains else hidden, schedule, size) for size in sizes[:2])
+            before, last = fewer[0] - least[0], longest[0] - fewer[0]
+            if abs(before - last) > _STEADY * last:
+                return None
+            times = (m - sizes[2]) / (sizes[2] - sizes[1])
+            return longest[0] + times * last, longest[1] + times * (longest[1] - fewer[1])
+        groups *= 2
+    return None
+
+
+def _without_reductions(costs: Costs) -> Costs:
+    return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
+
+
 def _time(seconds: float, busy: float) -> IterationTime:
     return IterationTime(seconds=seconds, bubble=max(0.0, 1 - busy / seconds))
 
 
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
     """Seconds of a batch, and those in which the busiest rank computes."""
-    programs, periods = _programs(schedule, num_microbatches)
-    timelines = [simulate(program, costs) for program in programs]
-    ranks = range(schedule.num_ranks)
-    if len(timelines) == 1:
-        return timelines[0].end, max(map(timelines[0].busy, ranks))
-    first, second = timelines
-    busy = [second.busy(rank) - first.busy(rank) for rank in ranks]
-    return (second.end - first.end) / periods, max(busy) / periods
+    is_small = num_microbatches * schedule.num_stages <= _MOST_PRICED
+    programs, periods = (_small_programs if is_small else _programs)(schedule, ORDERS[schedule.order], num_microbatches)
+    ends = [_end(simulate(program, costs)) for program in programs]
+    seconds = ends[0] if len(ends) == 1 else (ends[1] - ends[0]) / periods
+    return seconds, _busy(StageTimes(costs, schedule), num_microbatches)
 
 
-@lru_cache(maxsize=2)
-def _programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
-    """A batch; or two runs of several that do not drain, and by how many periods the second is longer. Kept for those
-    who ask on several costs in turn.
+def _busy(stages: StageTimes, num_microbatches: int) -> float:
+    """Seconds of a batch in which the rank that computes most computes or steps."""
+    by_rank = zip(stages.by_rank(stages.work), stages.by_rank(stages.step), strict=True)
+    return max(num_microbatches * work + step for work, step in by_rank)
+
+
+def _end(timeline: Timeline) -> float:
+    """Of its last computation or STEP; those of a rank follow one another."""
+    ends = [0.0]
+    for row, of_row in zip(timeline.rows, timeline.ends, strict=True):
+        ends += islice((end for each, end in zip(reversed(row), reversed(of_row), strict=True) if each.kind in BUSY), 1)
+    return max(ends)
+
+
+def _build(schedule: Schedule, order: type[Order], num_microbatches: int) -> tuple[tuple[Program, ...], int]:
+    """A batch; or two runs of several that do not drain, and by how many periods the second is longer.
+
+    `order` is that of the schedule, whose name may have another meaning tomorrow.
     """
     if schedule.weights.drains:
         return (schedule.build((num_microbatches,)),), 1
     periodic = schedule.build_periodic(num_microbatches)
-    # Two periods more, of batches that follow each other: waits for reductions may come in every other one. Pipedream's
-    # batches are single microbatches.
-    counts = (2, 4) if num_microbatches > 1 else (2 * schedule.num_ranks, 4 * schedule.num_ranks)
-    return tuple(map(periodic.unroll, counts)), counts[1] - counts[0]
+    count = _num_periods(schedule, num_microbatches)
+    return (periodic.unroll(count), periodic.unroll(2 * count)), count
+
+
+def _num_periods(schedule: Schedule, num_microbatches: int) -> int:
+    """So many that they fill the pipeline twice, and that each wait for reductions comes back in as many more.
+
+    Waits may come once in every delay + 1 batches.
+    """
+    delay = schedule.weights.delay
+    if delay is None:  # batches are single microbatches
+        return 2 * schedule.num_ranks
+    return (delay + 1) * -(-2 * schedule.max_in_flight // ((delay + 1) * num_microbatches))
+
+
+_programs = lru_cache(maxsize=2)(_build)  # kept for those who ask on several costs in turn
+_small_programs = lru_cache(maxsize=64)(_build)

@@ -23,7 +23,7 @@ class Links:
     Attributes:
         tensor: in a collective of the tensor ranks.
         data: of the replicas.
-        edges: by stage of a rank, to the next rank of the pipeline; the last one's to the first.
+        edges: by rank of a pipeline, to the next one; the last one's to the first.
         pairs: by rank of the pipeline, to the rank of its pair (BPipe).
     """
 
@@ -35,10 +35,19 @@ class Links:
         for rank, node in enumerate(self._nodes):
             self._ranks_on.setdefault(node, []).append(rank)
         rank, p = degrees.rank, degrees.pipeline
+        self._rates: dict[tuple[int, int], float] = {}
         self.tensor = self._collective([rank(tensor=i, data=0, stage=0) for i in range(degrees.tensor)])
         self.data = self._collective([rank(tensor=0, data=i, stage=0) for i in range(degrees.data)])
-        self.edges = [self._transfer(stage, [(each + 1) % p for each in range(p)]) for stage in range(p)]
+        self.edges = [self.between(stage, (stage + 1) % p) for stage in range(p)]
         self.pairs = [self._transfer(stage, [p - 1 - each for each in range(p)]) for stage in range(p)]
+
+    def between(self, source: int, target: int) -> float:
+        """From a rank of a pipeline to another, while the others send as far along the pipeline, which is a ring."""
+        if (source, target) not in self._rates:
+            p = self._degrees.pipeline
+            targets = [(rank + target - source) % p for rank in range(p)]
+            self._rates[source, target] = self._transfer(source, targets)
+        return self._rates[source, target]
 
     @property
     def within(self) -> float:

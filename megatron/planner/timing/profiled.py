@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import Kind
-from megatron.pipeline.weights import FLUSH
 from megatron.planner.activations import Activations
 from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
@@ -109,14 +108,13 @@ class ProfiledCosts:
     def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
         """With the distributed optimizer a replica updates its share, and gathers the others' weights in the STEP.
 
-        The norm is in it. Under 2bw it runs beside the next batch, but on the same core: it takes that time from the
-        stage.
+        The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes
+        that time from the stage.
         """
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        weights = "flush" if schedule.weights is FLUSH else "2bw"
         seconds = self._blocks.update(
-            _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=weights, working=working,
-            replicas=configuration.data if configuration.distributed_optimizer else 1,
+            _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
+            working=working, replicas=configuration.data if configuration.distributed_optimizer else 1,
         )  # fmt: skip
         if not configuration.distributed_optimizer or configuration.data == 1:
             return seconds
@@ -145,7 +143,7 @@ class ProfiledCosts:
         return {"latency": latency, "forward_bytes": num_bytes, "bandwidth": num_bytes / max(seconds, 1e-9)}
 
     def _moves(self, configuration: Configuration, layers: Sequence[int]) -> list[float] | float:
-        if not (configuration.balance or configuration.schedule == "bpipe"):
+        if not configuration.preset.balance:
             return 0.0
         activations, last = self._activations(configuration), len(layers) - 1
         return [
@@ -160,7 +158,8 @@ class ProfiledCosts:
             share = 0.5 if configuration.distributed_optimizer else 1.0
             counts = stage_parameters(self.model, t, layers)
             found["reduce_grad"] = [share * self._blocks.all_reduce(d, count * size) for count in counts]
-        if self.model.tied_embeddings and configuration.num_stages > 1:
+        placement = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).rank_of_stage
+        if self.model.tied_embeddings and placement[0] != placement[-1]:
             rows = embedding_parameters(self.model, t) - self._positions
             found["reduce_embed"] = self._blocks.all_reduce(2, rows * size)
         if configuration.num_gpus > 1:

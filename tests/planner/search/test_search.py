@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.planner import Architecture, Cluster, Configuration, judge
-from megatron.planner.search import SCHEDULES, SCOPES, Space, Training, search
-from megatron.planner.search.space import moves_activations, preset_of
+from megatron.planner.search import SCOPES, Space, Training, offered, search
+from megatron.planner.search.offers import offer, preset_of
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
 SMALL = Architecture.gpt3(
@@ -45,7 +45,7 @@ def every_combination(model: Architecture, machines: Cluster, batch: int, safe: 
     chosen = planner(model, machines, PAPER)
     sizes = range(1, machines.num_gpus + 1)
     for t, p, v, name, scope, split in itertools.product(
-        sizes, sizes, (1, 2, 3, 4, 6, 12), SCHEDULES, SCOPES, (True, False)
+        sizes, sizes, (1, 2, 3, 4, 6, 12), offered(), SCOPES, (True, False)
     ):
         if machines.num_gpus % (t * p) or machines.gpus_per_node % t:
             continue
@@ -114,7 +114,7 @@ def test_early_stopping_loses_no_speed(memory):
     for each in found.kept:
         for scope in SCOPES[: SCOPES.index(each.choice.recompute)]:
             without = considered.get(replace(each.choice, recompute=scope))
-            faster = without and moves_activations(each.choice.schedule) and each.estimate.seconds
+            faster = without and offer(each.choice.schedule).balance and each.estimate.seconds
             assert not without or without.estimate.under_pressure or faster < without.estimate.seconds
 
 

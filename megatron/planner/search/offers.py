@@ -1,0 +1,70 @@
+"""The schedules that a search may choose from: the registered presets, and what they are when they move activations.
+
+A name stands for a `Preset`, and all that a search has to know of a schedule follows from that. `NAME+balance` is the
+preset of that name that moves saved activations besides.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.weights import WeightPolicy
+
+PLAIN = Preset("1f1b", "flush")
+"""What others are compared with: no schedule saves less on one stage, and none drains with fewer bubbles there."""
+
+_BALANCED = "+balance"
+_MOST_RANKS = 16  # on which something has to be moved, if ever
+_MANY = (1 << 20,)  # microbatches, which fill any pipeline
+
+
+def offered() -> dict[str, Preset]:
+    """All of them by name, as the tables are now: the presets, and behind them those that can be balanced besides."""
+    balanced = {f"{name}{_BALANCED}": replace(preset, balance=True) for name, preset in PRESETS.items()}
+    others = set(PRESETS.values())
+    return PRESETS | {name: preset for name, preset in balanced.items() if preset not in others and can_move(preset)}
+
+
+def preset_of(name: str) -> tuple[str, bool]:
+    """The name in `PRESETS` that is in a name of `offered`, and whether it is balanced besides what the preset says."""
+    return name.removesuffix(_BALANCED), name.endswith(_BALANCED)
+
+
+def offer(name: str) -> Preset:
+    """What a name of `offered` stands for."""
+    preset, balanced = preset_of(name)
+    return replace(PRESETS[preset], balance=True) if balanced else PRESETS[preset]
+
+
+def name_of(preset: Preset) -> str:
+    """A name of such a preset; of one that has none, its order and weights."""
+    return next((name for name, each in offered().items() if each == preset), f"{preset.order} with {preset.weights}")
+
+
+def can_move(preset: Preset) -> bool:
+    """Whether there are numbers of ranks on which such a schedule moves activations, and it is not refused."""
+    return fewest_ranks(preset) is not None
+
+
+def fewest_ranks(preset: Preset) -> int | None:
+    """From which number of ranks on those of a pair save too differently (BPipe, 3.3 and appendix A); None: never."""
+    return _fewest_ranks(preset, ORDERS[preset.order], preset.policy)
+
+
+@lru_cache(maxsize=256)
+def _fewest_ranks(preset: Preset, order: type[Order], weights: WeightPolicy) -> int | None:
+    """`order` and `weights` are those of the preset, whose names may have another meaning tomorrow."""
+    virtual = 2 if order.interleaves else 1
+    for ranks in range(2, _MOST_RANKS + 1):
+        placement = tuple(PLACEMENTS[preset.placement](ranks, virtual))
+        try:
+            schedule = Schedule(
+                order=preset.order, weights=weights, num_stages=ranks * virtual, rank_of_stage=placement,
+                balance=True,
+            )  # fmt: skip
+            if schedule.evicting_ranks(_MANY):
+                return ranks
+        except ValueError:
+            continue
+    return None

@@ -1,0 +1,190 @@
+"""How long a batch takes in closed form: a row for each order that has one.
+
+Notation: w is a microbatch's forward and backward at a stage, c a transfer (bytes / bandwidth + latency) over an edge.
+
+    gpipe          drains      sum of w and 2 c over all stages and edges, for the first microbatch, and (m - 1) rates,
+                               each the longest forward and the longest backward
+    1f1b           drains      the same; its rate is the largest w, or the largest round trip
+                   overlaps    m rates: nothing fills or drains
+                   alone       1 rate: every microbatch is a batch, whose reductions its STEP waits for at once
+    interleaved    drains      m times a rank's w over all its stages, the first stage's w of each other rank, and 2 c
+
+The round trip of 1F1B: stage s has p - s microbatches in flight, so one of them ends every (sum of w + 2 c from s on) /
+(p - s). All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and (p - 1) / (v m) with
+interleaving (Narayanan et al. 2021, section 2.2).
+
+After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. Policies
+that overlap updates (2bw: delay k = 1) hide them behind the batches that follow. Batch j's last backward at stage s
+comes p - 1 - s microbatches after its last forward there: in batch j + q, r microbatches after that batch began, where
+(p - 1 - s) = (q - 1) m + r and 1 <= r <= m. The first stage needs the STEP when batch j + k + 1 begins, n = k + 1 - q
+batches after batch j + q. So of the chain of stage s only what exceeds n (m w + step) - step - r w - s f shows, once in
+n batches; and one chain runs at a time, so a batch takes as long as one at least. Of 2bw the window is
+(m - p + 1) w + s b; its last stage ends its batches before the wait (q = 0), which so makes room for its reductions as
+well, and what exceeds there shows in every other batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.schedules import ORDERS, Schedule
+from megatron.pipeline.schedules.gpipe import GPipe
+from megatron.pipeline.schedules.interleaved import Interleaved
+from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.placements import stages_by_rank
+
+_MANY = (1 << 20,)  # microbatches, which fill any pipeline
+
+
+class StageTimes:
+    """What a microbatch and an update take, by stage and edge.
+
+    Attributes:
+        schedule: whose computations they are.
+        forward, backward, work: of a microbatch; `work` is both.
+        step, reduce: of a stage's update, and of its reduction over replicas; 0 where there are none.
+        reduce_rest: of the reductions of all stages together.
+        round_trip: of a microbatch over an edge, there and back.
+        occupation: the time for which it keeps an edge busy in a direction.
+        moves: of a microbatch's saved activations, on average over microbatches.
+    """
+
+    def __init__(self, costs: Costs, schedule: Schedule) -> None:
+        num_stages = schedule.num_stages
+        seconds = costs.seconds(num_stages)
+        self.schedule = schedule
+        self.forward, self.backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
+        self.work = [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
+        self.step = seconds[Kind.STEP]
+        self.reduce = seconds[Kind.REDUCE_GRAD] if schedule.data_parallel else [0.0] * num_stages
+        shares_embedding = schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
+        self.reduce_rest = costs.reduce_embed * shares_embedding + max(seconds[Kind.REDUCE_NORM])
+        forward, backward, latency = costs.edges(num_stages)
+        self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
+        self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
+        moved = moving_parts(schedule) if max(seconds[Kind.EVICT]) else ()
+        self.moves = [
+            part * (evict + load)
+            for part, evict, load in zip(moved, seconds[Kind.EVICT], seconds[Kind.LOAD], strict=False)
+        ]
+
+    def by_rank(self, values: list[float]) -> list[float]:
+        """Sums over the stages of each rank."""
+        return [sum(values[stage] for stage in stages) for stages in stages_by_rank(self.schedule.rank_of_stage)]
+
+    @property
+    def longest_step(self) -> float:
+        return max(self.by_rank(self.step))
+
+
+ClosedForm = Callable[[StageTimes, int], float]
+"""Seconds of a batch of so many microbatches, from its beginning to where the next one is as far."""
+
+
+def closed_form_of(schedule: Schedule) -> ClosedForm | None:
+    """The closed form that holds for a schedule; None: its programs have to be simulated."""
+    if schedule.extra_warmup or schedule.recompute or schedule.microbatch_group_size not in (None, schedule.num_ranks):
+        return None
+    forms = CLOSED_FORMS.get(ORDERS[schedule.order], {})
+    return next((form for policies, form in forms.items() if getattr(schedule.weights, policies)), None)
+
+
+def moving_parts(schedule: Schedule) -> list[float]:
+    """About which part of its microbatches each rank moves to its pair: of n in flight as many as exceed the bound, and
+    one more to make room for those that come back."""
+    if not schedule.balance:
+        return [0.0] * schedule.num_ranks
+    own, bounds = (each.max_saved_on_rank(_MANY) for each in (replace(schedule, balance=False), schedule))
+    evicting = set(schedule.evicting_ranks(_MANY))
+    return [
+        (count - bound + 1) / count if rank in evicting else 0.0
+        for rank, (count, bound) in enumerate(zip(own, bounds, strict=True))
+    ]
+
+
+# --- the forms
+
+
+def gpipe(stages: StageTimes, m: int) -> float:
+    rate = max([*stages.forward, *stages.occupation]) + max([*stages.backward, *stages.occupation])
+    return _filled_and_drained(stages, m, rate)
+
+
+def one_f_one_b(stages: StageTimes, m: int) -> float:
+    return _filled_and_drained(stages, m, _rate(stages, m))
+
+
+def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float:
+    """With weights of a delay of one batch and more."""
+    p = len(stages.work)
+    return max(m * _rate(stages, m + p) + stages.longest_step, *(_with_chain(stages, stage, m) for stage in range(p)))
+
+
+def one_f_one_b_alone(stages: StageTimes, m: int) -> float:
+    """With stages that update alone, after every microbatch."""
+    updates = [sum(each) for each in zip(stages.work, stages.reduce, stages.step, strict=True)]
+    return max(_rate(stages, len(stages.work) + 1) + stages.longest_step, *updates)
+
+
+def interleaved(stages: StageTimes, m: int) -> float:
+    p = stages.schedule.num_ranks
+    if stages.schedule.num_virtual_stages == 1:
+        return one_f_one_b(stages, m)
+    by_rank = stages.by_rank(stages.work)
+    busiest = max(range(p), key=by_rank.__getitem__)
+    fill = sum(stages.work[:p]) - stages.work[busiest] + sum(stages.round_trip[: p - 1])
+    return m * by_rank[busiest] + fill + end_of_batch(stages) + stages.longest_step
+
+
+CLOSED_FORMS: dict[type[Order], Mapping[str, ClosedForm]] = {
+    GPipe: {"drains": gpipe},
+    OneForwardOneBackward: {
+        "drains": one_f_one_b, "overlaps_updates": one_f_one_b_overlapped, "updates_alone": one_f_one_b_alone,
+    },
+    Interleaved: {"drains": interleaved},
+}  # fmt: skip
+"""Class of an order -> property of the weight policies for which it has one -> closed form.
+
+An order that is not here, or not with its policy, is simulated. Whoever brings an order may enter it.
+"""
+
+
+# --- parts
+
+
+def _filled_and_drained(stages: StageTimes, m: int, rate: float) -> float:
+    once = sum(stages.work) + sum(stages.round_trip)
+    return once + (m - 1) * rate + end_of_batch(stages) + stages.longest_step
+
+
+def _rate(stages: StageTimes, num_microbatches: int) -> float:
+    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full."""
+    rate, trip, p = max(stages.work), 0.0, len(stages.work)
+    for stage in range(p - 1, -1, -1):
+        trip += stages.work[stage] + (stages.round_trip[stage] if stage < p - 1 else 0.0)
+        if p - stage < num_microbatches:
+            rate = max(rate, trip / (p - stage))
+    return max([rate, *stages.moves, *stages.occupation])
+
+
+def _with_chain(stages: StageTimes, stage: int, m: int) -> float:
+    """Seconds of a batch where the STEP may have to wait for the reductions of a stage; see the module."""
+    p, work, step = len(stages.work), stages.work[stage], stages.step[stage]
+    alone = m * work + step
+    chain = stages.reduce[stage] + stages.reduce_rest
+    begun = -(-(p - 1 - stage) // m)
+    since = p - 1 - stage - (begun - 1) * m
+    batches = stages.schedule.weights.delay + 1 - begun
+    window = (batches - 1) * alone + (m - since) * work - sum(stages.forward[:stage])
+    return max(chain, alone + max(0.0, chain - window) / batches)
+
+
+def end_of_batch(stages: StageTimes) -> float:
+    """Seconds from the last backward, which is the first stage's, to the STEP. Later stages have ended before."""
+    reduce, ends, earlier = stages.by_rank(stages.reduce), [], 0.0
+    for stage in range(stages.schedule.num_ranks):
+        ends.append(reduce[stages.schedule.rank_of_stage[stage]] - earlier)
+        earlier += stages.backward[stage]
+    return max(0.0, *ends) + stages.reduce_rest

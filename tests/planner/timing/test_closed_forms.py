@@ -1,0 +1,70 @@
+"""Closed forms: of which schedules they hold, and how long reductions show under any delay of weights."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.schedules import Schedule
+from megatron.planner.timing import CLOSED_FORMS, closed_form, simulated
+from megatron.planner.timing.closed_forms import closed_form_of, moving_parts
+from tests.planner import made_up
+from tests.planner.timing.test_iteration import configuration
+
+FORMED = ("double-buffered", "triple", "quadruple")
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    with made_up.registered():
+        yield
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    delay=st.sampled_from(FORMED), p=st.integers(1, 6), m=st.integers(1, 14), backward=st.sampled_from([1.0, 2.0, 3.5]),
+    step=st.sampled_from([0.0, 0.5, 2.0]), norm=st.sampled_from([0.0, 1.0]), batches=st.floats(0.0, 5.0),
+    where=st.integers(-1, 5),
+)  # fmt: skip
+def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
+    delay, p, m, backward, step, norm, batches, where
+):
+    """Equal stages, reductions at all of them or at one, of up to five batches: to the last digit. But where
+    a chain is longer than the computations of a batch and shorter than these with the step, the first batches, which
+    have no step, fall behind with their chains and catch up slowly: a few batches do not say how long one takes."""
+    with made_up.registered():
+        asked = configuration(delay, p, m, data=2)
+        schedule = asked.pipeline_schedule(tied_embeddings=False)
+        assume(schedule.runs(m))
+        alone, reduce = m * (1 + backward), batches * m * (1 + backward)
+        assume(not alone <= reduce + norm <= alone + step)
+        stages = [reduce if where in (-1, stage) else 0.0 for stage in range(p)]
+        costs = Costs(backward=backward, step=step, reduce_grad=stages, reduce_norm=norm)
+        assert closed_form(costs, asked).seconds == pytest.approx(simulated(costs, asked, schedule).seconds, rel=1e-9)
+
+
+def test_who_brings_an_order_may_bring_its_closed_form():
+    asked = configuration("pairs", 2, 8)
+    with mock.patch.dict(CLOSED_FORMS, {made_up.Pairs: {"drains": lambda stages, m: m * max(stages.work) + 7}}):
+        assert closed_form(Costs(), asked).seconds == 8 * 3 + 7
+        assert closed_form(Costs(), configuration("2bw-pairs", 2, 8)) is None
+    assert closed_form(Costs(), asked) is None
+
+
+def test_a_closed_form_holds_for_what_it_was_made_for():
+    """1F1B further ahead, or with recomputations of its own, is another schedule."""
+    plain = Schedule.preset("2bw", num_stages=4)
+    assert closed_form_of(plain) is not None
+    assert closed_form_of(replace(plain, extra_warmup=True)) is closed_form_of(replace(plain, recompute=True)) is None
+    groups = Schedule.preset("interleaved", num_stages=8, num_virtual_stages=2, microbatch_group_size=6)
+    assert closed_form_of(groups) is None and closed_form_of(replace(groups, microbatch_group_size=4)) is not None
+
+
+def test_moved_parts_are_what_exceeds_the_bound():
+    """BPipe on 8 stages: 8, 7 and 6 microbatches in flight and a bound of 5; on 4 stages, 4 and a bound of 3."""
+    assert moving_parts(Schedule.preset("bpipe", num_stages=8)) == [4 / 8, 3 / 7, 2 / 6, 0, 0, 0, 0, 0]
+    assert moving_parts(Schedule.preset("bpipe", num_stages=4)) == [2 / 4, 0, 0, 0]
+    assert moving_parts(Schedule.preset("flush", num_stages=8)) == [0.0] * 8
