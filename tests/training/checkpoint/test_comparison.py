@@ -53,11 +53,11 @@ def there(**changes) -> argparse.Namespace:
         attention_output_gate=False, experimental_attention_variant=None, multi_latent_attention=False,
         untie_embeddings_and_output_weights=False, bert_binary_head=True, num_experts=None, mtp_num_layers=None,
         make_vocab_size_divisible_by=128, padded_vocab_size=50304, tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, transformer_impl="transformer_engine",
-        tokenizer_type="GPT2BPETokenizer", vocab_file="vocab", merge_file="merges", vocab_size=None,
-        hidden_dropout=0.1, attention_dropout=0.1, apply_query_key_layer_scaling=False, params_dtype=torch.float16,
-        attention_backend=AttnBackend.auto, model_type=ModelType.encoder_or_decoder, consumed_train_samples=80,
-        consumed_valid_samples=0, iteration=10,
+        pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
+        transformer_impl="transformer_engine", tokenizer_type="GPT2BPETokenizer", vocab_file="vocab",
+        merge_file="merges", vocab_size=None, hidden_dropout=0.1, attention_dropout=0.1,
+        apply_query_key_layer_scaling=False, params_dtype=torch.float16, attention_backend=AttnBackend.auto,
+        model_type=ModelType.encoder_or_decoder, consumed_train_samples=80, consumed_valid_samples=0, iteration=10,
     )  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
