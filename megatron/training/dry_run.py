@@ -29,6 +29,7 @@ from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.config import optimizer_config, transformer_config
 from megatron.training.dry_run_text import DryRun, print_dry_run, to_dict
+from megatron.training.logging import packages_not_here
 from megatron.training.missing import choose_vocabulary, missing_checkpoint, missing_data
 from megatron.training.placement import decide, evictors, model_shape, recompute_scope
 
@@ -65,6 +66,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
     warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
+    warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
     config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
     optimizer_config(args)

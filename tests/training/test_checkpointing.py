@@ -1,5 +1,6 @@
 """Runs saved and loaded through megatron.core: same degrees, other degrees, other programs, and what can go wrong."""
 
+import re
 import shutil
 
 import pytest
@@ -193,6 +194,28 @@ def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
     for (losses, weights), (position, losses_again, weights_again) in zip(written, resumed, strict=True):
         assert losses_again == losses and equal(weights, weights_again)
         assert (position["iteration"], position["consumed_train_samples"]) == (3, 12)
+
+
+def test_weights_beyond_the_model(tmp_path):
+    """--dist-ckpt-strictness: those that a checkpoint has beyond the model are left out, or an error that names them;
+    optimizer and random states, also where they are not asked for, are none of them."""
+    more = [f"mtp.{number}.weight" for number in range(10)]
+    strict = {"dist_ckpt_strictness": "raise_unexpected", "no_load_optim": True, "no_load_rng": True}
+    workers.run(1, CASES + "save_as_megatron_lm_does", directory=str(tmp_path / "same"), changes={})
+    workers.run(1, CASES + "save_as_megatron_lm_does", directory=str(tmp_path / "more"), changes={}, more=more)
+    for name, options, said in (
+        ("same", strict, None),
+        ("more", {}, None),
+        ("more", {"dist_ckpt_strictness": "log_unexpected"}, None),
+        (
+            "more",
+            strict,
+            "mtp.0.weight, .*, mtp.7.weight and 2 more; leave out --dist-ckpt-strictness raise_unexpected",
+        ),
+    ):
+        directory = str(tmp_path / name)
+        ((message, untouched),) = workers.run(1, CASES + "load_error", directory=directory, changes={}, **options)
+        assert re.search(said, message) and untouched if said else message is None
 
 
 @FULL
