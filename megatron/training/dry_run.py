@@ -94,6 +94,11 @@ def check_job(args: argparse.Namespace) -> DryRun:
 def _complete(args: argparse.Namespace) -> list[str]:
     """Validate for the job's world size, on a machine as the cluster's are taken to be; returns notes."""
     if args.use_checkpoint_args:
+        if args.load is not None and not os.path.isdir(args.load):
+            raise ValueError(
+                f"--use-checkpoint-args takes the model from --load {args.load}, which is not on this machine; for a "
+                "dry run here give the model's flags in its place"
+            )
         apply_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
     machine = Platform(
