@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import os
 import queue
 import resource
@@ -59,6 +60,18 @@ def save_and_go_on(directory, changes, **save_changes):
     writer.finish()
     small_run.finish()
     return losses, run.parameters()
+
+
+def save_and_listen(directory, changes):
+    """`save_and_go_on`, and the warnings of megatron.core's distributed optimizer meanwhile."""
+    messages, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("megatron.core.optimizer.distrib_optimizer")
+    logger.addHandler(handler)
+    try:
+        return *save_and_go_on(directory, changes), messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def load_and_go_on(directory, changes, **load_changes):
