@@ -1,8 +1,9 @@
 """Repairs of megatron-core 0.16.1: what it lacks without Transformer Engine and Apex, and what 2bw asks of it.
 
 The wheel's paths through torch's own AdamW and norms are little used and have faults, on CPU and on CUDA alike; these
-repairs are skipped where the better library is present. One more concerns its fused gradient accumulation, which
-takes for granted that a parameter has one gradient buffer. Each repair wraps one function and states the fault.
+repairs are skipped where the better library is present. Two more are needed everywhere: its fused gradient accumulation
+takes for granted that a parameter has one gradient buffer, and its distributed optimizer saves tied embeddings in the
+wrong place. Each repair wraps one function and states the fault.
 """
 
 import functools
@@ -22,6 +23,7 @@ def apply() -> None:
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _repair_initial_state(optimizer)
         _repair_distributed_optimizer(distrib_optimizer.DistributedOptimizer)
+    _repair_places_in_buckets(distrib_optimizer.DistributedOptimizer)
     if not random.HAVE_TE:
         _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
@@ -97,6 +99,39 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
     optimizer_class.state_dict = state_dict_with_step
     optimizer_class.load_state_dict = load_state_dict_with_own_steps
     optimizer_class._set_main_param_and_optimizer_states = set_states_without_step
+
+
+def _repair_places_in_buckets(optimizer_class) -> None:
+    """For a checkpoint that other degrees can load, the state of a buffer's buckets is laid end to end, without the
+    padding at their ends, and then cut at places that count the padding. Tied embeddings on a pipeline have a bucket of
+    their own, so what is saved of them (master weights, moments) is shifted by the padding of the bucket before, and
+    its end is zeros: "param range exceeds unpadded buffer ... can lead to data corruption"."""
+    save = optimizer_class.sharded_param_state_fully_reshardable
+
+    @functools.wraps(save)
+    def save_from_right_places(self, *args, **kwargs):
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = _places_without_padding(buffer)
+            return save(self, *args, **kwargs)
+        finally:
+            for buffer, places in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = places
+
+    optimizer_class.sharded_param_state_fully_reshardable = save_from_right_places
+
+
+def _places_without_padding(buffer) -> dict:
+    """Parameter -> (start, end, bucket) in a buffer whose buckets stand end to end without their padding."""
+    shifts, unpadded = [], 0
+    for bucket in buffer.buckets:
+        shifts.append(bucket.offset - unpadded)
+        unpadded += bucket.numel_unpadded
+    return {
+        param: (start - shifts[bucket], end - shifts[bucket], bucket)
+        for param, (start, end, bucket) in buffer.param_index_map.items()
+    }
 
 
 def _state_dict_of_nothing(optimizer) -> dict:

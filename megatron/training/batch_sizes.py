@@ -1,12 +1,38 @@
-"""How many samples the next batch has: constant, or growing (`--rampup-batch-size`).
+"""How many samples the next batch has: constant, growing (`--rampup-batch-size`), or by a list of steps
+(`--step-batch-size-schedule`).
 
 The arithmetic is Megatron's: over RAMPUP samples the batch grows from START to the global batch size in equal steps of
-INCREMENT samples, each held for the same number of samples. A pure function of the consumed samples, so that a resumed
-run goes on where it stopped. No torch in here.
+INCREMENT samples, each held for the same number of samples; or each step holds from its number of tokens on. A pure
+function of the consumed samples, so that a resumed run goes on where it stopped. No torch in here.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+_STEP = re.compile(r"(?P<tokens>\d+(?:\.\d*)?)(?P<unit>[KMBT]?):(?P<size>\d+)", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """(first sample, batch size) of each step of "TOKENS:SIZE TOKENS:SIZE ...", in one word or several.
+
+    Raises ValueError where the text is no such list, or its tokens do not rise from 0.
+    """
+    entries, steps = " ".join(words).replace(",", " ").split(), []
+    text = f"--step-batch-size-schedule {' '.join(entries)}"
+    for entry in entries:
+        match = _STEP.fullmatch(entry)
+        if match is None or not int(match["size"]):
+            raise ValueError(
+                f"{text}: {entry} is not TOKENS:SIZE, a number of tokens (2.4B, 300M, 0) and a batch size greater than "
+                "0; write for example 0:16 2.4B:320"
+            )
+        steps.append((int(float(match["tokens"]) * _UNITS[match["unit"].upper()]) // seq_length, int(match["size"])))
+    starts = [start for start, _ in steps]
+    if starts[:1] != [0] or sorted(set(starts)) != starts:
+        raise ValueError(f"{text}: tokens must rise from 0 by at least a sequence; write for example 0:16 2.4B:320")
+    return tuple(steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +40,10 @@ class BatchSizes:
     """Sizes of all batches of a run.
 
     Args:
-        global_batch_size: samples in a batch over all replicas, after the ramp-up.
+        global_batch_size: samples in a batch over all replicas, after the ramp-up or the last step.
         samples_per_microbatch: microbatch size x data parallel size.
         rampup: (start, increment, samples) or None.
+        steps: (first sample, size) of each step, as of `parse_steps`, instead of a ramp-up.
         round_down: shrink a batch to a multiple of `samples_per_microbatch` instead of refusing it.
 
     Raises ValueError where a size does not divide.
@@ -25,6 +52,7 @@ class BatchSizes:
     global_batch_size: int
     samples_per_microbatch: int
     rampup: tuple[int, int, int] | None = None
+    steps: tuple[tuple[int, int], ...] = ()
     round_down: bool = False
 
     def __post_init__(self) -> None:
@@ -42,7 +70,9 @@ class BatchSizes:
                 )
         for size in self.all_sizes():
             if size < self.samples_per_microbatch or (size % self.samples_per_microbatch and not self.round_down):
-                what = "a batch of the ramp-up" if size != self.global_batch_size else "--global-batch-size"
+                what = "--global-batch-size"
+                if size != self.global_batch_size:
+                    what = "a batch of --step-batch-size-schedule" if self.steps else "a batch of the ramp-up"
                 raise ValueError(
                     f"{what} ({size}) is not divisible by micro batch size x data parallel size "
                     f"({self.samples_per_microbatch}); choose a multiple of it or fewer data parallel ranks"
@@ -50,6 +80,8 @@ class BatchSizes:
 
     def all_sizes(self) -> list[int]:
         """The sizes that occur, in order, before rounding."""
+        if self.steps:
+            return list(dict.fromkeys(size for _, size in self.steps))
         if self.rampup is None:
             return [self.global_batch_size]
         start, increment, _ = self.rampup
@@ -68,6 +100,8 @@ class BatchSizes:
         return self.num_microbatches(consumed_samples) * self.samples_per_microbatch
 
     def _nominal(self, consumed_samples: int) -> int:
+        if self.steps:
+            return next(size for first, size in reversed(self.steps) if first <= consumed_samples)
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
@@ -77,10 +111,11 @@ class BatchSizes:
         return min(start + int(consumed_samples / (samples / num_steps)) * increment, self.global_batch_size)
 
     def _growing(self) -> Iterator[tuple[int, int]]:
-        """(iterations, samples) before each batch until the size stays constant."""
+        """(iterations, samples) before each batch until the size stays the same."""
         consumed = iteration = 0
         yield 0, 0
-        while self.rampup is not None and consumed <= self.rampup[2]:
+        last = self.steps[-1][0] - 1 if self.steps else self.rampup[2] if self.rampup else -1
+        while consumed <= last:
             consumed += self.num_samples(consumed)
             iteration += 1
             yield iteration, consumed

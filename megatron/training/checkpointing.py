@@ -159,6 +159,7 @@ def load_checkpoint(
     position = CheckpointPosition() if starts_anew else _position(common)
     metadata = {**sharding_metadata(args), **(common.get("content_metadata") or {})}
     model = model_state(chunks, metadata)
+    _judge_what_is_left_over(reader, model, args.dist_ckpt_strictness)
     request: dict = dict(model)
     with_optimizer = optimizer is not None and not starts_anew and not args.no_load_optim
     if with_optimizer:
@@ -209,6 +210,20 @@ def apply_checkpoint_arguments(args: argparse.Namespace) -> argparse.Namespace:
     saved = read_common_state(location).get("args")
     arguments.apply_saved_arguments(args, saved, location.path)
     return saved
+
+
+def _judge_what_is_left_over(reader: CheckpointReader, model: dict, strictness: str) -> None:
+    """--dist-ckpt-strictness: weights of the checkpoint that the model has no place for are logged, or an error."""
+    if not strictness.startswith(("log_", "raise_")):
+        return
+    left_over = reader.left_over(model)
+    if not left_over:
+        return
+    shown = ", ".join(left_over[:8]) + (f" and {len(left_over) - 8} more" if len(left_over) > 8 else "")
+    line = f"checkpoint {reader.location.path} holds weights that the model has no place for: {shown}"
+    if strictness.startswith("raise_"):
+        raise CheckpointError(f"{line}; leave out --dist-ckpt-strictness {strictness} to load without them")
+    _log_once(line)
 
 
 def _position(common: dict) -> CheckpointPosition:

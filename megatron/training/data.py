@@ -30,6 +30,7 @@ class Field:
     stages: which stages need it: "first", "last" or "all".
     shape: from microbatch size and sequence length.
     least_id: if it holds token ids, the smallest that may occur.
+    is_full: no element may be 0.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Field:
     shape: Callable[[int, int], tuple[int, ...]] = lambda size, length: (size, length)
     dtype: torch.dtype = torch.int64
     least_id: int | None = None
+    is_full: bool = False
 
     def is_needed(self, stage: int, num_stages: int) -> bool:
         """Whether a stage of the pipeline needs it."""
@@ -58,7 +60,8 @@ def gpt_fields(args: argparse.Namespace) -> tuple[Field, ...]:
         Field(name="tokens", stages="first", least_id=0),
         Field(name="position_ids", stages="first"),
         Field(name="labels", stages="last", least_id=0),
-        Field(name="loss_mask", stages="last", dtype=torch.float32),
+        # where every token counts, the mean over microbatches is that over tokens
+        Field(name="loss_mask", stages="last", dtype=torch.float32, is_full=args.calculate_per_token_loss),
     )
     if not args.reset_attention_mask:
         return fields
@@ -220,6 +223,12 @@ class MicrobatchIterator:
                         f"token id {wrong} in the {self.name} data (samples from {first}) is beyond the "
                         f"vocabulary of {self.vocab_size}; use the tokenizer that the data was made with"
                     )
+
+            if field.is_full and not batch[field.name].all():
+                raise ValueError(
+                    f"the {self.name} data (samples from {first}) have tokens without a loss, so the mean over "
+                    "microbatches, which is trained, is not that over tokens; leave out --calculate-per-token-loss"
+                )
 
     def _share(self, field: Field, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()

@@ -8,12 +8,13 @@ number of document borders), then lengths (int32), byte offsets (int64) and docu
 import os
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 _HEADER_SIZE = 34
 
 
@@ -45,7 +46,10 @@ def check_indexed_dataset(prefix: str) -> Contents:
             raise ValueError(f"data file {index} is truncated; run tools/preprocess_data.py again")
         version, code, num_sequences, num_documents = struct.unpack("<QBQQ", header[len(_MAGIC) :])
         if version != 1 or code not in _ITEM_SIZES:
-            raise ValueError(f"data file {index} has version {version} and dtype {code}, which are not known")
+            raise ValueError(
+                f"data file {index} has version {version} and dtype {code}, and known are version 1 and dtypes 1 to "
+                f"{max(_ITEM_SIZES)}; run tools/preprocess_data.py again"
+            )
         if num_sequences == 0:
             raise ValueError(f"data file {index} has no sequences; was the text empty?")
         expected = _HEADER_SIZE + 12 * num_sequences + 8 * num_documents
@@ -53,12 +57,16 @@ def check_indexed_dataset(prefix: str) -> Contents:
             raise ValueError(
                 f"data file {index} is truncated: {size} of {expected} bytes; run tools/preprocess_data.py again"
             )
-        stream.seek(_HEADER_SIZE + 4 * (num_sequences - 1))
-        (last_length,) = struct.unpack("<i", stream.read(4))
-        stream.seek(_HEADER_SIZE + 4 * num_sequences + 8 * (num_sequences - 1))
-        (last_offset,) = struct.unpack("<q", stream.read(8))
-    expected = last_offset + last_length * _ITEM_SIZES[code]
+        lengths = _last_two(stream, _HEADER_SIZE, "i", num_sequences)
+        offsets = _last_two(stream, _HEADER_SIZE + 4 * num_sequences, "q", num_sequences)
+    expected = offsets[-1] + lengths[-1] * _ITEM_SIZES[code]
     size = os.path.getsize(binary)
+    stored = _bytes_a_token(lengths, offsets, size, _ITEM_SIZES[code])
+    if stored is not None and stored != _ITEM_SIZES[code]:
+        raise ValueError(
+            f"data file {binary} holds tokens of {stored} byte{'s' * (stored > 1)}, and {index} says {_NAMES[code]}, "
+            f"of {_ITEM_SIZES[code]}: they do not belong together; run tools/preprocess_data.py again"
+        )
     if size != expected:
         what = "empty" if size == 0 else "truncated" if size < expected else "longer than its index says"
         raise ValueError(
@@ -68,6 +76,26 @@ def check_indexed_dataset(prefix: str) -> Contents:
     if num_tokens == 0:
         raise ValueError(f"data file {binary} has no tokens; was the text empty?")
     return Contents(num_sequences, num_documents - 1, num_tokens)
+
+
+def _last_two(stream: BinaryIO, start: int, kind: str, count: int) -> tuple[int, ...]:
+    """The last two of `count` numbers that stand from `start` on, or the only one."""
+    layout = struct.Struct(f"<{min(count, 2)}{kind}")
+    stream.seek(start + (count - min(count, 2)) * struct.calcsize(f"<{kind}"))
+    return layout.unpack(stream.read(layout.size))
+
+
+def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int, said: int) -> int | None:
+    """Of how many bytes the tokens are, by the offsets, or where these agree with the dtype, by the size of the data.
+    None where that comes out at no number that a token can have: then bytes are missing, or too many."""
+    known = set(_ITEM_SIZES.values())
+    if len(lengths) == 2 and lengths[0] > 0:
+        by_offsets, rest = divmod(offsets[1] - offsets[0], lengths[0])
+        if rest == 0 and by_offsets in known - {said}:
+            return by_offsets
+    num_tokens = offsets[-1] // said + lengths[-1]
+    by_size, rest = divmod(size, num_tokens) if num_tokens > 0 else (0, 0)
+    return by_size if rest == 0 and by_size in known else None
 
 
 def document_lengths(prefix: str, part: tuple[float, float] = (0.0, 1.0)) -> Iterator[numpy.ndarray]:

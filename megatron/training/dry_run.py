@@ -29,6 +29,7 @@ from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.config import optimizer_config, transformer_config
 from megatron.training.dry_run_text import DryRun, print_dry_run, to_dict
+from megatron.training.logging import packages_not_here
 from megatron.training.missing import choose_vocabulary, missing_checkpoint, missing_data
 from megatron.training.placement import decide, evictors, model_shape, recompute_scope
 
@@ -65,6 +66,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
     warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
+    warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
     config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
     optimizer_config(args)
@@ -92,6 +94,11 @@ def check_job(args: argparse.Namespace) -> DryRun:
 def _complete(args: argparse.Namespace) -> list[str]:
     """Validate for the job's world size, on a machine as the cluster's are taken to be; returns notes."""
     if args.use_checkpoint_args:
+        if args.load is not None and not os.path.isdir(args.load):
+            raise ValueError(
+                f"--use-checkpoint-args takes the model from --load {args.load}, which is not on this machine; for a "
+                "dry run here give the model's flags in its place"
+            )
         apply_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
     machine = Platform(

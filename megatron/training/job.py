@@ -191,7 +191,7 @@ class Job:
     def _alone(self) -> argparse.Namespace:
         """On one GPU, whatever the batch."""
         args = self._parsed(self.command(_SMALLEST))
-        args.rampup_batch_size = None
+        args.rampup_batch_size = args.step_batch_size_schedule = None
         validate_args(args, world_size=1)
         resolve_platform(args, self.platform)
         args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))

@@ -2,6 +2,7 @@
 all."""
 
 import argparse
+import importlib.util
 import logging
 import math
 import os
@@ -123,8 +124,13 @@ class Reporter:
         self.writes = args.rank == args.world_size - 1
         self._interval = Interval()
         self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
-        self._board = _tensorboard(args) if self.writes and args.tensorboard_dir else None
-        self._wandb = _weights_and_biases(args) if self.writes and args.wandb_project else None
+        missing = packages_not_here(args)
+        for line in missing.values():
+            self.say(f"warning: {line}")
+        has_board = bool(args.tensorboard_dir) and "tensorboard" not in missing
+        has_wandb = bool(args.wandb_project) and "wandb" not in missing
+        self._board = _tensorboard(args) if self.writes and has_board else None
+        self._wandb = _weights_and_biases(args) if self.writes and has_wandb else None
         per_token = flops_per_sample(args) / args.seq_length / args.world_size
         self._flops = per_token if args.log_throughput and backend.is_cuda() else None
 
@@ -238,6 +244,20 @@ class Reporter:
 def _key(name: str) -> str:
     """A loss's name in the metrics file."""
     return name.replace(" ", "_")
+
+
+def packages_not_here(args: argparse.Namespace) -> dict[str, str]:
+    """Packages that flags ask for and this process cannot import, each with a sentence. What they would record is in
+    the log and in --metrics-file, so a run goes on without them."""
+    wanted = {
+        "tensorboard": args.tensorboard_dir and f"--tensorboard-dir {args.tensorboard_dir}",
+        "wandb": args.wandb_project and f"--wandb-project {args.wandb_project}",
+    }
+    return {
+        name: f"{flag} has no effect: the package {name} is not installed here; pip install {name}"
+        for name, flag in wanted.items()
+        if flag and importlib.util.find_spec(name) is None
+    }
 
 
 def _tensorboard(args: argparse.Namespace):

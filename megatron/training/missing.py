@@ -10,7 +10,7 @@ import os
 from megatron.training.data_files import check_indexed_dataset
 from megatron.training.datasets import blends
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
-from megatron.training.vocabulary import USUAL, assumed_size, padded
+from megatron.training.vocabulary import assumed_size, padded, usual
 
 
 def missing_data(args: argparse.Namespace) -> list[str]:
@@ -49,7 +49,7 @@ def choose_vocabulary(args: argparse.Namespace) -> list[str]:
     if problem is None:
         args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
         return []
-    name, _ = USUAL[args.architecture]
+    name, _ = usual(args)
     args.padded_vocab_size = padded(args, assumed_size(args))
     source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
     return [f"{problem}; the embedding is taken to have {args.padded_vocab_size} rows, {source}"]

@@ -14,7 +14,8 @@ _OF_A_RUN_GROUPS = frozenset({"learning rate", "checkpoint", "logging"})
 _OF_A_RUN = frozenset(
     {
         "pipeline_timeline", "pipeline_timeline_iterations", "distributed_timeout_minutes", "local_rank",
-        "rampup_batch_size", "decrease_batch_size_if_needed", "train_iters", "train_samples", "exit_interval",
+        "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed",
+        "train_iters", "train_samples", "exit_interval",
         "exit_duration_in_mins", "exit_signal_handler", "skip_train", "eval_iters", "eval_interval",
     }
 )  # fmt: skip

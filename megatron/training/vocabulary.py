@@ -4,11 +4,17 @@ import argparse
 
 USUAL = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522)}
 """By architecture: whose vocabulary is taken where none is given, and its size."""
+_OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
+
+
+def usual(args: argparse.Namespace) -> tuple[str, int]:
+    """Whose vocabulary is taken where neither tokenizer nor --vocab-size can be asked, and its size."""
+    return _OF_ONE_MODEL.get(args.tokenizer_type, USUAL[args.architecture])
 
 
 def assumed_size(args: argparse.Namespace) -> int:
     """Token ids without asking a tokenizer: those of --vocab-size, or of the usual one."""
-    return (args.vocab_size or USUAL[args.architecture][1]) + args.vocab_extra_ids
+    return (args.vocab_size or usual(args)[1]) + args.vocab_extra_ids
 
 
 def padded(args: argparse.Namespace, size: int) -> int:

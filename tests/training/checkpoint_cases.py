@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import os
 import queue
 import resource
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -59,6 +60,18 @@ def save_and_go_on(directory, changes, **save_changes):
     writer.finish()
     small_run.finish()
     return losses, run.parameters()
+
+
+def save_and_listen(directory, changes):
+    """`save_and_go_on`, and the warnings of megatron.core's distributed optimizer meanwhile."""
+    messages, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("megatron.core.optimizer.distrib_optimizer")
+    logger.addHandler(handler)
+    try:
+        return *save_and_go_on(directory, changes), messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def load_and_go_on(directory, changes, **load_changes):
@@ -148,16 +161,20 @@ def load_versions(directory, changes, window, **load_changes):
     return update.snapshot(), update.versions.num_slots, update.scales
 
 
-def save_as_megatron_lm_does(directory, changes):
-    """Write a checkpoint with bare megatron.core calls, entry by entry as Megatron-LM 0.16 does by default."""
+def save_as_megatron_lm_does(directory, changes, more=()):
+    """Write a checkpoint with bare megatron.core calls, entry by entry as Megatron-LM 0.16 does by default, its
+    arguments completed as there; with weights of the names `more`, too."""
     run = _started(changes)
     run.train(0, SAVED_AT)
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if run.args.use_distributed_optimizer:
         metadata["distrib_optim_sharding_type"] = "dp_reshardable"
     model = run.chunks[0].module.sharded_state_dict(metadata=dict(metadata))
+    for name in more:
+        model[name] = ShardedTensor.from_rank_offsets(name, torch.ones(4), replica_id=dist.get_rank())
     args = argparse.Namespace(
-        **{**vars(run.args), "consumed_train_samples": 12, "consumed_valid_samples": 0, "rank": 0, "local_rank": 0},
+        **{**vars(run.args), "add_qkv_bias": True, "layernorm_zero_centered_gamma": False, "num_experts": None},
+        **{"consumed_train_samples": 12, "consumed_valid_samples": 0, "rank": 0, "local_rank": 0},
         attention_backend=AttnBackend.auto,
     )
     state = {

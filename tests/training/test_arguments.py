@@ -103,7 +103,20 @@ def test_values_that_follow():
         ("--data-cache-path=", "", "--data-cache-path is empty"),
         ("--ckpt-format zarr", "", "use torch_dist"),
         ("--use-mp-args-from-checkpoint-args", "", "needs --use-checkpoint-args"),
-        ("--dist-ckpt-strictness raise_all", "", "leave the flag out"),
+        ("--dist-ckpt-strictness loud", "", "--dist-ckpt-strictness: invalid choice: 'loud'"),
+        ("--step-batch-size-schedule 0:4 1K:16", "", "--global-batch-size 8 is not the last size of --step-batch-size"),
+        ("--step-batch-size-schedule 0:4 1K:8 --rampup-batch-size 2 2 9", "", "--rampup-batch-size exclude each other"),
+        ("--step-batch-size-schedule 0:4 1X:8", "", "1X:8 is not TOKENS:SIZE"),
+        ("--step-batch-size-schedule 0:4 1K:0", "", "1K:0 is not TOKENS:SIZE"),
+        ("--step-batch-size-schedule 1K:4 2K:8", "", "tokens must rise from 0"),
+        ("--step-batch-size-schedule 0:4 2K:6 1K:8", "", "tokens must rise from 0"),
+        (
+            "--checkpoint-activations --recompute-granularity full",
+            "",
+            "the old name of what --recompute-granularity say",
+        ),
+        ("--calculate-per-token-loss --eod-mask-loss", "", "leave out one of the two"),
+        ("--data-impl lazy", "", "--data-impl lazy: only data that tools/preprocess_data.py writes"),
         ("--dataloader-type cyclic", "", "use single"),
         ("--wandb-project x", "", "--wandb-project needs"),
         ("--transformer-impl transformer_engine", "", "use --transformer-impl local"),
@@ -243,7 +256,8 @@ def test_every_refused_flag_says_what_to_do():
 
 TRANSLATED = {  # a rule turns the flag into another value, or refuses what cannot be
     "use_rotary_position_embeddings", "add_position_embedding", "use_flash_attn", "pipeline_extra_warmup",
-    "rampup_batch_size", "decrease_batch_size_if_needed", "grad_reduce_in_bf16", "recompute_activations",
+    "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed",
+    "checkpoint_activations", "grad_reduce_in_bf16", "recompute_activations",
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
 }  # fmt: skip
 
@@ -252,7 +266,7 @@ def test_every_flag_is_read():
     """A flag that is neither refused nor said to be accepted without effect is read where the run is built."""
     folder = ROOT / "megatron"
     arguments_folder = folder / "training" / "arguments"
-    hands_on = {"job.py", "model_words.py"}  # they write or read the flags of other runs
+    hands_on = {"job.py", "model_words.py", "comparison.py"}  # they write or read the flags of other runs
     sources = [path for path in folder.rglob("*.py") if arguments_folder not in path.parents]
     sources = [path for path in sources if path.name not in hands_on]
     text = "\n".join(path.read_text() for path in sources)

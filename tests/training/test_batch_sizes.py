@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.batch_sizes import BatchSizes
+from megatron.training.batch_sizes import BatchSizes, parse_steps
 
 
 def sizes(**changes) -> BatchSizes:
@@ -61,3 +61,40 @@ def test_what_does_not_divide_is_refused_or_rounded():
     assert sizes(global_batch_size=17, round_down=True).num_samples(0) == 16
     with pytest.raises(ValueError, match="--global-batch-size"):
         sizes(global_batch_size=1, round_down=True)
+
+
+GPT3_STEPS = ["0:16", "2.4B:320", "4.8B:624", "7.2B:928", "9.6B:1232", "12B:1536"]
+
+
+@pytest.mark.parametrize("words", [GPT3_STEPS, [" ".join(GPT3_STEPS)], [",".join(GPT3_STEPS)]], ids=len)
+def test_steps_of_gpt3(words):
+    """Tokens become samples, rounded down, and each size holds from its step on; in one word or several."""
+    steps = parse_steps(words, seq_length=2048)
+    assert steps == ((0, 16), (1171875, 320), (2343750, 624), (3515625, 928), (4687500, 1232), (5859375, 1536))
+    schedule = BatchSizes(global_batch_size=1536, samples_per_microbatch=2, steps=steps)
+    assert schedule.all_sizes() == [16, 320, 624, 928, 1232, 1536]
+    at = {0: 16, 1171874: 16, 1171875: 320, 5859374: 1232, 5859375: 1536, 10**9: 1536}
+    assert {sample: schedule.num_samples(sample) for sample in at} == at
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), max_size=4), st.integers(0, 60))
+def test_iterations_and_samples_of_steps_agree(rises, iterations):
+    """`samples_after` is the running sum also where sizes rise and fall, and `iterations_for` its inverse."""
+    first, steps = 0, [(0, 4)]
+    for rise, size in rises:
+        first += rise
+        steps.append((first, 2 * size))
+    schedule = BatchSizes(global_batch_size=steps[-1][1], samples_per_microbatch=2, steps=tuple(steps))
+    consumed = 0
+    for _ in range(iterations):
+        consumed += schedule.num_samples(consumed)
+    assert schedule.samples_after(iterations) == consumed
+    assert schedule.iterations_for(consumed) == iterations
+    assert schedule.iterations_for(consumed + schedule.num_samples(consumed) - 1) == iterations
+
+
+def test_a_step_that_does_not_divide():
+    """Its size is named, with the flag."""
+    with pytest.raises(ValueError, match=r"a batch of --step-batch-size-schedule \(5\) is not divisible"):
+        sizes(global_batch_size=8, steps=((0, 5), (10, 8)))

@@ -1,5 +1,6 @@
 """Runs saved and loaded through megatron.core: same degrees, other degrees, other programs, and what can go wrong."""
 
+import re
 import shutil
 
 import pytest
@@ -214,6 +215,45 @@ def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
     for (losses, weights), (position, losses_again, weights_again) in zip(written, resumed, strict=True):
         assert losses_again == losses and equal(weights, weights_again)
         assert (position["iteration"], position["consumed_train_samples"]) == (3, 12)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_tied_embeddings_of_the_distributed_optimizer(tmp_path, precision):
+    """Their master weights and moments are saved from their own place, also where the bucket before has padding: the
+    run goes on exactly at the same degrees and at others, and nobody warns of data corruption."""
+    shape = {"hidden_size": 20, "ffn_hidden_size": 80}  # so that the first stage's layers do not fill their bucket
+    changes = {**TWO_STAGES, **DISTRIBUTED, **precision, **shape, "untie_embeddings_and_output_weights": False}
+    written = workers.run(4, CASES + "save_and_listen", directory=str(tmp_path), changes=changes)
+    assert [messages for *_, messages in written] == [[]] * 4
+    resumed = workers.run(4, CASES + "load_and_go_on", directory=str(tmp_path), changes=changes)
+    for (losses, weights, _), (_, losses_again, weights_again) in zip(written, resumed, strict=True):
+        assert losses_again == losses and equal(weights, weights_again)
+    alone = {**changes, "pipeline_model_parallel_size": 1, "use_distributed_optimizer": False}
+    ((_, losses_alone, _),) = workers.run(1, CASES + "load_and_go_on", directory=str(tmp_path), changes=alone)
+    trained = next(losses for losses, *_ in written if losses)
+    assert losses_alone == pytest.approx(trained, rel=1e-4 if precision else 1e-6)
+
+
+def test_weights_beyond_the_model(tmp_path):
+    """--dist-ckpt-strictness: those that a checkpoint has beyond the model are left out, or an error that names them;
+    optimizer and random states, also where they are not asked for, are none of them."""
+    more = [f"mtp.{number}.weight" for number in range(10)]
+    strict = {"dist_ckpt_strictness": "raise_unexpected", "no_load_optim": True, "no_load_rng": True}
+    workers.run(1, CASES + "save_as_megatron_lm_does", directory=str(tmp_path / "same"), changes={})
+    workers.run(1, CASES + "save_as_megatron_lm_does", directory=str(tmp_path / "more"), changes={}, more=more)
+    for name, options, said in (
+        ("same", strict, None),
+        ("more", {}, None),
+        ("more", {"dist_ckpt_strictness": "log_unexpected"}, None),
+        (
+            "more",
+            strict,
+            "mtp.0.weight, .*, mtp.7.weight and 2 more; leave out --dist-ckpt-strictness raise_unexpected",
+        ),
+    ):
+        directory = str(tmp_path / name)
+        ((message, untouched),) = workers.run(1, CASES + "load_error", directory=directory, changes={}, **options)
+        assert re.search(said, message) and untouched if said else message is None
 
 
 @FULL

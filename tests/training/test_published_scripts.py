@@ -1,59 +1,27 @@
-"""Megatron-LM's published example scripts: every argument parses, and works or is refused by name.
+"""Published command lines: every argument parses, and works or is refused by name; a dry run passes or says why not."""
 
-The argument lists are those of examples/gpt3/train_gpt3_175b_distributed.sh and
-examples/llama/train_llama3_8b_h100_fp8.sh, as data; places that the scripts' user fills in hold names.
-"""
+import importlib.util
+import re
 
 import pytest
 
+from megatron import backend
+
+backend.install()
+
 from megatron.training.arguments import parse_args, resolve_platform, validate_args
+from megatron.training.dry_run import run_dry
 from tests.training.arguments_helper import GPU
 from tests.training.bert_helper import defaults
-
-GPT3_175B = (
-    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
-    "--attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 "
-    "--train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 "
-    "--clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 "
-    "--lr-decay-iters 430000 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
-    "--data-path text_document "
-    "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1 --log-interval 100 "
-    "--save-interval 10000 --eval-interval 1000 --save checkpoints --load checkpoints --eval-iters 10 "
-    "--tensorboard-dir logs"
-)
-LLAMA3_8B = (
-    "--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    "--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 "
-    "--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 "
-    "--hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p "
-    "--untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 "
-    "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 "
-    "--min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 "
-    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion "
-    "--calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235 "
-    "--tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --use-distributed-optimizer "
-    "--overlap-grad-reduce --overlap-param-gather --log-interval 1 --eval-iters 32 --eval-interval 100 "
-    "--save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 "
-    "--ckpt-format torch_dist --distributed-timeout-minutes 60 --save checkpoints --load checkpoints "
-    "--tensorboard-dir logs"
-)
-BERT_340M = (  # examples/bert/train_bert_340m_distributed.sh
-    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
-    "--attention-backend auto --micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 --weight-decay 1e-2 "
-    "--clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5 "
-    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --tensor-model-parallel-size 8 "
-    "--pipeline-model-parallel-size 16 --data-path text_sentence --vocab-file vocab.txt --split 949,50,1 "
-    "--log-interval 100 --save-interval 10000 --eval-interval 1000 --save checkpoints --load checkpoints "
-    "--eval-iters 10 --tensorboard-dir logs"
-)
-LLAMA3_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
-LLAMA3_MOCK = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 "
-    "--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1"
-)
-LLAMA3_DATA = (
-    "--data-path text --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --data-cache-path cache "
-    "--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --vocab-size 128256"
+from tests.training.published_command_lines import (
+    BERT_340M,
+    GPT3_175B,
+    GPT3_175B_STEPS,
+    LLAMA3_8B,
+    LLAMA3_DATA,
+    LLAMA3_MOCK,
+    PASSES,
+    REFUSED,
 )
 
 
@@ -89,17 +57,76 @@ def test_gpt3_script_under_2bw_names_the_batch_that_is_too_small():
 
 @pytest.mark.parametrize("data", [LLAMA3_MOCK, LLAMA3_DATA])
 def test_llama3_script_in_bf16(data):
-    """The Llama-3 8B script without its FP8 part and its loss per token is accepted on 8 GPUs."""
-    with pytest.raises(ValueError, match=r"--calculate-per-token-loss: .*leave the flag out"):
-        parse_args(f"{LLAMA3_8B} {data}".split())
-    args = parse_args(f"{LLAMA3_8B} {data}".replace("--calculate-per-token-loss", "").split())
+    """The Llama-3 8B script without its FP8 part is accepted on 8 GPUs, its loss per token included."""
+    args = parse_args(f"{LLAMA3_8B} {data}".split())
     notes = validate_args(args, world_size=8)
     resolve_platform(args, GPU)
     assert args.data_parallel_size == 8 and args.train_iters == 1953125000 // 128
     assert any("--sequence-parallel has no effect" in note for note in notes)
 
 
-def test_llama3_script_in_fp8_is_refused_by_name():
-    """Its FP8 part is refused by the flag's name with the remedy."""
-    with pytest.raises(ValueError, match=r"--fp8-format hybrid: .*use --bf16"):
-        parse_args(f"{LLAMA3_8B} {LLAMA3_FP8} {LLAMA3_MOCK}".split())
+def dry_run(words: str, num_gpus: int, capsys, architecture: str = "gpt") -> tuple[int, str, str]:
+    """Exit status, output and error output of a dry run where neither TensorBoard nor Weights & Biases is there."""
+    args = parse_args(
+        [*words.split(), "--dry-run", str(num_gpus)], defaults=defaults() if architecture == "bert" else None
+    )
+    return run_dry(args, f"pretrain_{architecture}.py"), *capsys.readouterr()
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """A machine without launcher, files of the user's, and packages that only log."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name in ("tensorboard", "wandb") else find(name, *more)
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "schedule"), [(name, each) for name in PASSES for each in PASSES[name].schedules])
+def test_dry_run_passes(bare, capsys, name, schedule):
+    """With nothing but a schedule added the job is proved and estimated; what is not here is a warning each."""
+    published = PASSES[name]
+    words = f"{published.words} {published.changed} --pipeline-schedule {schedule}"
+    status, out, err = dry_run(words, published.num_gpus, capsys, published.architecture)
+    assert (status, err) == (0, "")
+    assert "proved for any number of batches" in out
+    (billions,) = re.findall(r"model: (\S+) billion parameters", out)
+    assert float(billions) == pytest.approx(published.billions, rel=0.02)
+    assert "warning: --load checkpoints is not on this machine" in out
+    if "--tensorboard-dir" in words:
+        assert "warning: --tensorboard-dir logs has no effect: the package tensorboard is not installed here" in out
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_that_is_refused_is_named_at_once(name):
+    """One message names every flag that has to go, and no other."""
+    words, flags = REFUSED[name]
+    with pytest.raises(ValueError) as error:
+        parse_args([*words.split(), "--pipeline-schedule", "flush"])
+    lines = str(error.value).splitlines()
+    lines = lines if len(lines) == 1 else lines[1:]
+    assert sorted(re.match(r" *(--[\w-]+)", line)[1] for line in lines) == sorted(flags.split())
+
+
+def test_steps_of_the_gpt3_script():
+    """The newer form of the script trains the batches that its list says."""
+    args = parse_args(GPT3_175B_STEPS.split())
+    validate_args(args, world_size=128)
+    assert args.batch_sizes.all_num_microbatches() == [16, 320, 624, 928, 1232, 1536]
+
+
+def test_vocabulary_of_llama2_without_its_tokenizer(bare, capsys):
+    """The embedding of a Llama-2 is not taken to be GPT-2's."""
+    _, out, _ = dry_run(PASSES["Llama-2 70B"].words, 64, capsys)
+    assert "the embedding is taken to have 32768 rows, as Llama 2's" in out
+
+
+def test_shape_that_only_the_cluster_knows(bare, capsys):
+    """Without the checkpoint there is no model to check, and the sentence says how to go on."""
+    status, _, err = dry_run(f"{PASSES['Llama-2 70B'].words} --use-checkpoint-args", 64, capsys)
+    assert (
+        status == 1 and "--load checkpoints, which is not on this machine; for a dry run here give the model's" in err
+    )

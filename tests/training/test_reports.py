@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.machinery
+import importlib.util
 import json
 import math
 import re
@@ -159,6 +160,27 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert options["config"]["num_layers"] == 4 and (tmp_path / "w").is_dir()
     assert step == 1 and values["lm loss"] == 4.0 and values["learning-rate"] == 1e-3
     assert evaluation == ("log", 1, {"lm loss validation": 3.0}) and end == ("finish",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "package"),
+    [("--tensorboard-dir board", "tensorboard"), ("--wandb-project p --wandb-exp-name n", "wandb")],
+)
+def test_without_the_package_the_run_goes_on(tmp_path, monkeypatch, capsys, flags, package):
+    """The rank that would record says once what is missing and how to get it; the others say nothing."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    reports = reporter(tmp_path, flags)
+    reports.iteration(report(1, 4.0), Progress(1, 8, 8, 0.5))
+    reports.evaluation("validation", 1, {"lm loss": 3.0}, seconds=1.0)
+    reports.close()
+    out = capsys.readouterr().out
+    said = f"warning: {' '.join(flags.split()[:2])} has no effect: the package {package} is not installed here; pip"
+    assert out.count(said) == 1 and (tmp_path / "metrics.jsonl").read_text().count("lm_loss") == 1
+    args = arguments(flags, world_size=2)
+    args.padded_vocab_size, args.rank = 128, 0
+    Reporter(args).close()
+    assert capsys.readouterr().out == ""
 
 
 def test_flops_of_gpt3():

@@ -53,7 +53,7 @@ GROUP = Group(
             "Pad the vocabulary to a multiple of this times the tensor parallel size.",
         ),
         option("--normalization", str, "LayerNorm", "Kind of normalization.", choices=("LayerNorm", "RMSNorm")),
-        option("--norm-epsilon", number, 1e-5, "Epsilon of the normalization."),
+        option("--norm-epsilon", number, 1e-5, "Epsilon of the normalization.", aliases=("--layernorm-epsilon",)),
         switch(
             "--apply-layernorm-1p",
             "Store normalization weights minus one, so that weight decay pulls them to 1. Needs Transformer Engine.",

@@ -1,13 +1,14 @@
 """From the flag records to an argparse parser whose errors are one sentence."""
 
 import argparse
-import difflib
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.training.arguments import bert, data, dry_run, model, output, parallel, refusals, training
+from megatron.training.arguments import bert, data, dry_run, ignored, model, output, parallel, refusals, training
 from megatron.training.arguments.specification import Flag, Group
+from megatron.training.arguments.spelling import meant
 
 GROUPS: tuple[Group, ...] = (
     model.GROUP,
@@ -24,13 +25,15 @@ GROUPS: tuple[Group, ...] = (
     output.CHECKPOINT,
     output.LOGGING,
     dry_run.GROUP,
+    ignored.GROUP,
     refusals.GROUP,
 )
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise ValueError(message.removeprefix("argument "))
+        # argparse names a flag with all its aliases
+        raise ValueError(re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", message.removeprefix("argument ")))
 
 
 def add_groups(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
@@ -87,7 +90,7 @@ def fill_defaults(
     namespace: argparse.Namespace, groups: Sequence[Group], preferred: dict | None = None
 ) -> argparse.Namespace:
     """Record which destinations were given (`given`), then fill the rest with `preferred` values and defaults."""
-    namespace.given = tuple(sorted(vars(namespace)))
+    namespace.given = tuple(sorted(set(vars(namespace)) - {"unknown"}))
     for name, value in (preferred or {}).items():
         if not hasattr(namespace, name):
             setattr(namespace, name, value)
@@ -100,15 +103,14 @@ def fill_defaults(
 
 
 def refuse(namespace: argparse.Namespace, groups: Sequence[Group]) -> None:
-    """Raise ValueError for the refused flags that were given with a value that asks for something, all in one message;
-    drop the rest."""
-    reasons = []
+    """Raise ValueError for the flags that are not known (`unknown`, of `parse_known`) and for the refused flags that
+    were given with a value that asks for something, all in one message; drop the refused ones."""
+    reasons = list(namespace.unknown)
+    del namespace.unknown
     for group in groups:
         for flag in group.flags:
             if flag.refused and flag.dest in namespace.given and getattr(namespace, flag.dest) not in flag.neutral:
-                value = getattr(namespace, flag.dest)
-                shown = flag.name if flag.stores is not None else f"{flag.name} {_plain(value)}"
-                reasons.append(f"{shown}: {flag.refused}")
+                reasons.append(f"{shown(flag, getattr(namespace, flag.dest))}: {flag.refused}")
             if flag.refused and not flag.neutral:
                 delattr(namespace, flag.dest)  # nothing reads it
     if len(reasons) > 1:
@@ -117,22 +119,26 @@ def refuse(namespace: argparse.Namespace, groups: Sequence[Group]) -> None:
         raise ValueError(reasons[0])
 
 
-def _plain(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def shown(flag: Flag, value: object) -> str:
+    """A flag with its value as the user may have written it."""
+    if flag.stores is not None:
+        return flag.name
+    return f"{flag.name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse all of `argv`; ValueError names an unknown flag and the known one nearest to it."""
+    """Parse all of `argv`. The namespace's `unknown` holds a sentence for each flag that is not known, with the known
+    one that it is a slip of; ValueError for a value without a flag."""
     namespace, extra = parser.parse_known_args(argv)
-    if extra:
-        first = next((word for word in extra if word.startswith("--")), extra[0])
-        if not first.startswith("--"):
-            raise ValueError(f"'{first}' belongs to no flag; write every value after its flag")
-        name = first.split("=")[0]
-        known = [word for action in parser._actions for word in action.option_strings]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see --help for all flags"
-        raise ValueError(f"{name} is not a known flag; {hint}")
+    names = list(dict.fromkeys(word.split("=")[0] for word in extra if word.startswith("--")))
+    if extra and not names:
+        raise ValueError(f"'{extra[0]}' belongs to no flag; write every value after its flag")
+    known = [word for action in parser._actions for word in action.option_strings]
+    namespace.unknown = []
+    for name in names:
+        near = meant(name, known)
+        hint = f"did you mean {near}?" if near else "see --help for all flags"
+        namespace.unknown.append(f"{name} is not a known flag; {hint}")
     return namespace
 
 

@@ -19,6 +19,11 @@ def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, 
     return tuple(refused(name, reason, takes=takes) for name in names)
 
 
+def _renamed(*names: tuple[str, str]) -> tuple[Flag, ...]:
+    """Old flags with a value, each with the one that has taken its place."""
+    return tuple(refused(name, f"an old flag; {what}.", takes=None) for name, what in names)
+
+
 GROUP = Group(
     "refused",
     "Known from Megatron-LM. Each parses, and using it is an error that says what to do.",
@@ -27,15 +32,6 @@ GROUP = Group(
         refused("--expert-model-parallel-size", _EXPERTS, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, default=None, neutral=(1,)),
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
-        refused(
-            "--dist-ckpt-strictness",
-            "tensors that a checkpoint lacks are always an error, and those that it has beyond the model are left out; "
-            "leave the flag out.",
-            takes=None,
-            default="assume_ok_unexpected",
-            neutral=("assume_ok_unexpected",),
-        ),
-        refused("--rerun-mode", _RERUN, takes=None, default="disabled", neutral=("disabled",)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
         *_list(
             _EXPERTS,
@@ -86,7 +82,6 @@ GROUP = Group(
             "--defer-embedding-wgrad-compute",
             "--delay-wgrad-compute",
             "--overlap-param-gather-with-optimizer-step",
-            "--scatter-gather-tensors-in-pipeline",
         ),
         *_list(
             "saved activations are not distributed over tensor ranks; use --sequence-parallel.",
@@ -110,16 +105,8 @@ GROUP = Group(
             "--full-validation",
             "--multiple-validation-sets",
         ),
-        *_list(_RERUN, "--check-for-spiky-loss", "--check-for-large-grads", "--result-rejected-tracker-filename"),
-        *_list(
-            "the value is not computed, as it would need another reduction; read grad_norm in --metrics-file.",
-            "--log-params-norm",
-            "--log-num-zeros-in-grad",
-        ),
-        *_list("use --pipeline-timeline, which shows where each rank's time goes.", "--log-straggler"),
-        *_list(
-            _CLUSTER, "--enable-one-logger", "--enable-ft-package", "--inprocess-restart", "--use-sharp", "--nccl-ub"
-        ),
+        *_list(_RERUN, "--result-rejected-tracker-filename", takes=None),
+        *_list(_CLUSTER, "--enable-ft-package", "--inprocess-restart", "--use-sharp", "--nccl-ub"),
         *_list(_CLUSTER, "--nccl-communicator-config-path", takes=None),
         *_list(
             "checkpoints are always kept; delete old ones outside of the run.", "--save-retain-interval", takes=None
@@ -132,14 +119,32 @@ GROUP = Group(
             takes=None,
         ),
         *_list("torch_dist is the only format; leave the flag out.", "--ckpt-convert-format", takes=None),
-        *_list("asynchronous saves use a worker for each save; leave the flag out.", "--use-persistent-ckpt-worker"),
-        *_list("the data position is kept as consumed samples; leave the flag out.", "--dataloader-save", takes=None),
-        *_list(
-            "gradients are averaged over microbatches and replicas, the same where every token counts; leave the "
-            "flag out.",
-            "--calculate-per-token-loss",
+        refused(
+            "--dist-ckpt-format",
+            "torch_dist is the only format; leave the flag out.",
+            takes=None,
+            default="torch_dist",
+            neutral=("torch_dist",),
         ),
+        *_list("the data position is kept as consumed samples; leave the flag out.", "--dataloader-save", takes=None),
         *_list("gradients are scaled before the sum; leave the flag out.", "--ddp-average-in-collective"),
+        refused(
+            "--data-impl",
+            "only data that tools/preprocess_data.py writes are read, those of mmap; prepare the text with it and "
+            "leave the flag out.",
+            takes=None,
+            default="mmap",
+            neutral=("mmap", "infer"),
+        ),
+        *_renamed(
+            ("--batch-size", "it meant the samples of a microbatch; use --micro-batch-size, and --global-batch-size"),
+            ("--model-parallel-size", "it is called --tensor-model-parallel-size; use that"),
+            ("--warmup", "it was a share of the decay; use --lr-warmup-fraction"),
+            ("--checkpoint-num-layers", "use --recompute-granularity full with --recompute-num-layers"),
+            ("--activations-checkpoint-num-layers", "use --recompute-granularity full with --recompute-num-layers"),
+            ("--activations-checkpoint-method", "use --recompute-granularity full with --recompute-method"),
+        ),
+        *_list("use --sequence-parallel.", "--distribute-checkpointed-activations"),
         *_list("dropout is the only noise; leave the flag out.", "--moe-input-jitter-eps", takes=None),
     ),
 )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.training.arguments import rules_bert, rules_model, rules_run, rules_stages
-from megatron.training.arguments.parser import GROUPS
+from megatron.training.arguments.parser import GROUPS, shown
 
 RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
     *rules_model.RULES,
@@ -29,9 +29,17 @@ def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -
     args.notes = []
     for rule in RULES:
         rule(args)
-    notes = args.notes
+    notes = args.notes + _notes_on_ignored(args)
     del args.notes
     return notes
+
+
+def _notes_on_ignored(args: argparse.Namespace) -> list[str]:
+    given = [flag for group in GROUPS for flag in group.flags if flag.ignored and flag.dest in args.given]
+    values = [(flag, getattr(args, flag.dest)) for flag in given]
+    return [
+        f"{shown(flag, value)} has no effect: {flag.ignored}" for flag, value in values if value not in flag.neutral
+    ]
 
 
 def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
@@ -44,6 +52,8 @@ def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> l
     notes = []
     for flag in (flag for group in GROUPS for flag in group.flags):
         if flag.dest in given and given[flag.dest] != (taken := getattr(args, flag.dest)):
-            shown = flag.name if flag.stores is not None else f"{flag.name} {given[flag.dest]}"
-            notes.append(f"{shown} has no effect: --use-checkpoint-args takes {flag.dest} {taken} from the checkpoint")
+            written = shown(flag, given[flag.dest])
+            notes.append(
+                f"{written} has no effect: --use-checkpoint-args takes {flag.dest} {taken} from the checkpoint"
+            )
     return notes

@@ -6,7 +6,7 @@ What only the other one has is refused by name.
 import argparse
 
 from megatron.training.arguments import bert as flags_of_bert
-from megatron.training.arguments.parser import GROUPS
+from megatron.training.arguments.parser import GROUPS, shown
 
 SHORTEST_SEQUENCE = 5
 """Tokens: [CLS], two [SEP], and two of text, the least that megatron.core's samples have."""
@@ -18,6 +18,10 @@ _NOT_FOR_BERT = {
     "reset_position_ids": (False, "a sample of BERT ends with its document; leave the flag out"),
     "reset_attention_mask": (False, "a sample of BERT ends with its document; leave the flag out"),
     "eod_mask_loss": (False, "only masked tokens have a loss; leave the flag out"),
+    "calculate_per_token_loss": (
+        False,
+        "microbatches differ in their number of masked tokens, and their losses are averaged; leave the flag out",
+    ),
     "create_attention_mask_in_dataloader": (True, "BERT needs the masks of its padding; leave the flag out"),
     "qk_layernorm": (False, "megatron.core's BERT layer has no such norm; leave the flag out"),
     "normalization": ("LayerNorm", "the head of megatron.core's BERT has a LayerNorm; leave the flag out"),
@@ -37,8 +41,7 @@ def architecture(args: argparse.Namespace) -> None:
     for name, (neutral, reason) in _NOT_FOR_BERT.items():
         value = getattr(args, name)
         if value != neutral:
-            shown = named[name].name if named[name].stores is not None else f"{named[name].name} {value}"
-            raise ValueError(f"{shown}: {reason}")
+            raise ValueError(f"{shown(named[name], value)}: {reason}")
     if args.seq_length < SHORTEST_SEQUENCE:
         raise ValueError(
             f"--seq-length {args.seq_length} has no room for [CLS], two [SEP] and two tokens of text; give at least "

@@ -1,12 +1,11 @@
 """Rules about the run: batches, schedule, optimizer, learning rate, data, checkpoints, logging."""
 
 import argparse
-import importlib.util
 import re
 
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.planner.devices import device_gib
-from megatron.training.batch_sizes import BatchSizes
+from megatron.training.batch_sizes import BatchSizes, parse_steps
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
           "data_cache_path", "dry_run_json")  # fmt: skip
@@ -29,12 +28,14 @@ def length(args: argparse.Namespace) -> None:
 def batches(args: argparse.Namespace) -> None:
     """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples`, `train_iters`."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
+    steps = _batch_size_steps(args)
     if args.global_batch_size is None:
         args.global_batch_size = per_microbatch
     args.batch_sizes = BatchSizes(
         global_batch_size=args.global_batch_size,
         samples_per_microbatch=per_microbatch,
         rampup=tuple(args.rampup_batch_size) if args.rampup_batch_size else None,
+        steps=steps,
         round_down=args.decrease_batch_size_if_needed,
     )
     if args.train_samples is not None:
@@ -43,6 +44,24 @@ def batches(args: argparse.Namespace) -> None:
             raise ValueError(f"--train-samples {args.train_samples} is less than one batch")
     if args.train_iters is None:
         args.train_iters = 0
+
+
+def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    """Of --step-batch-size-schedule; its last size is the global batch size."""
+    if args.step_batch_size_schedule is None:
+        return ()
+    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
+        if getattr(args, name):
+            raise ValueError(f"--step-batch-size-schedule and --{name.replace('_', '-')} exclude each other; keep one")
+    steps = parse_steps(args.step_batch_size_schedule, seq_length=args.seq_length)
+    last = steps[-1][1]
+    if args.global_batch_size not in (None, last):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not the last size of --step-batch-size-schedule, {last}; "
+            "leave the former out"
+        )
+    args.global_batch_size = last
+    return steps
 
 
 def schedule(args: argparse.Namespace) -> None:
@@ -186,6 +205,11 @@ def learning_rate(args: argparse.Namespace) -> None:
 def loss(args: argparse.Namespace) -> None:
     if args.eval_iters and args.eval_interval is None:
         raise ValueError("--eval-iters needs --eval-interval")
+    if args.calculate_per_token_loss and args.eod_mask_loss:
+        raise ValueError(
+            "--calculate-per-token-loss and --eod-mask-loss: microbatches differ in their number of tokens with a "
+            "loss, and their losses are averaged; leave out one of the two"
+        )
 
 
 def data(args: argparse.Namespace) -> None:
@@ -242,6 +266,11 @@ def tokenizer(args: argparse.Namespace) -> None:
 
 
 def checkpoint(args: argparse.Namespace) -> None:
+    if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
+        args.notes.append(
+            f"--dist-ckpt-strictness {args.dist_ckpt_strictness}: a tensor that the checkpoint lacks is an error all "
+            "the same, and nothing is returned"
+        )
     if args.ckpt_format != "torch_dist":
         raise ValueError(f"--ckpt-format {args.ckpt_format} is not supported; use torch_dist")
     if args.save_interval is not None and args.save is None:
@@ -256,16 +285,8 @@ def checkpoint(args: argparse.Namespace) -> None:
 
 
 def logging(args: argparse.Namespace) -> None:
-    if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            "--wandb-project needs the package wandb, which is not installed; install it or leave the flag out"
-        )
     if args.wandb_project and not args.wandb_exp_name:
         raise ValueError("--wandb-project needs --wandb-exp-name")
-    if args.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(
-            "--tensorboard-dir needs the package tensorboard, which is not installed; install it or leave the flag out"
-        )
     if args.profile and args.profile_step_end <= args.profile_step_start:
         raise ValueError(
             f"--profile-step-end {args.profile_step_end} must come after --profile-step-start {args.profile_step_start}"

@@ -4,7 +4,8 @@ Problem: Megatron-LM's users bring scripts with hundreds of flags. Each must par
 refused by name with a remedy; help and documentation must not drift from what the parser accepts.
 
 Solution: a flag is a small frozen record and a group is a list of them. The parser, `--help`, `docs/flags.md` and
-the refusals are all derived from these records (parser.py, refusals in rules.py, reference.py).
+the refusals are all derived from these records (parser.py, reference.py), and so is what a run says about flags
+without effect (rules.py).
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """One flag. `stores` makes it a switch (no value follows); `refused` names why it cannot be used here and the
-    remedy, and then `neutral` lists the values that ask for nothing and are let through."""
+    remedy, `ignored` why it is accepted without effect; with either `neutral` lists the values that ask for nothing."""
 
     names: tuple[str, ...]
     help: str
@@ -29,6 +30,7 @@ class Flag:
     stores: bool | None = None
     metavar: str | tuple[str, ...] | None = None
     refused: str | None = None
+    ignored: str | None = None
     neutral: tuple[Any, ...] = ()
 
     @property
@@ -109,6 +111,31 @@ def refused(
         nargs=None if is_switch else takes,
         stores=True if is_switch else None,
         refused=reason,
+        neutral=neutral,
+    )
+
+
+def ignored(
+    name: str,
+    reason: str,
+    *,
+    takes: int | None = 0,
+    choices: Collection[str] | None = None,
+    neutral: tuple[Any, ...] = (),
+) -> Flag:
+    """A flag of Megatron-LM that is accepted and then said to have no effect, with `reason`.
+
+    `takes` is 0 for a switch, None for one value. A value in `neutral` is not worth a word.
+    """
+    return Flag(
+        names=(name,),
+        help=f"Accepted without effect: {reason}.",
+        dest=_destination(name),
+        type=None if takes == 0 else str,
+        default=False if takes == 0 else None,
+        choices=choices,
+        stores=True if takes == 0 else None,
+        ignored=reason,
         neutral=neutral,
     )
 

@@ -21,6 +21,15 @@ BATCH = Group(
             nargs=3,
             metavar=("START", "INCREMENT", "SAMPLES"),
         ),
+        option(
+            "--step-batch-size-schedule",
+            str,
+            None,
+            "Batch sizes by steps: from TOKENS tokens on (2.4B, 300M, 0) batches have SIZE samples. "
+            "--global-batch-size may be left out, or be the last size.",
+            nargs="+",
+            metavar="TOKENS:SIZE",
+        ),
         switch("--decrease-batch-size-if-needed", "Round a batch down to what the data parallel size divides."),
         option("--train-iters", integer, None, "Length of the run in iterations."),
         option("--train-samples", integer, None, "Length of the run in samples."),
@@ -34,6 +43,12 @@ BATCH = Group(
             "--no-check-for-nan-in-loss-and-grad",
             "check_for_nan_in_loss_and_grad",
             "Go on where the loss becomes NaN; otherwise the job ends (FP16 skips the step instead).",
+        ),
+        switch(
+            "--calculate-per-token-loss",
+            "The loss of a batch is the mean over its tokens. What is trained is the mean over its microbatches, which "
+            "is the same where every token counts; data with one that does not end the run, and --eod-mask-loss and "
+            "BERT are refused.",
         ),
         switch("--cross-entropy-loss-fusion", "Fused cross entropy."),
         option(
@@ -125,12 +140,12 @@ LEARNING_RATE = Group(
         switch(
             "--override-opt_param-scheduler",
             "Use this command line's schedule, not the checkpoint's.",
-            aliases=("--override-opt-param-scheduler",),
+            aliases=("--override-opt-param-scheduler", "--override-lr-scheduler"),
         ),
         switch(
             "--use-checkpoint-opt_param-scheduler",
             "Use the checkpoint's schedule, not this command line's.",
-            aliases=("--use-checkpoint-opt-param-scheduler",),
+            aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
         ),
     ),
 )
@@ -161,6 +176,10 @@ RECOMPUTE = Group(
     "Activation recomputation inside a layer or over layers.",
     (
         switch("--recompute-activations", "Short for --recompute-granularity selective."),
+        switch(
+            "--checkpoint-activations",
+            "Old name of --recompute-granularity full --recompute-method uniform --recompute-num-layers 1.",
+        ),
         option(
             "--recompute-granularity",
             str,

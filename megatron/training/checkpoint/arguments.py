@@ -1,17 +1,17 @@
 """The arguments inside a checkpoint: written, compared before anything is loaded, and taken over on request.
 
 A checkpoint holds the run's arguments under 'args', as Megatron-LM's do. Loading weights into a model of another shape
-would fail deep inside, tensor by tensor; comparing the arguments first names what the user has to change.
+would fail deep inside, tensor by tensor; comparing the models first (`comparison`) names what the user has to change.
 """
 
 import argparse
-from collections.abc import Iterator
 
 import torch
 
+from megatron.training.checkpoint.comparison import OTHER_NAMES, differences, parts_not_built
 from megatron.training.checkpoint.errors import CheckpointError
 
-# What decides the shape or the meaning of the weights, by Megatron-LM's names, so that its checkpoints compare too.
+# What decides the shape or the meaning of the weights: always the checkpoint's under --use-checkpoint-args.
 MODEL_ARGUMENTS = (
     "num_layers",
     "hidden_size",
@@ -37,7 +37,6 @@ MODEL_ARGUMENTS = (
     "qk_layernorm",
     "apply_layernorm_1p",
     "untie_embeddings_and_output_weights",
-    "num_experts",
     "bert_binary_head",
 )
 # Taken over by --use-checkpoint-args unless the command line names them; free to differ when a checkpoint is loaded.
@@ -45,7 +44,6 @@ _SOFT_MODEL_ARGUMENTS = (
     "seq_length",
     "max_position_embeddings",
     "make_vocab_size_divisible_by",
-    "layernorm_epsilon",
     "norm_epsilon",
     "attention_dropout",
     "hidden_dropout",
@@ -89,54 +87,30 @@ def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Names
 def check_same_model(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
     """Raise CheckpointError naming the first argument in which the model to be loaded into differs from the saved one.
 
-    Arguments that either side does not know, or leaves at None, are not compared.
+    What the models are is compared, not how their arguments are spelled; what either side does not say is not compared.
     """
-    _check_architecture(args, saved, path)
-    for name, here, there in _differences(args, saved):
+    _check_can_be_built(args, saved, path)
+    for name, here, there in differences(args, saved):
         raise CheckpointError(
             f"checkpoint {path} holds another model: {name} is {there!r} there and {here!r} here. "
             f"Set it to {there!r}, or pass --use-checkpoint-args to take the model's arguments from the checkpoint."
         )
 
 
-def _check_architecture(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
-    """Neither weights nor arguments of a GPT fit a BERT. Megatron-LM's checkpoints do not say which they are."""
+def _check_can_be_built(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
+    """Neither weights nor arguments of a GPT fit a BERT (Megatron-LM's checkpoints do not say which they are), and some
+    of Megatron-LM's models are not built here."""
     here, there = getattr(args, "architecture", None), getattr(saved, "architecture", None)
     if None not in (here, there) and here != there:
         raise CheckpointError(
             f"checkpoint {path} holds a {there.upper()}, and this program wants a {here.upper()}; give it to a program "
             f"for a {there.upper()}, or another --load"
         )
-
-
-def _differences(args: argparse.Namespace, saved: argparse.Namespace | None) -> Iterator[tuple[str, object, object]]:
-    learned = getattr(args, "position_embedding_type", None) == "learned_absolute"
-    for name in MODEL_ARGUMENTS + (("max_position_embeddings",) if learned else ()):
-        here, there = getattr(args, name, None), getattr(saved, name, None)
-        if here is None or there is None or here == there:
-            continue
-        if name.startswith(("rotary_", "use_rope_", "rope_")) and learned:
-            continue
-        if name == "num_query_groups" and not getattr(args, "group_query_attention", False):
-            continue
-        yield name, here, there
-    if not _same_vocabulary(args, saved):
-        yield "padded_vocab_size", args.padded_vocab_size, saved.padded_vocab_size
-
-
-def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None) -> bool:
-    """The vocabulary is padded to a multiple that depends on the tensor-parallel degree, so two padded sizes of one
-    vocabulary may differ: they can belong together if some size is padded to either."""
-    low, high = 0, float("inf")
-    for side in (args, saved):
-        padded = getattr(side, "padded_vocab_size", None)
-        if padded is None:
-            return True
-        multiple = (getattr(side, "make_vocab_size_divisible_by", None) or 1) * (
-            getattr(side, "tensor_model_parallel_size", None) or 1
+    for name, value in parts_not_built(saved):
+        raise CheckpointError(
+            f"checkpoint {path} holds a model that is not built here: {name} is {value!r} there; train it with "
+            "Megatron-LM, or give another --load"
         )
-        low, high = max(low, padded - multiple), min(high, padded)
-    return low < high
 
 
 def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
@@ -149,10 +123,11 @@ def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | 
         raise CheckpointError(
             f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
         )
-    _check_architecture(args, saved, path)
+    _check_can_be_built(args, saved, path)
     for name in (*MODEL_ARGUMENTS, *_SOFT_MODEL_ARGUMENTS, *_TOKENIZER_ARGUMENTS):
-        if hasattr(saved, name) and (name in MODEL_ARGUMENTS or name not in args.given):
-            setattr(args, name, getattr(saved, name))
+        their_name = name if hasattr(saved, name) else OTHER_NAMES.get(name, name)
+        if hasattr(saved, their_name) and (name in MODEL_ARGUMENTS or name not in args.given):
+            setattr(args, name, getattr(saved, their_name))
 
 
 def _is_plain(value: object) -> bool:

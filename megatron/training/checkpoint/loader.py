@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.training.checkpoint import integrity, unpickling
-from megatron.training.checkpoint.agreement import agree, agreed
+from megatron.training.checkpoint.agreement import agree, agreed, control_group
 from megatron.training.checkpoint.copies import with_copies
 from megatron.training.checkpoint.directory import CheckpointLocation, other_iterations_hint
 from megatron.training.checkpoint.errors import CheckpointError
@@ -31,6 +31,7 @@ unpickling.install()
 COMMON_FILE = "common.pt"
 INDEX_FILE = ".metadata"
 CHECKSUMS_ENTRY = "has_checksums"
+_BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "previous_version.")
 
 
 def read_common_state(location: CheckpointLocation) -> dict:
@@ -81,6 +82,16 @@ class CheckpointReader:
     def holds_prefix(self, prefix: str) -> bool:
         """True if any of the checkpoint's keys starts so."""
         return any(key.startswith(prefix) for key in self.index.state_dict_metadata)
+
+    def left_over(self, state: dict) -> list[str]:
+        """Keys of the checkpoint's weights that `state` asks for on no rank. Transformer Engine's extra states and what
+        lies beside the weights (optimizer, random states) are not counted."""
+        wanted: list[set[str]] = [set()] * dist.get_world_size()
+        mine = {value.key for value in nested_values(load_preprocess(state)[0]) if isinstance(value, ShardedTensor)}
+        dist.all_gather_object(wanted, mine, group=control_group())
+        weights = {key for key, entry in self.index.state_dict_metadata.items() if hasattr(entry, "size")}
+        rest = weights - set().union(*wanted)
+        return sorted(key for key in rest if "_extra_state" not in key and not key.startswith(_BESIDE_WEIGHTS))
 
     def load(self, state: dict, *, fully_parallel: bool = False) -> dict:
         """Read what `state` asks for (tensors in place where it gives them), and the common state.
