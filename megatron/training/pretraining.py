@@ -13,6 +13,7 @@ from megatron.training.arguments import notes_on_overridden, resolve_platform, v
 from megatron.training.arguments.hardware_queues import require_hardware_queues
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
 from megatron.training.checkpoint.arguments import PARALLEL_ARGUMENTS
+from megatron.training.checkpoint.ownership import release_all
 from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
@@ -46,7 +47,8 @@ def pretrain(
     assignment, notes = _join_job(args)
     outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=this_process().host):
+    host = this_process().host
+    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all):
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,

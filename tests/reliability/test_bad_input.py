@@ -1,5 +1,6 @@
 """What a user can get wrong, each as a job: one clear sentence, a non-zero status in seconds, nothing left behind."""
 
+import re
 import shutil
 import signal
 import socket
@@ -175,7 +176,8 @@ def assert_only_whole_checkpoints(directory, *, was_killed=False):
         files = integrity.read_manifest(path)
         assert integrity.find_damage(path, files, list(files)) == []
         assert {file.name for file in path.iterdir()} == {*files, integrity.MANIFEST}
-    names = [path.name for path in directory.iterdir() if not (was_killed and path.name.endswith(".incomplete"))]
+    is_left = re.compile(r"\..*\.incomplete|\.owner_\d+").fullmatch
+    names = [path.name for path in directory.iterdir() if not (was_killed and is_left(path.name))]
     assert len(names) == len(iterations) + 1
     return latest
 
