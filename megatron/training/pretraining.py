@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.megatron_stage import ForwardStep
-from megatron.training import initialize
+from megatron.training import initialize, interrupt
 from megatron.training.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.training.arguments.hardware_queues import require_hardware_queues
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
@@ -44,6 +44,7 @@ def pretrain(
         OnThisRank: this rank did not find the others.
     """
     configure_logging(args.logging_level)
+    interrupt.before_exit.append(release_all)
     assignment, notes = _join_job(args)
     outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)

@@ -38,6 +38,7 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.runtime.channels import TransferError
+from megatron.pipeline.runtime.error_file import write_error_file
 from megatron.pipeline.runtime.failure_board import FailureBoard
 from megatron.pipeline.runtime.links import FOREVER, gloo_pair
 
@@ -305,6 +306,7 @@ class Guard:
         self._is_ending = True
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread of this process is ending it
+        write_error_file(story)
         sys.stderr.write(f"{self._name} stops: {story}\n")
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
