@@ -16,6 +16,7 @@ import torch
 from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.assembly import Run
+from megatron.training.by_products import ByProduct
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.data import MicrobatchIterator
 from megatron.training.evaluation import evaluate, evaluation_samples
@@ -249,7 +250,8 @@ class Loop:
                 run.writer.close()
             if self.args.pipeline_timeline is not None:
                 folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
-                write_timeline(run.engine, folder, drains=self._drains, most=most)
+                with ByProduct(f"--pipeline-timeline {folder}", consequence="without it").attempt():
+                    write_timeline(run.engine, folder, drains=self._drains, most=most)
         run.engine.close()
         run.update.close()
 

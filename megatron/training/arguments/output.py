@@ -68,10 +68,17 @@ LOGGING = Group(
             None,
             "JSON lines with full-precision values per iteration and evaluation; a resumed run appends. The last rank "
             "writes it, and peak_memory_bytes is its own; saved_activation_bytes and, on CUDA, the allocator's "
-            "peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and data rank.",
+            "peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and data rank. "
+            "On a full disk training goes on with a warning, and the lines are written once there is room.",
             metavar="FILE",
         ),
-        option("--tensorboard-dir", str, None, "Directory of TensorBoard's event files.", metavar="DIR"),
+        option(
+            "--tensorboard-dir",
+            str,
+            None,
+            "Directory of TensorBoard's event files; on a full disk training goes on without them.",
+            metavar="DIR",
+        ),
         option("--tensorboard-log-interval", integer, 1, "Iterations between TensorBoard values."),
         option("--tensorboard-queue-size", integer, 1000, "Pending events before TensorBoard writes."),
         switch("--log-timers-to-tensorboard", "Also record iteration times."),
