@@ -8,7 +8,7 @@ in a run, and it can span batches without a drain between.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -16,10 +16,18 @@ from itertools import accumulate
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.weights import WeightPolicy
 
-__all__ = ["Program", "Row", "Rows", "WeightPolicy", "shifted_row"]
+__all__ = ["Program", "Row", "Rows", "WeightPolicy", "shifted_row", "stages_of_ranks"]
 
 Row = tuple[Instruction, ...]
 Rows = tuple[Row, ...]  # one for each pipeline rank
+
+
+def stages_of_ranks(rank_of_stage: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The stages that live on each rank, ascending."""
+    found: dict[int, list[int]] = {}
+    for stage, rank in enumerate(rank_of_stage):
+        found.setdefault(rank, []).append(stage)
+    return {rank: tuple(stages) for rank, stages in found.items()}
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,12 @@ class Program:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+        return self._stages_of_ranks.get(rank, ())
+
+    @cached_property
+    def _stages_of_ranks(self) -> dict[int, tuple[int, ...]]:
+        """Of all ranks at once: a look through all stages for each would grow with the square of their number."""
+        return stages_of_ranks(self.rank_of_stage)
 
     def crosses(self, stage: int, other: int) -> bool:
         """Whether both stages exist and live on different ranks, so that tensors between them are sent."""
