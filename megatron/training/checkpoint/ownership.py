@@ -96,8 +96,18 @@ class OwnerMark:
         """Take the directory. False: it is not known yet whether the owner before is alive; ask again in a second.
 
         Raises:
-            CheckpointError: it belongs to a live job; the text says to which, and what to do.
+            CheckpointError: it belongs to a live job, or no mark can be made; the text says to which, or why, and what
+                to do.
         """
+        try:
+            return self._try_to_take()
+        except OSError as error:
+            raise CheckpointError(
+                f"--save {self.root} takes no mark of its owner: {error.strerror}; free some space there, or name a "
+                "directory where files can be written"
+            ) from error
+
+    def _try_to_take(self) -> bool:
         before = self._marks()
         if before and not self._is_dead(before[-1]):
             return False

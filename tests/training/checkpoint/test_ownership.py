@@ -177,6 +177,6 @@ def test_a_mark_that_appears_meanwhile_is_judged_too(tmp_path):
 
 def test_the_mark_on_a_full_disk_is_not_half_written(tmp_path):
     full = mock.patch.object(os, "fsync", side_effect=OSError(28, "No space left on device"))
-    with full, pytest.raises(OSError, match="No space"):
+    with full, pytest.raises(CheckpointError, match="takes no mark of its owner: No space left on device; free some"):
         OwnerMark(tmp_path).try_to_take()
     assert marks(tmp_path) == []
