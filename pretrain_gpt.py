@@ -7,6 +7,11 @@ import sys
 from argparse import Namespace
 from functools import partial
 
+from megatron.training import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_interrupt(says="pretrain_gpt.py: ended by SIGINT")  # before what takes long to import
+
 from megatron.training import entry
 
 

@@ -1,6 +1,7 @@
 """What the tools in this folder have alike: they run from the sources beside them, and say how they ended.
 
-A tool puts this folder on its path and imports this file before anything of `megatron`.
+A tool puts this folder on its path and imports this file first, before anything of `megatron`: from then on Ctrl-C ends
+it with one line.
 
 Exit status: 0, or 1 where a program, a file or a combination is wrong, 2 where the command line is or a file cannot be
 opened, 130 after Ctrl-C. A pipe whose reader has seen enough, such as `head`, is no error.
@@ -9,6 +10,7 @@ opened, 130 after Ctrl-C. A pipe whose reader has seen enough, such as `head`, i
 import argparse
 import importlib.util
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -20,6 +22,12 @@ _ROOMS = ("megatron", "megatron.pipeline", "megatron.placement")
 
 if not all(importlib.util.find_spec(room) for room in _ROOMS):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed
+
+from megatron.training import interrupt  # noqa: E402
+
+_program = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+if _program.parent == Path(__file__).resolve().parent and multiprocessing.parent_process() is None:
+    interrupt.end_at_interrupt()  # a tool runs; what it has yet to import may take long
 
 
 def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

@@ -5,8 +5,13 @@
 prints one missing requirement per line (nothing where all are met) and always exits 0. It needs a bare Python with pip.
 """
 
+import os
+import signal
 import sys
 from importlib import metadata
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # nothing of the project can be imported yet
 
 from pip._vendor.packaging.requirements import Requirement
 

@@ -31,6 +31,7 @@ from types import TracebackType
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin")  # where `tc` lies, and the search path of users often does not lead
 _PATIENCE = 20.0  # seconds for a namespace to come up, on a busy machine
+_HIGHEST_RATE = 1e11  # bytes/s: the burst of a limit is a 32-bit number
 _BURST_SECONDS = 0.01  # what a link at rest sends beyond its rate
 _LEAST_BURST = 16 << 10  # bytes: some whole frames
 # A private /etc/hosts without a file on the machine: written to memory, bound over the real one.
@@ -81,8 +82,11 @@ class Hosts:
     def __init__(self, count: int, *, bytes_per_second: float | None = None) -> None:
         if not 1 <= count <= 200:
             raise ValueError(f"{count} hosts cannot be made; give 1 to 200")
-        if bytes_per_second is not None and not bytes_per_second >= 1000:
-            raise ValueError(f"{bytes_per_second} bytes/s is not a rate; give at least 1000")
+        if bytes_per_second is not None and not 1000 <= bytes_per_second <= _HIGHEST_RATE:
+            raise ValueError(
+                f"{bytes_per_second} bytes/s is not a rate that a link here can be held to; give at least 1000 and at "
+                f"most {_HIGHEST_RATE:.0e}, or no rate for no limit"
+            )
         self.names = tuple(f"host{index}" for index in range(count))
         self.addresses = tuple(f"10.0.0.{index + 1}" for index in range(count))
         self._bytes_per_second = bytes_per_second

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where the next one is
+import command_line  # noqa: F401 - for Ctrl-C, during the imports below, too
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.path.pardir))
 
 from megatron.training.metrics import read_metrics
 

@@ -13,7 +13,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.path.pardir))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where the next one is
+import command_line
 
 from megatron.training.metrics import read_metrics
 
@@ -95,9 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("loss.png"), help="picture to write (default: %(default)s)")
     parser.add_argument("--title", default="", help="above the picture")
     text = "exit with 1 if the last validation losses differ by more than this share of the first run's"
-    parser.add_argument("--tolerance", type=float, metavar="X", help=text)
+    parser.add_argument("--tolerance", type=command_line.time, metavar="X", help=text)
     text = "exit with 1 unless each run's last validation loss lies this share below its first"
-    parser.add_argument("--fall", type=float, metavar="X", help=text)
+    parser.add_argument("--fall", type=command_line.time, metavar="X", help=text)
     args = parser.parse_args(arguments)
     labels = args.labels or [path.stem for path in args.metrics]
     if len(labels) != len(args.metrics):

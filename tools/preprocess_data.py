@@ -19,13 +19,17 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where the next one is
+import command_line
 
 from megatron.training.arguments import data as data_flags
 from megatron.training.arguments.parser import build_parser, fill_defaults, parse_known, refuse
@@ -128,8 +132,22 @@ def _pieces(tokens: list[int]) -> list[list[int]]:
 
 
 def _start_worker(args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends its workers
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # not what the parent does then
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    _make_encoder(args)
+
+
+def _make_encoder(args: argparse.Namespace) -> None:
     global _encoder
     _encoder = _Encoder(args)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers; they would wait for lines for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[list[int]]], int] | str]:
@@ -265,7 +283,7 @@ def _encoded(args: argparse.Namespace) -> Iterator:
     """Encoded lines in order, an error as its text. A bounded number of lines is on its way to the workers."""
     chunks = _chunks(lines(args.paths))
     if args.workers == 1:
-        _start_worker(args)
+        _make_encoder(args)
         for chunk in chunks:
             yield from _work(chunk)
         return
@@ -298,7 +316,8 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     try:
         args = parse_args()
-        counts = preprocess(args)
+        with command_line.unwinding("no file is written"):
+            counts = preprocess(args)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"preprocess_data.py: error: {error}\n")
         return 2

@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where the programs are
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
 import command_line
 from grid_search_commands.search_inputs import add_model_arguments, read_words
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from megatron.pipeline.weights import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.placement.bandwidth import RecomputeScope

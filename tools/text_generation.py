@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
+import command_line  # noqa: F401 - for Ctrl-C, during the imports below, too
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

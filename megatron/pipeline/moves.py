@@ -37,8 +37,12 @@ def partner_of_rank(rank_of_stage: Sequence[int], rank: int) -> int:
     Raises:
         ValueError: they live on several ranks.
     """
+    return partner_of_stages([stage for stage, owner in enumerate(rank_of_stage) if owner == rank], rank_of_stage, rank)
+
+
+def partner_of_stages(own: Sequence[int], rank_of_stage: Sequence[int], rank: int) -> int:
+    """The same where the rank's `own` stages are known."""
     num_stages = len(rank_of_stage)
-    own = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
     partners = list(dict.fromkeys(rank_of_stage[pair_of(stage, num_stages)] for stage in own))
     if len(partners) != 1:
         raise ValueError(

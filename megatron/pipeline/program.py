@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.stages import stages_of
 from megatron.pipeline.weights import WeightPolicy
 
 __all__ = ["Program", "Row", "Rows", "WeightPolicy", "shifted_row"]
@@ -81,7 +82,7 @@ class Program:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+        return stages_of(self.rank_of_stage, rank)
 
     def crosses(self, stage: int, other: int) -> bool:
         """Whether both stages exist and live on different ranks, so that tensors between them are sent."""

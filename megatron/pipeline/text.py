@@ -146,8 +146,8 @@ def _read_facts(text: str) -> tuple[dict[str, Any], list[tuple[int, str]]]:
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1)]
     while lines and not lines[-1][1]:
         lines.pop()
-    while lines and lines[0][1].startswith("#"):
-        number, line = lines.pop(0)
+    num_leading = next((index for index, (_, line) in enumerate(lines) if not line.startswith("#")), len(lines))
+    for number, line in lines[:num_leading]:
         match = _FACT.fullmatch(line)
         if match is None:
             continue
@@ -160,7 +160,7 @@ def _read_facts(text: str) -> tuple[dict[str, Any], list[tuple[int, str]]]:
             facts[name] = _READ[name](value)
         except ValueError as error:
             raise ValueError(f"line {number}: {name}: {error}") from error
-    return facts, lines
+    return facts, lines[num_leading:]
 
 
 def _read_row(rank: int, number: int, line: str) -> Iterator[Instruction]:

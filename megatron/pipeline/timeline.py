@@ -25,6 +25,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron.pipeline.instruction import BUSY, ENDS_BACKWARD, MOVES, WORDS, Instruction, Kind
+from megatron.pipeline.stages import stages_by_rank, stages_of
 
 FORMAT = "megatron.pipeline.timeline/1"
 
@@ -102,7 +103,7 @@ class Timeline:
                 yield Span(rank, instruction, start, end)
 
     def stages_of(self, rank: int) -> list[int]:
-        return [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
+        return list(stages_of(self.rank_of_stage, rank))
 
     def batch_borders(self) -> list[int]:
         """First microbatch of each batch, and one past the last."""
@@ -338,8 +339,9 @@ def _require_owners(rows: Sequence[Sequence[Instruction]], rank_of_stage: Sequen
     """Raise ValueError unless each rank has a stage, and nothing in its row but of its stages."""
     if sorted(set(rank_of_stage)) != list(range(len(rows))) or not rows:
         raise ValueError(f"its stages are on ranks {list(rank_of_stage)}, and it has rows of {len(rows)} ranks")
+    stages = stages_by_rank(rank_of_stage)
     for rank, row in enumerate(rows):
-        own = {stage for stage, owner in enumerate(rank_of_stage) if owner == rank}
+        own = set(stages[rank])
         strange = next((each for each in row if each.stage not in own), None)
         if strange is not None:
             raise ValueError(f"rank {rank} has {strange}, and its stages are {sorted(own)}")

@@ -16,7 +16,7 @@ from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.placements import stages_by_rank
+from megatron.pipeline.stages import stages_by_rank
 from megatron.planner.demand import Demand
 
 

@@ -6,12 +6,12 @@ numbers are those of the very programs that run.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.program import Program
+from megatron.pipeline.stages import stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,8 @@ class Demand:
     def num_ranks(self) -> int:
         return len(self.saved_on_rank)
 
-    @cached_property
-    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
-        for stage, rank in enumerate(self.rank_of_stage):
-            stages[rank].append(stage)
-        return tuple(map(tuple, stages))
-
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return self.stages_by_rank[rank]
+        return stages_of(self.rank_of_stage, rank)
 
 
 def demand_of(program: Program, report: CheckReport) -> Demand:

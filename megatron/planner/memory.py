@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron.pipeline.moves import pair_of
+from megatron.pipeline.stages import stages_by_rank
 from megatron.planner.activations import Activations, ActivationSetting
 from megatron.planner.architecture import Architecture
 from megatron.planner.communicators import communicator_bytes
@@ -106,7 +107,7 @@ def estimate_memory(
             sums_over_tensor=setting.sequence_parallel or shape.qk_norm, moves=any(demand.evicts),
         )  # fmt: skip
     result = []
-    for rank, stages in enumerate(demand.stages_by_rank):
+    for rank, stages in enumerate(stages_by_rank(demand.rank_of_stage)):
         count = sum(parameters[stage] for stage in stages)
         versions = demand.live_versions[rank]
         buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
@@ -151,7 +152,7 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
     Those that came from the pair have the size of that stage. The largest are counted first.
     """
     sizes = []
-    for stage in demand.stages_by_rank[rank]:
+    for stage in demand.stages_of(rank):
         peak = demand.saved_microbatches[stage]
         sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
         if demand.accepts[rank]:

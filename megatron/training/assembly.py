@@ -25,6 +25,7 @@ from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.schedules import Schedule
 from megatron.training import config, plan
 from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.checkpoint.ownership import OwnerMark
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
 from megatron.training.logging import ALLOCATED, LOSS, SAVED_ACTIVATIONS, Reporter
@@ -107,7 +108,24 @@ def assemble(
         fields_provider: `fields_provider(args)` returns the parts of a microbatch.
         loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" is among it.
     """
-    prepare_outputs(args)
+    owner_mark = prepare_outputs(args)
+    try:
+        return _build(args, owner_mark, model_provider, forward_step, datasets_provider, fields_provider, loss_names)
+    except BaseException:
+        if owner_mark is not None:
+            owner_mark.release()
+        raise
+
+
+def _build(
+    args: argparse.Namespace,
+    owner_mark: OwnerMark | None,
+    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
+    forward_step: ForwardStep,
+    datasets_provider: DatasetsProvider,
+    fields_provider: FieldsProvider,
+    loss_names: LossNames,
+) -> Run:
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
     reporter = Reporter(args)
@@ -145,8 +163,8 @@ def assemble(
     _describe(args, reporter, stages, position)
     return Run(
         args, chunks, optimizer, scheduler, update, stages, engine, reporter,
-        CheckpointWriter(args.save) if args.save is not None else None, datasets, fields_provider(args),
-        vocab_size(args, tokenizer),
+        CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
+        datasets, fields_provider(args), vocab_size(args, tokenizer),
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,

@@ -4,7 +4,8 @@ Errors in the command line are found before torch is imported, printed by rank 0
 2. What ranks find when they start (a checkpoint that a node does not see) they tell each other before they form a
 group; rank 0 prints it once, with the ranks named, and all end with status 2. What all ranks find alike later (a
 missing file, a damaged checkpoint, a loss that is no number) is printed once too. Whatever else goes wrong on one rank
-is the failure guard's business: it ends all ranks with status 1 and names rank, stage and cause.
+is the failure guard's business: it ends all ranks with status 1 and names rank, stage and cause. All of these
+sentences go to the launcher, too, whose summary is the last on the screen. Ctrl-C ends a job with status 130.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from megatron.pipeline.runtime.error_file import write_error_file
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.signals import StopSignal
 
@@ -45,6 +47,9 @@ def run(
         return _end(prog, error)
     except OnThisRank as error:
         return _end_alone(prog, error, stop)
+    except Exception as error:  # of a job of one rank, which has no guard
+        write_error_file(f"{prog}: {type(error).__name__}: {' '.join(str(error).split())}")
+        raise
     return 0
 
 
@@ -72,7 +77,10 @@ def _number(name: str, default: int) -> int:
 
 
 def _end(prog: str, error: Exception) -> int:
-    """Print the error once in the job: rank 0 prints and ends first, and the launcher then ends the others."""
+    """Print the error once in the job: rank 0 prints and ends first, and the launcher then ends the others. Each host's
+    launcher is told by one rank."""
+    if _number("LOCAL_RANK", 0) == 0:
+        write_error_file(f"{prog}: error: {error}")
     if _number("RANK", 0) == 0:
         sys.stderr.write(f"{prog}: error: {error}\n")
         sys.stderr.flush()
@@ -88,6 +96,7 @@ def _end_alone(prog: str, error: Exception, stop: StopSignal) -> int:
     while time.monotonic() < deadline and not stop.received:
         time.sleep(0.05)
     if rank == 0 or not stop.received:
+        write_error_file(f"{prog}: error: rank {rank}: {error}")
         sys.stderr.write(f"{prog}: error: rank {rank}: {error}\n")
         sys.stderr.flush()
     return USER_ERROR

@@ -5,6 +5,7 @@ costs one forward of length 1. The context holds as many tokens as the model has
 half of the sequence is run anew and the generation goes on from there.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.contexts import StaticInferenceContext
+
+_COLDEST = 1e-6
+"""A logit divided by less may be more than a number can hold; the likeliest token is certain long before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature {self.temperature} must be 0 (greedy) or greater")
+        if self.temperature != 0 and not _COLDEST <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature} must be 0 (greedy), or finite and at least {_COLDEST:g}")
         if self.top_k < 0:
             raise ValueError(f"top-k {self.top_k} must be 0 (all tokens) or greater")
         if not 0 < self.top_p <= 1:

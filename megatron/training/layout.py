@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.pipeline.schedules.placements import stages_of
+from megatron.pipeline.stages import stages_of
 
 
 def parse_layout(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
+from megatron.training.by_products import ByProduct
 from megatron.training.metrics import MetricsFile
 from megatron.training.throughput import flops_per_sample
 
@@ -123,6 +124,9 @@ class Reporter:
         self.args = args
         self.writes = args.rank == args.world_size - 1
         self._interval = Interval()
+        self._said = ByProduct("the log", consequence="and more of it is tried")
+        self._progress = ByProduct("progress.txt (--log-progress)", consequence="and later lines are tried")
+        self._shown = ByProduct(f"--tensorboard-dir {args.tensorboard_dir}", consequence="without it from now on")
         self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
         missing = packages_not_here(args)
         for line in missing.values():
@@ -137,15 +141,16 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line for the user, once in the job."""
         if self.writes:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            with self._said.attempt():
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
 
     def progress(self, text: str) -> None:
         """`--log-progress`: append a line to progress.txt beside the checkpoints. Called on rank 0."""
         if self.args.log_progress and self.args.rank == 0:
             job = os.environ.get("SLURM_JOB_ID", "")
-            with open(os.path.join(self.args.save, "progress.txt"), "a", encoding="utf-8") as stream:
-                stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            path, stamp = os.path.join(self.args.save, "progress.txt"), time.strftime("%Y-%m-%d %H:%M:%S")
+            with self._progress.attempt(), open(path, "a", encoding="utf-8") as stream:
                 stream.write(f"{stamp}\tJob ID: {job}\t# ranks: {self.args.world_size}\t{text}\n")
 
     def iteration(self, report: BatchReport, progress: Progress) -> None:
@@ -200,14 +205,23 @@ class Reporter:
 
     def _boards(self, progress: Progress, values: dict[str, float | None]) -> None:
         values = {name: value for name, value in values.items() if value is not None}
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, progress.iteration)
-            for name in (LOSS, "learning-rate", "grad-norm"):
-                if name in values:
-                    self._board.add_scalar(f"{name} vs samples", values[name], progress.consumed_samples)
+        scalars = [(name, value, progress.iteration) for name, value in values.items()]
+        for name in (LOSS, "learning-rate", "grad-norm"):
+            if name in values:
+                scalars.append((f"{name} vs samples", values[name], progress.consumed_samples))
+        self._show(scalars)
         if self._wandb is not None:
             self._wandb.log(values, step=progress.iteration)
+
+    def _show(self, scalars: Sequence[tuple[str, float, int]]) -> None:
+        """Give TensorBoard (name, value, iteration or samples). Its writer does not outlive a write that failed."""
+        if self._board is None:
+            return
+        with self._shown.attempt():
+            for scalar in scalars:
+                self._board.add_scalar(*scalar)
+        if self._shown.fails:
+            self._board = None
 
     def evaluation(self, name: str, iteration: int, losses: dict[str, float], *, seconds: float) -> None:
         """Record one evaluation: its mean losses by name. `name` is "validation" or "test"."""
@@ -223,11 +237,10 @@ class Reporter:
             named = {f"{name}_{_key(other)}": value for other, value in others.items()}
             self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss, f"{name}_ppl": perplexity, **named,
                                    "evaluation_time_ms": 1000 * seconds})  # fmt: skip
-        if self._board is not None:
-            for each, value in losses.items():
-                self._board.add_scalar(f"{each} {name}", value, iteration)
-            if self.args.log_validation_ppl_to_tensorboard:
-                self._board.add_scalar(f"{LOSS} {name} ppl", perplexity, iteration)
+        scalars = [(f"{each} {name}", value, iteration) for each, value in losses.items()]
+        if self.args.log_validation_ppl_to_tensorboard:
+            scalars.append((f"{LOSS} {name} ppl", perplexity, iteration))
+        self._show(scalars)
         if self._wandb is not None:
             self._wandb.log({f"{each} {name}": value for each, value in losses.items()}, step=iteration)
 
@@ -236,7 +249,8 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:
-            self._board.close()
+            with self._shown.attempt():
+                self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -273,7 +287,10 @@ def _weights_and_biases(args: argparse.Namespace):
     import wandb
 
     folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--wandb-save-dir {folder} cannot be written: {error.strerror}") from error
     config = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, bool))}
     wandb.init(dir=folder, name=args.wandb_exp_name, project=args.wandb_project, entity=args.wandb_entity or None,
                config=config)  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.assembly import Run
+from megatron.training.by_products import ByProduct
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.data import MicrobatchIterator
 from megatron.training.evaluation import evaluate, evaluation_samples
@@ -91,6 +92,13 @@ class Loop:
         """End the processes that load samples."""
         for iterator in self._iterators:
             iterator.close()
+
+    def give_up(self) -> None:
+        """Close what is open after an error with which the program ends in order."""
+        self.close_data()
+        if self.run.writer is not None:
+            with contextlib.suppress(ValueError):  # the first error is told
+                self.run.writer.close()
 
     def _pass_on_wish(self) -> None:
         self.run.engine.wishes |= STOP
@@ -239,10 +247,11 @@ class Loop:
         with contextlib.ExitStack() as stack:
             stack.callback(run.reporter.close)
             if run.writer is not None:
-                run.writer.finish()
+                run.writer.close()
             if self.args.pipeline_timeline is not None:
                 folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
-                write_timeline(run.engine, folder, drains=self._drains, most=most)
+                with ByProduct(f"--pipeline-timeline {folder}", consequence="without it").attempt():
+                    write_timeline(run.engine, folder, drains=self._drains, most=most)
         run.engine.close()
         run.update.close()
 
@@ -252,10 +261,10 @@ def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
     loop = Loop(run, stop, started=started)
     try:
         _train_and_evaluate(loop)
+        loop.finish()
     except ValueError:  # the program ends in order; any other error ends the process, and with it those that load
-        loop.close_data()
+        loop.give_up()
         raise
-    loop.finish()
 
 
 def _train_and_evaluate(loop: Loop) -> None:

@@ -8,11 +8,12 @@ from datetime import timedelta
 
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.megatron_stage import ForwardStep
-from megatron.training import initialize
+from megatron.training import initialize, interrupt
 from megatron.training.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.training.arguments.hardware_queues import require_hardware_queues
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
 from megatron.training.checkpoint.arguments import PARALLEL_ARGUMENTS
+from megatron.training.checkpoint.ownership import release_all
 from megatron.training.checkpointing import apply_checkpoint_arguments
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
@@ -43,10 +44,12 @@ def pretrain(
         OnThisRank: this rank did not find the others.
     """
     configure_logging(args.logging_level)
+    interrupt.before_exit.append(release_all)
     assignment, notes = _join_job(args)
     outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=this_process().host):
+    host = this_process().host
+    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all):
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,

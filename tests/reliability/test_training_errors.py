@@ -15,7 +15,8 @@ def test_loss_that_is_no_number_ends_the_job(tmp_path):
     flags = [*TWO_BW, "--lr", "1e30", "--clip-grad", 0, "--save", "checkpoints", "--save-interval", 100]
     outcome = launch.train(2, *flags, directory=tmp_path)
     outcome.assert_failed_clearly("error:", "is not finite", "lower --lr")
-    assert outcome.output.count("is not finite") == 1 and "TrainingError" not in outcome.output
+    assert outcome.output.count("is not finite") == 2, "once by the job, and once in the launcher's summary"
+    assert "TrainingError" not in outcome.output
     assert not list(tmp_path.glob("checkpoints/iter_*"))
 
 

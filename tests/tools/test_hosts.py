@@ -139,11 +139,12 @@ def test_without_the_commands_it_says_so(monkeypatch, capsys):
 
 
 def test_numbers_that_make_no_sense_are_refused(capsys):
-    """No host, a rate of nothing: said with the value and what to give."""
+    """No host, a rate of nothing or beyond all: said with the value and what to give."""
     assert tool.main(["--hosts", "0", "--", "true"]) == 1
     assert "0 hosts cannot be made; give 1 to 200" in capsys.readouterr().err
-    assert tool.main(["--rate", "0", "--", "true"]) == 1
-    assert "is not a rate" in capsys.readouterr().err
+    for rate in ("0", "nan", "inf", "1e308", "1e30"):
+        assert tool.main(["--rate", rate, "--", "true"]) == 1
+        assert "is not a rate" in capsys.readouterr().err
 
 
 def test_a_user_who_is_not_root_gets_hosts():

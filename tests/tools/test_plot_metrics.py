@@ -51,6 +51,15 @@ def test_files_without_losses_are_refused(tmp_path, capsys):
         assert path.name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--tolerance", "--fall"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_share_that_is_no_number_is_refused(capsys, flag, value):
+    """With nan every comparison would pass."""
+    with pytest.raises(SystemExit) as end:
+        plot_metrics.main(["none.jsonl", flag, value])
+    assert end.value.code == 2 and f"argument {flag}: '{value}' is no finite number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("other", "status"), [(2.01, 0), (2.03, 1), (None, 1)])
 def test_tolerance_decides_the_exit_status(tmp_path, other, status):
     """Validation losses 0.5% apart pass a tolerance of 1%, 1.5% fail it, and so does a run without any."""

@@ -1,12 +1,16 @@
 """tools/preprocess_data.py: Megatron's bytes, whatever the number of workers, and nothing half-written."""
 
+import contextlib
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy
+import psutil
 import pytest
 
 from megatron import backend
@@ -119,6 +123,39 @@ def test_sentences(tmp_path):
     assert found.sequence_lengths.tolist()[4:] == [367, 367, 366, 1]
     with pytest.raises(ValueError, match="no text under the key 'text'"):
         preprocess_data.preprocess(preprocess_data.parse_args(words[:-1]))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT"])
+def test_workers_end_with_the_tool(tmp_path, name):
+    """Whatever ends the tool ends its workers; a signal that can be handled leaves one line and no file."""
+    number, most = signal.Signals[name], [list(range(90)) * 5] * 20_000
+    source = write_lines(tmp_path / "in.jsonl", most)
+    words = ["--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", "3", "--log-interval", "1000000"]
+    tool = subprocess.Popen(
+        [sys.executable, str(TOOL), *words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    workers = []
+    try:
+        while len(workers) < 3:
+            assert tool.poll() is None, tool.stderr.read()
+            workers = psutil.Process(tool.pid).children()
+            time.sleep(0.02)
+        tool.send_signal(number)
+        status = tool.wait(30)
+        left = psutil.wait_procs(workers, timeout=10)[1]
+        assert not left, left
+        error = tool.stderr.read()
+    finally:
+        tool.kill()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+    if number == signal.SIGKILL:
+        assert status == -number
+        return
+    assert (status, error) == (128 + number, f"ended by {name}; no file is written\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_command_line(tmp_path):

@@ -100,7 +100,8 @@ def test_sampling_follows_the_restricted_distribution():
 
 def test_senseless_sampling_is_refused():
     """The error names the setting."""
-    settings = [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+    temperatures = [-1.0, float("nan"), float("inf"), 1e-320]
+    settings = [*({"temperature": each} for each in temperatures), {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
     (errors,) = workers.run(1, CASES + "refuse", settings=settings)
     for setting, error in zip(settings, errors, strict=True):
         name, value = next(iter(setting.items()))

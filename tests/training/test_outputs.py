@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from tests import workers
+from tests.training.checkpoint.test_ownership import holder
 from tests.training.run_case import train
 
 
@@ -16,9 +17,11 @@ def refusal_case(flags: str) -> str | None:
     from tests.training.arguments_helper import arguments
 
     try:
-        prepare_outputs(arguments(flags, world_size=torch.distributed.get_world_size()))
+        mark = prepare_outputs(arguments(flags, world_size=torch.distributed.get_world_size()))
     except ValueError as error:
         return str(error)
+    if mark is not None:
+        mark.release()
     return None
 
 
@@ -35,6 +38,25 @@ def test_directory_that_cannot_be_written(tmp_path, flag):
     assert refusals(f"{flag} {path}") == [message, message]
     assert refusals(f"{flag} {tmp_path}/new/folder") == [None, None]
     assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+def test_directory_of_another_job(tmp_path):
+    """All ranks are refused with one sentence, before the leftovers of a save are touched; so is a whole run."""
+    with holder(tmp_path) as owner:
+        assert owner.stdout.readline() == "taken\n"
+        (tmp_path / ".iter_0000004.0a.incomplete").mkdir()
+        first, second = refusals(f"--save {tmp_path}")
+        assert first == second and f"in use by another job (process {owner.pid} on" in first
+        with pytest.raises(workers.WorkerError, match="in use by another job"):
+            train(1, f"--save {tmp_path} --data-path {tmp_path}/missing")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".iter_0000004.0a.incomplete", ".owner_1"]
+
+
+def test_run_that_fails_gives_its_directory_back(tmp_path):
+    """Also where the process goes on after the error."""
+    with pytest.raises(workers.WorkerError, match="missing"):
+        train(1, f"--save {tmp_path} --data-path {tmp_path}/missing")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_evaluation_writes_no_checkpoint(tmp_path):

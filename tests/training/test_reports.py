@@ -6,8 +6,11 @@ import importlib.util
 import json
 import math
 import re
+import resource
 import sys
 import types
+from contextlib import contextmanager, suppress
+from unittest import mock
 
 import pytest
 
@@ -81,6 +84,71 @@ def test_metrics_file_is_whole_lines(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=r"--metrics-file .* cannot be written"):
         MetricsFile(str(tmp_path / "folder"))
+
+
+@contextmanager
+def largest_file(num_bytes):
+    """Files of this process can grow no further, as on a disk that is full behind them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_metrics_file_on_a_full_disk(tmp_path, caplog):
+    """One warning with the reason; the file has whole lines all the time, and once there is room again all of them."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(str(path))
+    metrics.write(iteration=1, text="a" * 50)
+    with largest_file(path.stat().st_size + 30):  # a part of the next line fits
+        for iteration in (2, 3):
+            metrics.write(iteration=iteration, text="b" * 50)
+            assert path.read_text().endswith("\n") and len(read_metrics(str(path))) == 1
+        assert [record.getMessage() for record in caplog.records] == [
+            f"--metrics-file {path} cannot be written: File too large; training goes on, and its lines are kept until "
+            "it can be"
+        ]
+    metrics.write(iteration=4)
+    assert caplog.messages[-1] == f"--metrics-file {path} is written again"
+    assert [record["iteration"] for record in read_metrics(str(path))] == [1, 2, 3, 4]
+    metrics.close()
+    assert len(caplog.records) == 2
+
+
+def test_metrics_that_are_never_written(caplog):
+    """At the end their number is told."""
+    metrics = MetricsFile("/dev/full")
+    metrics.write(iteration=1)
+    metrics.write(iteration=2)
+    metrics.close()
+    assert caplog.messages == [
+        "--metrics-file /dev/full cannot be written: No space left on device; training goes on, and its lines are kept "
+        "until it can be",
+        "--metrics-file /dev/full lacks its last 2 lines",
+    ]
+
+
+def test_nothing_that_a_run_says_ends_it(tmp_path, caplog, monkeypatch):
+    """A full disk under the log, TensorBoard and progress.txt: a warning each."""
+    writes = reporter(tmp_path, f"--tensorboard-dir {tmp_path}/board --log-progress --save {tmp_path}")
+    (tmp_path / "progress.txt").symlink_to("/dev/full")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(writes._board, "add_scalar", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        for iteration in (1, 2):
+            writes.iteration(report(iteration, 1.0), Progress(iteration, 16, 16, 1.0))
+            writes.progress("saved")
+        writes.evaluation("validation", 2, {"lm loss": 1.0}, seconds=1.0)
+        writes.close()
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    told = [message.partition(" cannot be written: No space left on device; training goes on")[0]
+            for message in caplog.messages]  # fmt: skip
+    assert sorted(told) == sorted([f"--tensorboard-dir {tmp_path}/board", "progress.txt (--log-progress)", "the log"])
+    assert len(read_metrics(f"{tmp_path}/metrics.jsonl")) == 3
 
 
 def reporter(tmp_path, flags: str = "", *, world_size: int = 1) -> Reporter:

@@ -65,7 +65,7 @@ def prove_balance(compact: CompactProgram) -> None:
     """
     if not compact.moves:
         return
-    partners = partner_of_rank(compact)
+    partners = compact.partners
     num_places = compact.num_stages * compact.num_microbatches
     own, lent = bytearray(num_places), bytearray(num_places)
     for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
@@ -83,15 +83,6 @@ def prove_balance(compact: CompactProgram) -> None:
     for rank, partner in enumerate(partners):
         if rank < partner:
             _prove_correspondence(compact, rank, partner)
-
-
-def partner_of_rank(compact: CompactProgram) -> list[int]:
-    """For each rank the one that has the pair stages of its stages.
-
-    Raises:
-        ValueError: the pair stages of a rank's stages live on several ranks.
-    """
-    return [moves.partner_of_rank(compact.rank_of_stage, rank) for rank in range(len(compact.codes))]
 
 
 def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) -> list[int]:

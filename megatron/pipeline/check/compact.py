@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from megatron.pipeline.check.error import ProgramError, error_at
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.moves import awaited_moves, pair_of
+from megatron.pipeline.moves import awaited_moves, pair_of, partner_of_stages
 from megatron.pipeline.program import Program
 
 _PROVED = {  # the words that have a proof, by what is proved of them
@@ -76,6 +76,21 @@ class CompactProgram:
     def awaited_moves(self) -> tuple[dict[int, int], ...]:
         """Per rank and position, how many of the rank's moves have to be complete there; only where some have."""
         return tuple(awaited_moves(row) if self.moves else {} for row in self.program.rows)
+
+    @cached_property
+    def partners(self) -> tuple[int, ...]:
+        """For each rank the one that has the pair stages of its stages.
+
+        Raises:
+            ValueError: the pair stages of a rank's stages live on several ranks.
+        """
+        return tuple(
+            partner_of_stages(self.stages_of(rank), self.rank_of_stage, rank) for rank in range(len(self.codes))
+        )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, ascending."""
+        return self.program.stages_of(rank)
 
     @property
     def num_instructions(self) -> int:

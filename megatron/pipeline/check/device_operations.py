@@ -40,7 +40,6 @@ A reduction that stands after its STEP has a thread and a stream of its own, the
 
 from dataclasses import dataclass, field
 
-from megatron.pipeline.check.balance import partner_of_rank
 from megatron.pipeline.check.compact import (
     EVICT,
     FIRST_MOVE,
@@ -122,7 +121,7 @@ class _Lowering:
         self.tensor, self.data = tensor, data
         self.gathers = distributed_optimizer and data > 1
         self.num_ranks = len(compact.codes)
-        self._pair = f"moves {sorted((rank, partner_of_rank(compact)[rank]))}" if compact.moves else ""
+        self._pair = f"moves {sorted((rank, compact.partners[rank]))}" if compact.moves else ""
         self.made = RankOperations()
         self.position = 0
         self._streams: dict[str, int] = {}

@@ -14,7 +14,7 @@ on a rank, the sum over them is counted and bounded, too.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.pipeline.check.compact import FIRST_MOVE, FIRST_UPDATE, KIND_OF_CODE, B, CompactProgram, F, R, W
@@ -79,7 +79,7 @@ def prove_memory(
     num_stages, num_ranks = compact.num_stages, len(compact.codes)
     limits = _limits(bounds, num_stages, "stage")
     limits_of_ranks = _limits(bounds_of_ranks, num_ranks, "rank")
-    by_stage = [_Count(f"stage {stage}", Held(), limit, [0]) for stage, limit in enumerate(limits)]
+    by_stage = {stage: _Count(f"stage {stage}", Held(), limit, [0]) for stage, limit in enumerate(limits)}
     by_rank = [
         _Count(f"rank {rank}", Held(), limit, [0], " over its stages") for rank, limit in enumerate(limits_of_ranks)
     ]
@@ -88,15 +88,15 @@ def prove_memory(
         _count(compact, rank, len(codes), by_stage, by_rank[rank])
         if compact.program.recompute:
             _count_recomputed(compact, rank, peaks_full)
-    assert not any(each.held.own or each.held.moved for each in by_stage), "all have ended and are back"
-    return tuple(each.peak[0] for each in by_stage), tuple(peaks_full), tuple(each.peak[0] for each in by_rank)
+    assert not any(each.held.own or each.held.moved for each in by_stage.values()), "all have ended and are back"
+    return tuple(each.peak[0] for each in by_stage.values()), tuple(peaks_full), tuple(each.peak[0] for each in by_rank)
 
 
 def hold(compact: CompactProgram, rank: int, end: int) -> dict[int, Held]:
     """What each stage of a rank holds after the first `end` instructions of its row."""
-    by_stage = [_Count(f"stage {stage}", Held(), None, [0]) for stage in range(compact.num_stages)]
+    by_stage = {stage: _Count(f"stage {stage}", Held(), None, [0]) for stage in compact.stages_of(rank)}
     _count(compact, rank, end, by_stage, _Count(f"rank {rank}", Held(), None, [0]))
-    return {stage: by_stage[stage].held for stage, owner in enumerate(compact.rank_of_stage) if owner == rank}
+    return {stage: count.held for stage, count in by_stage.items()}
 
 
 def _limits(bounds: Sequence[int] | None, count: int, of: str) -> list[int | None]:
@@ -105,9 +105,9 @@ def _limits(bounds: Sequence[int] | None, count: int, of: str) -> list[int | Non
     return [None] * count if bounds is None else list(bounds)
 
 
-def _count(compact: CompactProgram, rank: int, end: int, by_stage: list[_Count], on_rank: _Count) -> None:
+def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, _Count], on_rank: _Count) -> None:
     width = compact.num_microbatches
-    counts = [count for stage, count in enumerate(by_stage) if compact.rank_of_stage[stage] == rank] + [on_rank]
+    counts = [*(by_stage[stage] for stage in compact.stages_of(rank)), on_rank]
     awaited = compact.awaited_moves[rank]
     num_moves = 0
     for position, (code, place) in enumerate(zip(compact.codes[rank][:end], compact.places[rank][:end], strict=True)):
@@ -135,7 +135,7 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: list[_Count],
 
 def _count_recomputed(compact: CompactProgram, rank: int, peaks: list[int]) -> None:
     width = compact.num_microbatches
-    full = [0] * compact.num_stages
+    full = dict.fromkeys(compact.stages_of(rank), 0)
     for code, place in zip(compact.codes[rank], compact.places[rank], strict=True):
         if code == R:
             stage = place // width

@@ -31,7 +31,7 @@ way; so peaks are taken from two periods.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megatron.pipeline.check.balance import moves_of_rank, partner_of_rank
+from megatron.pipeline.check.balance import moves_of_rank
 from megatron.pipeline.check.compact import FIRST_UPDATE, KIND_OF_CODE, NUM_CODES, STEP, CompactProgram, F
 from megatron.pipeline.check.computations import complete_facts, stage_rules
 from megatron.pipeline.check.error import error_at
@@ -148,7 +148,7 @@ def _state(compact: CompactProgram, execution: Execution, ends: list[int], origi
 def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) -> _RankState:
     """What follows from the first `end` instructions of one row alone."""
     width = compact.num_microbatches
-    stages = [stage for stage, owner in enumerate(compact.rank_of_stage) if owner == rank]
+    stages = compact.stages_of(rank)
     facts = {stage: bytearray(width) for stage in stages}
     added = {stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage)] for stage in stages}
     forward_version: dict[int, int | None] = {}
@@ -183,7 +183,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
 
 def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Origin) -> _RankState:
     """What a rank's moves before a cut leave to those after it."""
-    row, partner = compact.program.rows[rank], partner_of_rank(compact)[rank]
+    row, partner = compact.program.rows[rank], compact.partners[rank]
     own = [row[position] for position in moves_of_rank(compact, rank, ends[rank])]
     met = len(moves_of_rank(compact, partner, ends[partner]))
     order = MoveOrder()

@@ -17,7 +17,6 @@ The transfers are known to pair up in order by then, and every receive to stand 
 a transfer that an F or B waits for is complete as soon as it is sent.
 """
 
-from megatron.pipeline.check.balance import partner_of_rank
 from megatron.pipeline.check.compact import (
     FIRST_MOVE,
     FIRST_UPDATE,
@@ -65,7 +64,7 @@ class Execution:
         self.reductions = Reductions(compact)
         self.num_moves = [0] * num_ranks  # that each rank has requested
         self.awaited_moves = [0] * num_ranks  # how many a rank waits for; 0: it does not
-        self.partners = partner_of_rank(compact) if compact.moves else list(range(num_ranks))
+        self.partners = compact.partners if compact.moves else range(num_ranks)
         self._rank_awaiting: dict[int, int] = {}  # tensor -> rank
         self._waits, self._brings = self._offsets(num_places)
         self._runnable: list[int] = []

@@ -68,8 +68,8 @@ def prove_updates(compact: CompactProgram) -> None:
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
-        chain, lowest = chain_of_rank(compact, rank), compact.rank_of_stage.index(rank)
-        num_stages = compact.rank_of_stage.count(rank)
+        chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
+        num_stages = len(compact.stages_of(rank))
         unfinished = [size * num_stages for size in program.batches]  # per batch, the backwards still to come
         posted = [0] * NUM_CODES  # per code, how many batches have this link
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):

@@ -46,7 +46,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
     forward_version = [0] * (compact.num_stages * num_microbatches)
     stages = [_StageVersions(program, stage) for stage in range(compact.num_stages)]
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
-        stages_here = [stages[stage] for stage in program.stages_of(rank)]
+        stages_here = [stages[stage] for stage in compact.stages_of(rank)]
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             reason = ""
             if version is None:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _ROW, _SAVED_ROW, _MEMORY_ROW = 0.40, 0.24, 0.36  # inches
 _LEFT, _RIGHT = 0.85, 0.3  # inches beside the panels
+_DOTS_PER_INCH = 140
+_LARGEST = 400  # inches; a side of an image has fewer than 2^16 dots
 _NARROWEST, _WIDEST = 7.0, 22.0  # inches
 
 
@@ -75,7 +77,7 @@ def draw_timeline(
         The figure. Its collections have gids: "F@1" for the cells of a kind and version, "step", "bubble", and others.
 
     Raises:
-        ValueError: there is nothing to draw, or the suffix is no image format.
+        ValueError: there is nothing to draw, no image holds it, or the suffix is no image format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -87,11 +89,17 @@ def draw_timeline(
         for span in critical_path
     ]
     timelines = [timeline.shifted(-timeline.start).scaled(time_scale) for timeline in timelines]
+    if not all(math.isfinite(timeline.end) for timeline in timelines):
+        raise ValueError(f"times that are multiplied by {time_scale:g} are more than a number can hold; give less")
     all_cells = [cells_of(timeline) for timeline in timelines]
     span = max((timeline.end for timeline in timelines), default=0.0)
     if not span:
         raise ValueError("there is nothing to draw; give timelines in which a computation takes time")
     width = width or _width(all_cells, span)
+    if not _LEFT + _RIGHT + 1 <= width <= _LARGEST:
+        raise ValueError(
+            f"a picture {width:g} inches wide cannot be drawn; give {_LEFT + _RIGHT + 1:g} to {_LARGEST} inches"
+        )
     curves = [memory_curves(timeline, *memory) if memory else None for timeline in timelines]
     entries = legend_entries(timelines, all_cells, lanes=lanes)
     entries += more_entries(is_critical=bool(marked), curves=curves)
@@ -106,6 +114,12 @@ def draw_timeline(
         heights += [timeline.num_ranks * row for row in rows]
         gaps += [0.3] * num_curves + [0.55]
     height = head + sum(heights) + sum(gaps[:-1]) + foot
+    if height > _LARGEST:
+        ranks = sum(timeline.num_ranks for timeline in timelines)
+        raise ValueError(
+            f"the rows of {ranks} ranks are {height:.0f} inches high, more than the {_LARGEST} that an image holds; "
+            "draw fewer stages"
+        )
 
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
@@ -168,4 +182,4 @@ def _save(figure: "Figure", path: Path) -> None:
     if suffix not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"{path} is no image that can be written; end its name in .png or .svg")
     with matplotlib.rc_context({"svg.hashsalt": "timeline"}):  # the same picture gives the same bytes
-        figure.savefig(path, dpi=140, metadata={"Date": None} if suffix == "svg" else None)
+        figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Date": None} if suffix == "svg" else None)

@@ -15,6 +15,8 @@ microbatch 1 begins and `<1` where its load does, and dashes until either is com
       moves       >1 >3                         <1
 """
 
+import math
+
 from rich.style import Style
 from rich.text import Text
 
@@ -54,7 +56,8 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
     scale = (max(map(len, labels), default=1) + 1) / min(lengths, default=1.0)
     length = timeline.makespan * scale  # infinite where the shortest computation is next to nothing
     if length > _LONGEST:
-        raise ValueError(f"as text this timeline is {length:.3g} characters long; draw fewer batches, or a picture")
+        size = f"{length:.3g}" if math.isfinite(length) else "more than 1e308"
+        raise ValueError(f"as text this timeline is {size} characters long; draw fewer batches, or a picture")
     total = round(length) + 1
     rows = [_Row(total) for _ in range(timeline.num_ranks)]
     for cell, label in zip(cells, labels, strict=True):

@@ -38,6 +38,7 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.runtime.channels import TransferError
+from megatron.pipeline.runtime.error_file import write_error_file
 from megatron.pipeline.runtime.failure_board import FailureBoard
 from megatron.pipeline.runtime.links import FOREVER, gloo_pair
 
@@ -85,6 +86,7 @@ def guard(
     exit_code: int = 1,
     timeout: timedelta = timedelta(minutes=10),
     host: str | None = None,
+    before_exit: Callable[[], None] = lambda: None,
 ) -> Iterator[Guard | None]:
     """Guard the block: whatever it raises, on whichever rank, ends all ranks of the job with `exit_code`.
 
@@ -93,6 +95,7 @@ def guard(
     rank, or without a process group, exceptions simply pass. ``SystemExit`` with code 0 or None counts as a peaceful
     end. `timeout`: how long the ranks may take to come here, and how long the store may be silent later; enter as soon
     as the process group is up, for what is before the guard is not guarded. `host`: what to call this host.
+    `before_exit`: called where a failure ends this process, which unwinds nothing.
     """
     global _active, _num_guards
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
@@ -106,6 +109,7 @@ def guard(
         exit_code=exit_code,
         timeout=timeout,
         host=host or socket.gethostname(),
+        before_exit=before_exit,
     )
     _active = guarding
     try:
@@ -144,12 +148,13 @@ class Guard:
     """Watches over one rank of the job; made by `guard`."""
 
     def __init__(
-        self, store: Store, *, store_host: int, scope: str, exit_code: int, timeout: timedelta, host: str
-    ) -> None:
+        self, store: Store, *, store_host: int, scope: str, exit_code: int, timeout: timedelta, host: str,
+        before_exit: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
         self._board = FailureBoard(store, scope=scope, host=host)
-        self._exit_code = exit_code
+        self._exit_code, self._before_exit = exit_code, before_exit
         self._timeout = timeout.total_seconds()
         self._agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store_host = store_host
@@ -301,6 +306,7 @@ class Guard:
         self._is_ending = True
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread of this process is ending it
+        write_error_file(story)
         sys.stderr.write(f"{self._name} stops: {story}\n")
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
@@ -311,6 +317,8 @@ class Guard:
         while others_need_this_rank and num_read < self.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             num_read = self._board.count("read")
+        with suppress(Exception):
+            self._before_exit()
         logging.shutdown()
         os._exit(self._exit_code)
 

@@ -9,7 +9,6 @@ the rank: layers, data, loss, seeds, checkpoints.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 
 def round_robin(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
@@ -24,20 +23,6 @@ def v(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
 
 
 PLACEMENTS: dict[str, Callable[[int, int], Sequence[int]]] = {"round-robin": round_robin, "v": v}
-
-
-def stages_of(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The stages that live on a rank, ascending."""
-    return tuple(stage for stage, owner in enumerate(rank_of_stage) if owner == rank)
-
-
-@lru_cache(maxsize=1024)
-def stages_by_rank(rank_of_stage: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank, ascending."""
-    stages: list[list[int]] = [[] for _ in range(max(rank_of_stage) + 1)]
-    for stage, rank in enumerate(rank_of_stage):
-        stages[rank].append(stage)
-    return tuple(map(tuple, stages))
 
 
 def validate_placement(rank_of_stage: Sequence[int], num_stages: int) -> None:

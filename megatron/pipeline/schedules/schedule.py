@@ -22,8 +22,9 @@ from megatron.pipeline.program import Program, shifted_row
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS
-from megatron.pipeline.schedules.placements import PLACEMENTS, round_robin, stages_of, validate_placement
+from megatron.pipeline.schedules.placements import PLACEMENTS, round_robin, validate_placement
 from megatron.pipeline.schedules.stream import ProgramStream
+from megatron.pipeline.stages import stages_of
 from megatron.pipeline.weights import WeightPolicy, weight_policy
 
 

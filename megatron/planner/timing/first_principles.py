@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.placements import stages_by_rank
+from megatron.pipeline.stages import stages_by_rank
 from megatron.placement.counts import ends_of, exchanged
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import pair_adjacent, standard

@@ -85,14 +85,16 @@ LOGGING = Group(
             None,
             "JSON lines with full-precision values per iteration and evaluation; a resumed run appends. The last rank "
             "writes it, and peak_memory_bytes is its own; saved_activation_bytes and, on CUDA, the allocator's "
-            "peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and data rank.",
+            "peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and data rank. "
+            "On a full disk training goes on with a warning, and the lines are written once there is room.",
             metavar="FILE",
         ),
         option(
             "--tensorboard-dir",
             str,
             None,
-            "Directory of TensorBoard's event files. Without the package tensorboard the run warns once and goes on.",
+            "Directory of TensorBoard's event files. Without the package tensorboard, and on a full disk, the run "
+            "warns once and goes on.",
             metavar="DIR",
         ),
         option("--tensorboard-log-interval", integer, 1, "Iterations between TensorBoard values."),

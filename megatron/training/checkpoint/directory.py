@@ -3,17 +3,18 @@
 Problem: a job can be killed between any two system calls, and the file that names the latest checkpoint must never
 name one that is not whole.
 
-Solution: a checkpoint is written into `.iter_0000010.incomplete`, made durable, and renamed to `iter_0000010`; only
-then is `latest_checkpointed_iteration.txt` replaced, by a rename as well. A checkpoint of the same iteration that is
-already there is moved aside to `.iter_0000010.replaced` and removed last. Where a kill came between the two renames it
-is found under that name, also in a directory that may only be read, and `recover` moves it back. Only one rank (rank 0)
-calls the functions that change anything. Names and tracker are those of
-Megatron-LM, so each program finds the checkpoints of the other.
+Solution: a checkpoint is written into `.iter_0000010.TOKEN.incomplete`, a name that no other process has, made
+durable, and renamed to `iter_0000010`; only then is `latest_checkpointed_iteration.txt` replaced, by a rename as well.
+A checkpoint of the same iteration that is already there is moved aside to `.iter_0000010.replaced` and removed last.
+Where a kill came between the two renames it is found under that name, also in a directory that may only be read, and
+`recover` moves it back. Only rank 0 of the job that owns the directory calls the functions that change anything. Names
+and tracker are those of Megatron-LM, so each program finds the checkpoints of the other.
 """
 
 import os
 import re
 import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from megatron.training.checkpoint.errors import CheckpointError
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.iter_\d{7,}\.incomplete")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}(\.[0-9a-f]+)?\.incomplete")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
 
 
@@ -145,7 +146,7 @@ def begin(root: Path | str, iteration: int) -> Path:
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
     recover(root)
-    staging = root / f".iter_{iteration:07d}.incomplete"
+    staging = root / f".iter_{iteration:07d}.{uuid.uuid4().hex[:12]}.incomplete"
     staging.mkdir()
     return staging
 

@@ -32,6 +32,7 @@ from megatron.training.checkpoint import directory, integrity
 from megatron.training.checkpoint.agreement import agree, agreed, control_group, on_rank_zero
 from megatron.training.checkpoint.copies import without_copies
 from megatron.training.checkpoint.errors import CheckpointError
+from megatron.training.checkpoint.ownership import OwnerMark
 
 # What torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
@@ -69,10 +70,15 @@ class _AgreeingStrategy(AsyncSaveShardedStrategy):
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `root`, one at a time. All methods are collective unless they say otherwise."""
+    """Writes checkpoints into `root`, one at a time. All methods are collective unless they say otherwise.
 
-    def __init__(self, root: Path | str):
+    Args:
+        owner_mark: on rank 0, this job's mark on `root`, without which nothing is written.
+    """
+
+    def __init__(self, root: Path | str, *, owner_mark: OwnerMark | None = None):
         self.root = Path(root)
+        self._owner_mark = owner_mark
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -103,7 +109,7 @@ class CheckpointWriter:
         """
         self.finish()
         try:
-            staging = Path(on_rank_zero(lambda: str(directory.begin(self.root, iteration))))
+            staging = Path(on_rank_zero(lambda: str(self._begin(iteration))))
         except CheckpointError as error:
             raise CheckpointError(self._describe(iteration, str(error))) from error
         try:
@@ -137,6 +143,22 @@ class CheckpointWriter:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def close(self) -> None:
+        """Wait as `finish`, and let the next job have the directory. Not collective."""
+        try:
+            self.finish()
+        finally:
+            if self._owner_mark is not None:
+                self._owner_mark.release()
+
+    def _begin(self, iteration: int) -> Path:
+        self._require_mark()
+        return directory.begin(self.root, iteration)
+
+    def _require_mark(self) -> None:
+        if self._owner_mark is not None:
+            self._owner_mark.require()
 
     def _plan(self, state: dict, staging: Path, content_metadata: dict, fully_parallel: bool) -> _PlanningStrategy:
         planning = _PlanningStrategy("torch_dist", 1)
@@ -191,6 +213,7 @@ class CheckpointWriter:
             try:
                 if not problems:
                     _write_index(strategy, staging, reports)
+                    self._require_mark()
                     path = directory.commit(self.root, staging, iteration)
             except Exception as error:
                 problems.append(f"rank 0: {error}")

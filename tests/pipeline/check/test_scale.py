@@ -1,5 +1,6 @@
 """The checker is quick to start and quick to run."""
 
+import gc
 import json
 import os
 import subprocess
@@ -7,8 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from megatron.pipeline.check import check
+import pytest
+
+from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.text import from_csv
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,3 +50,58 @@ def test_the_benchmark_reports_growth():
         (4, 64),
     ]
     assert set(report) >= {"schedule", "exponent", "build_exponent", "check_exponent"}
+
+
+def count_operations(function, *arguments, **options) -> int:
+    """Bytecodes that Python executes in a call: the same on any machine, however busy."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*arguments, **options)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("name", ["flush", "pipedream"])
+def test_work_grows_with_the_instructions(name):
+    """32 times the stages are 32 times the work: no instruction costs more for the other ranks that there are."""
+    costs = []
+    for num_stages in (8, 256):
+        program = Schedule.preset(name, num_stages=num_stages).build((1,))
+        costs.append(count_operations(check, program) / program.num_instructions)
+    assert costs[1] < 1.1 * costs[0]
+
+
+def test_work_of_periods_grows_with_the_instructions():
+    costs = []
+    for num_stages in (8, 256):
+        periodic = Schedule.preset("flush", num_stages=num_stages).build_periodic(1)
+        costs.append(count_operations(check_periodic, periodic) / periodic.unroll(1).num_instructions)
+    assert costs[1] < 1.1 * costs[0]
+
+
+def seconds_a_comment(number: int) -> float:
+    """Least processor time, of three readings, for each of so many leading comments of a file."""
+    text, times = "# a note\n" * number + "0F0,0B0\n", []
+    for _ in range(3):
+        gc.collect()
+        gc.disable()
+        start = time.process_time()
+        from_csv(text)
+        times.append(time.process_time() - start)
+        gc.enable()
+    return min(times) / number
+
+
+def test_comments_of_a_file_are_passed_over_once():
+    """Thirty times the comments cost as much each: a list whose head is taken off moves all the rest each time."""
+    assert seconds_a_comment(300_000) < 5 * seconds_a_comment(10_000)

@@ -22,7 +22,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import TransformerConfig
 from megatron.pipeline.runtime.megatron_place import at_stage, config_of_stage, embedding_ranks
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
-from megatron.pipeline.schedules.placements import round_robin, stages_of
+from megatron.pipeline.schedules.placements import round_robin
+from megatron.pipeline.stages import stages_of
 from megatron.training.bert_model import BertModel, bert_layer_specs
 from tests.pipeline.runtime import bert_model
 

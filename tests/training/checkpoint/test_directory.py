@@ -70,7 +70,8 @@ def test_checkpoint_between_its_two_names_is_recovered(tmp_path):
     """Killed between the two renames, a checkpoint is found and counted beside its name, and moved back."""
     save(tmp_path, 10, "old")
     (tmp_path / "iter_0000010").rename(tmp_path / ".iter_0000010.replaced")
-    (tmp_path / ".iter_0000010.incomplete").mkdir()
+    (tmp_path / ".iter_0000010.incomplete").mkdir()  # of a version before
+    (tmp_path / ".iter_0000010.0a1b2c3d4e5f.incomplete").mkdir()
     assert directory.complete_iterations(tmp_path) == [10]
     assert directory.locate(tmp_path, step=10).path == tmp_path / ".iter_0000010.replaced"
     directory.recover(tmp_path)
