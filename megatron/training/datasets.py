@@ -9,6 +9,8 @@ import logging
 import os
 from collections.abc import Callable
 
+import torch
+
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -147,7 +149,8 @@ def build_blended(
     if check is not None:
         check(config)
     reads = reads and parallel_state.get_tensor_model_parallel_rank() == 0
-    builder = BlendedMegatronDatasetBuilder(dataset_class, wanted, lambda: reads, config)
+    builds = reads or torch.distributed.get_rank() == 0  # rank 0 writes the sample indices that the others read
+    builder = BlendedMegatronDatasetBuilder(dataset_class, wanted, lambda: builds, config)
     try:
         datasets = builder.build()
     except (AssertionError, IndexError, ZeroDivisionError) as error:
@@ -162,8 +165,9 @@ def build_blended(
             f"the sample indices cannot be written: {error.__cause__}; name a directory where files can be created "
             f"with --data-cache-path"
         ) from error
-    if reads:
-        _check_lengths(args, datasets, wanted)
+    if not reads:
+        return [None] * len(datasets)
+    _check_lengths(args, datasets, wanted)
     return datasets
 
 

@@ -151,10 +151,12 @@ def _num_periods(schedule: Schedule, num_microbatches: int) -> int:
 
     Waits may come once in every delay + 1 batches.
     """
-    delay = schedule.weights.delay
+    delay, in_flight = schedule.weights.delay, schedule.max_in_flight
     if delay is None:  # batches are single microbatches
         return 2 * schedule.num_ranks
-    return (delay + 1) * -(-2 * schedule.max_in_flight // ((delay + 1) * num_microbatches))
+    if in_flight is None:  # nobody says of how many batches: as if each rank worked on another
+        in_flight = schedule.num_ranks * num_microbatches
+    return (delay + 1) * -(-2 * in_flight // ((delay + 1) * num_microbatches))
 
 
 _programs = lru_cache(maxsize=2)(_build)  # kept for those who ask on several costs in turn
