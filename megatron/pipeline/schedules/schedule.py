@@ -23,6 +23,7 @@ from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import PLACEMENTS, round_robin, validate_placement
+from megatron.pipeline.schedules.rules import validate_choices
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.stages import stages_of
 from megatron.pipeline.weights import WeightPolicy, weight_policy
@@ -70,39 +71,7 @@ class Schedule:
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
         self._place()
-        self._validate_virtual_stages()
-        self._order.validate_placement()
-        if ORDERS[self.order].drains and not self.weights.drains:
-            raise ValueError(
-                f"{self.order} drains in every batch, so the versions of {self.weights.name} would buy nothing; "
-                "use weights flush, or order 1f1b"
-            )
-        if self.extra_warmup and not ORDERS[self.order].extends_warmup:
-            raise ValueError(f"{self.order} has no warm-up that could be extended; drop extra_warmup")
-        if self.weights.updates_alone and self.extra_warmup:
-            raise ValueError(
-                f"{self._name} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
-            )
-        if self.balance and self._order.max_in_flight(0) is None:
-            raise ValueError(
-                f"{self.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or "
-                "use order 1f1b or interleaved"
-            )
-        if self.balance and self.rank_of_stage != round_robin(self.num_ranks, self.num_virtual_stages):
-            raise ValueError(
-                f"balance pairs stage x with stage p-1-x, and stages {self.rank_of_stage} are not dealt out in turn; "
-                "drop balance, or rank_of_stage"
-            )
-        if self.balance and self.weights.updates_alone:
-            raise ValueError(
-                f"{self._name} may drain after every microbatch, so no eviction can be planned ahead; drop "
-                "balance, or use flush or 2bw"
-            )
-        if self.weights.updates_alone and self.tied_embeddings:
-            raise ValueError(
-                f"under {self._name} every stage updates at its own time, so the first and the last one "
-                "cannot share an embedding; untie the embeddings, or use flush or 2bw"
-            )
+        validate_choices(self, self._order)
 
     def _place(self) -> None:
         """Say where the stages are, and how many ranks have."""
@@ -119,21 +88,6 @@ class Schedule:
             placement = round_robin(self.num_stages // self.num_virtual_stages, self.num_virtual_stages)
         object.__setattr__(self, "rank_of_stage", placement)
 
-    def _validate_virtual_stages(self) -> None:
-        interleaves, group = ORDERS[self.order].interleaves, self.microbatch_group_size
-        if self.num_virtual_stages > 1 and not interleaves:
-            raise ValueError(
-                f"{self.order} has one stage on each rank, not {self.num_virtual_stages}; use order interleaved, or "
-                "drop num_virtual_stages"
-            )
-        if group is not None and not interleaves:
-            raise ValueError(f"{self.order} takes no groups of microbatches; drop microbatch_group_size")
-        if group is not None and group < self.num_ranks:
-            raise ValueError(
-                f"microbatch groups of {group} are smaller than the {self.num_ranks} ranks, so a rank would wait for "
-                f"what it has not yet sent; make microbatch_group_size {self.num_ranks} or more"
-            )
-
     @classmethod
     def preset(cls, name: str, *, num_stages: int, **choices: bool | int | None) -> "Schedule":
         """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe or a registered one.
@@ -145,9 +99,10 @@ class Schedule:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
         choices["balance"] = choices.get("balance", False) or preset.balance
-        if num_virtual_stages > 0 and num_stages % num_virtual_stages == 0:
+        deals_out = num_virtual_stages > 0 and num_stages % num_virtual_stages == 0
+        if choices.get("rank_of_stage") is None and deals_out:
             placement = PLACEMENTS[preset.placement](num_stages // num_virtual_stages, num_virtual_stages)
-            choices.setdefault("rank_of_stage", tuple(placement))
+            choices["rank_of_stage"] = tuple(placement)
         return cls(order=preset.order, weights=preset.weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
@@ -161,6 +116,14 @@ class Schedule:
         """The stages that live on a rank, ascending."""
         return stages_of(self.rank_of_stage, rank)
 
+    @property
+    def name_of_weights(self) -> str:
+        """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
+        weights = self.weights.name
+        chosen = [each for each in PRESETS.items() if (each[1].order, each[1].weights) == (self.order, weights)]
+        names = [name for name, preset in chosen if name != weights and not preset.balance]
+        return f"{names[0]} ({weights})" if names else weights
+
     def validate(self, num_microbatches: int) -> None:
         """Raises ValueError where a batch of this size cannot be run."""
         if num_microbatches < 1:
@@ -168,8 +131,9 @@ class Schedule:
         rule = self.weights
         if rule.updates_alone and num_microbatches != 1:
             raise ValueError(
-                f"{self._name} updates after every microbatch, so a batch is one microbatch, not {num_microbatches}; "
-                "give each batch one (in training: global batch size = micro batch size x data parallel size)"
+                f"{self.name_of_weights} updates after every microbatch, so a batch is one microbatch, not "
+                f"{num_microbatches}; give each batch one (in training: global batch size = micro batch size x data "
+                "parallel size)"
             )
         in_flight = self._order.max_in_flight(0)
         # Moves are planned within a leg, so one batch alone has to hold what is in flight.
@@ -317,14 +281,6 @@ class Schedule:
         return ProgramStream(self, first_batch=first_batch, first_microbatch=first_microbatch)
 
     # --- parts
-
-    @property
-    def _name(self) -> str:
-        """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
-        weights = self.weights.name
-        chosen = [each for each in PRESETS.items() if (each[1].order, each[1].weights) == (self.order, weights)]
-        names = [name for name, preset in chosen if name != weights and not preset.balance]
-        return f"{names[0]} ({weights})" if names else weights
 
     @property
     def _order(self) -> Order:

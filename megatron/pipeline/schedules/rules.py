@@ -1,0 +1,64 @@
+"""Which choices of a schedule go together: refusals, each with the reason and the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.placements import round_robin
+
+if TYPE_CHECKING:
+    from megatron.pipeline.schedules.schedule import Schedule
+
+
+def validate_choices(schedule: Schedule, order: Order) -> None:
+    """Raises ValueError where the choices of a schedule of this order do not go together."""
+    _validate_virtual_stages(schedule, order)
+    order.validate_placement()
+    if order.drains and not schedule.weights.drains:
+        raise ValueError(
+            f"{schedule.order} drains in every batch, so the versions of {schedule.weights.name} would buy nothing; "
+            "use weights flush, or order 1f1b"
+        )
+    if schedule.extra_warmup and not order.extends_warmup:
+        raise ValueError(f"{schedule.order} has no warm-up that could be extended; drop extra_warmup")
+    if schedule.weights.updates_alone and schedule.extra_warmup:
+        raise ValueError(
+            f"{schedule.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
+        )
+    if schedule.balance and order.max_in_flight(0) is None:
+        raise ValueError(
+            f"{schedule.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or "
+            "use order 1f1b or interleaved"
+        )
+    if schedule.balance and schedule.rank_of_stage != round_robin(schedule.num_ranks, schedule.num_virtual_stages):
+        raise ValueError(
+            f"balance pairs stage x with stage p-1-x, and stages {schedule.rank_of_stage} are not dealt out in turn; "
+            "drop balance, or rank_of_stage"
+        )
+    if schedule.balance and schedule.weights.updates_alone:
+        raise ValueError(
+            f"{schedule.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop "
+            "balance, or use flush or 2bw"
+        )
+    if schedule.weights.updates_alone and schedule.tied_embeddings:
+        raise ValueError(
+            f"under {schedule.name_of_weights} every stage updates at its own time, so the first and the last one "
+            "cannot share an embedding; untie the embeddings, or use flush or 2bw"
+        )
+
+
+def _validate_virtual_stages(schedule: Schedule, order: Order) -> None:
+    interleaves, group = order.interleaves, schedule.microbatch_group_size
+    if schedule.num_virtual_stages > 1 and not interleaves:
+        raise ValueError(
+            f"{schedule.order} has one stage on each rank, not {schedule.num_virtual_stages}; use order interleaved, "
+            "or drop num_virtual_stages"
+        )
+    if group is not None and not interleaves:
+        raise ValueError(f"{schedule.order} takes no groups of microbatches; drop microbatch_group_size")
+    if group is not None and group < schedule.num_ranks:
+        raise ValueError(
+            f"microbatch groups of {group} are smaller than the {schedule.num_ranks} ranks, so a rank would wait for "
+            f"what it has not yet sent; make microbatch_group_size {schedule.num_ranks} or more"
+        )
