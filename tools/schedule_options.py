@@ -90,9 +90,11 @@ def title(options: argparse.Namespace, program: Program) -> str:
     noun = "microbatch" if sizes == "1" else "microbatches"
     stages = f"{program.num_ranks} stages"
     if program.num_stages > program.num_ranks:
-        stages = f"{program.num_ranks} ranks of {program.num_stages // program.num_ranks} stages"
-        placement = PRESETS[options.schedule].placement
-        stages += f" placed {placement}" if placement != "round-robin" else ""
+        counts = {len(program.stages_of(rank)) for rank in range(program.num_ranks)}
+        each = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+        stages = f"{program.num_ranks} ranks of {each} stages"
+    placement = PRESETS[options.schedule].placement
+    stages += f" placed {placement}" if placement != "round-robin" else ""
     return f"{options.schedule}: {stages}, batches of {sizes} {noun}{extras}"
 
 

@@ -24,6 +24,7 @@ its backward, or until its EVICT or RETURN has completed: on both sides while it
 from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.instruction import COMPUTATIONS, MOVES, OWN_MOVES, USES_SAVED, Instruction, Kind
+from megatron.pipeline.stages import stages_of
 
 
 def pair_of(index: int, count: int) -> int:
@@ -37,12 +38,8 @@ def partner_of_rank(rank_of_stage: Sequence[int], rank: int) -> int:
     Raises:
         ValueError: they live on several ranks.
     """
-    return partner_of_stages([stage for stage, owner in enumerate(rank_of_stage) if owner == rank], rank_of_stage, rank)
-
-
-def partner_of_stages(own: Sequence[int], rank_of_stage: Sequence[int], rank: int) -> int:
-    """The same where the rank's `own` stages are known."""
     num_stages = len(rank_of_stage)
+    own = stages_of(rank_of_stage, rank)
     partners = list(dict.fromkeys(rank_of_stage[pair_of(stage, num_stages)] for stage in own))
     if len(partners) != 1:
         raise ValueError(

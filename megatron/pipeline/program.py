@@ -127,7 +127,7 @@ class Program:
     def entry_versions(self) -> tuple[int, ...]:
         """The weight versions alive at the start, ascending.
 
-        Under 2bw the newest and, unless the run begins here, the one before it.
+        The newest and, unless the run begins here, as many before it as the policy's delay: under 2bw one.
         """
         return self.weights.entry_versions(self.first_batch)
 

@@ -192,7 +192,7 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
     if "weights" not in stated and any(instruction.version is not None for row in rows for instruction in row):
         raise ValueError(
             "the instructions name weight versions, so the policy has to be known; "
-            "add a line # weights: flush (or 2bw, stash), or give it"
+            f"add a line # weights: NAME, of {', '.join(POLICIES)}, or give it"
         )
     microbatches = {each.microbatch for row in rows for each in row if each.microbatch is not None}
     if not microbatches:

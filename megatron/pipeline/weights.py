@@ -10,6 +10,9 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     delay k  max(j-k, 0)                  the first forward of batch v+k        k+1              flush, 2bw: k = 0, 1
     stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
 
+The last one is PipeDream's: it goes with orders that have p-s microbatches in flight at stage s, as 1F1B has, so that
+the newest version there is always p-s-1 batches old, which is what the checker proves.
+
 What the planning rooms, the runtime and the checkpoints have to know of a policy follows from its row. To add one,
 enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2, 0), with 3 live versions.
 """
@@ -30,15 +33,18 @@ class WeightPolicy:
             each stage uses its newest version, and steps as soon as it can.
 
     Raises:
-        ValueError: a negative delay.
+        ValueError: a delay that is no number of batches.
     """
 
     name: str
     delay: int | None
 
     def __post_init__(self) -> None:
-        if self.delay is not None and self.delay < 0:
-            raise ValueError(f"weights {self.name} cannot have a delay of {self.delay} batches; give 0 and more")
+        is_count = isinstance(self.delay, int) and not isinstance(self.delay, bool) and self.delay >= 0
+        if self.delay is not None and not is_count:
+            raise ValueError(
+                f"weights {self.name} cannot have a delay of {self.delay} batches; give 0, 1, 2, ... or None"
+            )
 
     def __str__(self) -> str:
         return self.name
@@ -109,4 +115,7 @@ def weight_policy(name: str | WeightPolicy) -> WeightPolicy:
         return name
     if name not in POLICIES:
         raise ValueError(f"there is no weight policy {name!r}; choose from {', '.join(POLICIES)}")
-    return POLICIES[name]
+    policy = POLICIES[name]
+    if policy.name != name:
+        raise ValueError(f"weight policy {name} is registered with the name {policy.name}; give both the same name")
+    return policy

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron.pipeline.moves import pair_of
-from megatron.pipeline.schedules import ORDERS, Schedule
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
@@ -46,7 +46,7 @@ def has_closed_form(schedule: Schedule, num_microbatches: int) -> bool:
     A batch that is smaller than what is in flight, which policies with a delay of several batches allow, leaves fewer
     buffers in use.
     """
-    if ORDERS[schedule.order] not in RECEIVES:
+    if schedule.order_class not in RECEIVES:
         return False
     return not schedule.weights.overlaps_updates or num_microbatches >= schedule.max_in_flight
 
@@ -62,7 +62,7 @@ def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
 
 @lru_cache(maxsize=4096)
 def _demand(schedule: Schedule, num_microbatches: int) -> Demand:
-    rule, num_ranks, receives = schedule.weights, schedule.num_ranks, RECEIVES[ORDERS[schedule.order]]
+    rule, num_ranks, receives = schedule.weights, schedule.num_ranks, RECEIVES[schedule.order_class]
     batches = (num_microbatches,) if rule.drains else (num_microbatches,) * (2 * num_ranks + 1)
     plain = replace(schedule, balance=False)
     own, own_on_rank = plain.max_saved_microbatches(batches), plain.max_saved_on_rank(batches)

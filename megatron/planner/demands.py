@@ -9,8 +9,7 @@ what an order without a closed form holds.
 from functools import lru_cache
 
 from megatron.pipeline.check import check, check_periodic
-from megatron.pipeline.schedules import ORDERS, Schedule
-from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules import Schedule
 from megatron.planner.closed_form_demand import closed_form_demand, has_closed_form
 from megatron.planner.demand import Demand, demand_of
 from megatron.planner.sizes import alike
@@ -54,13 +53,8 @@ def _read_off(schedule: Schedule, num_microbatches: int) -> Demand:
     return _proved(schedule, num_microbatches)
 
 
-def _proved(schedule: Schedule, num_microbatches: int) -> Demand:
-    return _proved_as(schedule, ORDERS[schedule.order], num_microbatches)
-
-
 @lru_cache(maxsize=4096)
-def _proved_as(schedule: Schedule, order: type[Order], num_microbatches: int) -> Demand:
-    """`order` is that of the schedule, whose name may have another meaning tomorrow."""
+def _proved(schedule: Schedule, num_microbatches: int) -> Demand:
     if schedule.weights.drains:
         program = schedule.build((num_microbatches,))
         return demand_of(program, check(program))

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.pipeline.check import check
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.stages import stages_by_rank
 from megatron.planner import (
     GIB,
     Activations,
@@ -21,6 +22,7 @@ from megatron.planner import (
     estimate_memory,
     judge,
 )
+from megatron.planner.memory import _num_sides
 from megatron.planner.text import memory_as_dict, memory_table
 
 SHAPE = Architecture.gpt3(
@@ -75,6 +77,20 @@ def test_two_versions_and_the_flag_that_saves_a_buffer():
     assert two[0].parts.gradients == 2 * flush[0].parts.gradients
     assert two[0].parts.optimizer == flush[0].parts.optimizer
     assert single[0].parts.gradients == flush[0].parts.gradients
+
+
+def test_on_how_many_sides_a_rank_exchanges_tensors():
+    """The ends of a model have one; a rank with several stages has all that any of them has."""
+    for rank_of_stage, sides in (
+        ((0, 1, 2), (1, 2, 1)),
+        ((0, 1, 0, 1), (2, 2)),
+        ((0, 1, 1, 0), (2, 2)),
+        ((1, 0, 0, 0), (1, 1)),
+        ((2, 1, 0, 0, 0), (1, 2, 1)),
+        ((0,), (0,)),
+    ):
+        stages = stages_by_rank(rank_of_stage)
+        assert tuple(_num_sides(each, rank_of_stage) for each in stages) == sides, rank_of_stage
 
 
 def test_several_stages_on_a_rank():

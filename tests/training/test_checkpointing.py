@@ -146,6 +146,14 @@ def test_three_weight_versions_are_restored(tmp_path, skips):
             assert slots == len(set(versions) - {version for version in skips if version > versions[0]})
 
 
+def test_older_versions_are_expected(tmp_path):
+    """However old, they are no weights that a strict load misses a place for."""
+    workers.run(1, CASES + "save_three_versions", directory=str(tmp_path), changes={})
+    strict = {"dist_ckpt_strictness": "raise_unexpected", "no_load_optim": True, "no_load_rng": True}
+    for window in (3, 2, 1):
+        workers.run(1, CASES + "load_versions", directory=str(tmp_path), changes={}, window=window, **strict)
+
+
 def test_two_versions_serve_a_longer_delay(tmp_path):
     """From a checkpoint of 2bw, the version that it lacks is the same weights as the oldest that it has."""
     [before] = workers.run(1, CASES + "save_two_versions", directory=str(tmp_path), changes={})

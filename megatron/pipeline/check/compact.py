@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from megatron.pipeline.check.error import ProgramError, error_at
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.moves import awaited_moves, pair_of, partner_of_stages
+from megatron.pipeline.moves import awaited_moves, pair_of, partner_of_rank
 from megatron.pipeline.program import Program
 
 _PROVED = {  # the words that have a proof, by what is proved of them
@@ -84,9 +84,7 @@ class CompactProgram:
         Raises:
             ValueError: the pair stages of a rank's stages live on several ranks.
         """
-        return tuple(
-            partner_of_stages(self.stages_of(rank), self.rank_of_stage, rank) for rank in range(len(self.codes))
-        )
+        return tuple(partner_of_rank(self.rank_of_stage, rank) for rank in range(len(self.codes)))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""

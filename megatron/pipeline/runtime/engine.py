@@ -80,7 +80,7 @@ class PipelineEngine:
                 f"the schedule is for {schedule.num_ranks} ranks, and the pipeline has {len(ranks)}; give it "
                 f"{len(ranks) * schedule.num_virtual_stages} stages"
             )
-        due = [stage for stage, owner in enumerate(rank_of_stage) if owner == self._rank]
+        due = list(schedule.stages_of(self._rank))
         if (given := [stage.index for stage in self._stages]) != due:
             raise ValueError(f"the schedule puts stages {due} on this rank; give these in this order, not {given}")
         self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage

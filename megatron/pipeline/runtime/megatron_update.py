@@ -145,7 +145,9 @@ class MegatronWeightUpdate:
                 "other stages have reported an overflow: use bf16 or keep the second buffer."
             )
         if self.weights.updates_alone:
-            assert self._clip_grad == 0.0 and self._scaler is None, "pipedream: clipping and loss scaling are refused"
+            assert self._clip_grad == 0.0 and self._scaler is None, (
+                "stages that update alone: clipping and loss scaling are refused"
+            )
 
     # Called on the main thread while a batch runs.
 

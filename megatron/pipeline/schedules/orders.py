@@ -6,6 +6,7 @@ from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.weights import WeightPolicy, weight_policy
 
 ORDERS: dict[str, type[Order]] = {
@@ -30,6 +31,14 @@ class Preset:
     weights: str
     balance: bool = False
     placement: str = "round-robin"
+
+    def validate(self) -> None:
+        """Raises ValueError where an order, a policy or a placement of that name is in no table."""
+        if self.order not in ORDERS:
+            raise ValueError(f"there is no order {self.order!r}; choose from {', '.join(ORDERS)}")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"there is no placement {self.placement!r}; choose from {', '.join(PLACEMENTS)}")
+        weight_policy(self.weights)
 
     @property
     def policy(self) -> WeightPolicy:

@@ -25,13 +25,31 @@ def v(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
 PLACEMENTS: dict[str, Callable[[int, int], Sequence[int]]] = {"round-robin": round_robin, "v": v}
 
 
+def rank_of_stage(placement: str, num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
+    """Where a placement of that name puts the stages of all ranks.
+
+    Raises:
+        ValueError: another name, or one that puts them on fewer or more ranks.
+    """
+    if placement not in PLACEMENTS:
+        raise ValueError(f"there is no placement {placement!r}; choose from {', '.join(PLACEMENTS)}")
+    placed = tuple(PLACEMENTS[placement](num_ranks, num_virtual_stages))
+    validate_placement(placed, num_ranks * num_virtual_stages)
+    if max(placed) + 1 != num_ranks:
+        raise ValueError(
+            f"placement {placement} puts the {len(placed)} stages on {max(placed) + 1} ranks, and the pipeline has "
+            f"{num_ranks}; give each rank a stage, and none to others"
+        )
+    return placed
+
+
 def validate_placement(rank_of_stage: Sequence[int], num_stages: int) -> None:
     """Raises ValueError where it does not place `num_stages` stages on ranks 0, 1, ... without a gap."""
     if len(rank_of_stage) != num_stages:
         raise ValueError(
             f"rank_of_stage places {len(rank_of_stage)} stages, and the pipeline has {num_stages}; give each its rank"
         )
-    if sorted(set(rank_of_stage)) != list(range(max(rank_of_stage) + 1)):
+    if sorted(set(rank_of_stage)) != list(range(max(rank_of_stage, default=0) + 1)):
         raise ValueError(
             f"rank_of_stage {tuple(rank_of_stage)} leaves a rank without a stage; number them 0, 1, ... and use all"
         )

@@ -22,6 +22,11 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
         )
     if schedule.extra_warmup and not order.extends_warmup:
         raise ValueError(f"{schedule.order} has no warm-up that could be extended; drop extra_warmup")
+    if schedule.weights.updates_alone and order.max_in_flight(0) is None:
+        raise ValueError(
+            f"{schedule.order} does not say how many microbatches are in flight, and {schedule.name_of_weights} keeps "
+            "a weight version for each; use an order that says it, or weights flush"
+        )
     if schedule.weights.updates_alone and schedule.extra_warmup:
         raise ValueError(
             f"{schedule.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"

@@ -6,7 +6,7 @@ the order, then one pass for each concern.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from megatron.pipeline.instruction import Kind
@@ -22,7 +22,7 @@ from megatron.pipeline.program import Program, shifted_row
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS
-from megatron.pipeline.schedules.placements import PLACEMENTS, round_robin, validate_placement
+from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.rules import validate_choices
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.stages import stages_of
@@ -63,6 +63,7 @@ class Schedule:
     balance: bool = False
     tied_embeddings: bool = False
     data_parallel: bool = False
+    order_class: type[Order] = field(init=False, repr=False)  # what `order` means; another meaning is another schedule
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", weight_policy(self.weights))
@@ -70,6 +71,7 @@ class Schedule:
             raise ValueError(f"there is no order {self.order!r}; choose from {', '.join(ORDERS)}")
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
+        object.__setattr__(self, "order_class", ORDERS[self.order])
         self._place()
         validate_choices(self, self._order)
 
@@ -99,10 +101,10 @@ class Schedule:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
         choices["balance"] = choices.get("balance", False) or preset.balance
-        deals_out = num_virtual_stages > 0 and num_stages % num_virtual_stages == 0
+        deals_out = num_stages > 0 and num_virtual_stages > 0 and num_stages % num_virtual_stages == 0
         if choices.get("rank_of_stage") is None and deals_out:
-            placement = PLACEMENTS[preset.placement](num_stages // num_virtual_stages, num_virtual_stages)
-            choices["rank_of_stage"] = tuple(placement)
+            num_ranks = num_stages // num_virtual_stages
+            choices["rank_of_stage"] = rank_of_stage(preset.placement, num_ranks, num_virtual_stages)
         return cls(order=preset.order, weights=preset.weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
@@ -285,7 +287,7 @@ class Schedule:
     @property
     def _order(self) -> Order:
         return _order_of(
-            ORDERS[self.order], self.num_stages, self.rank_of_stage, self.microbatch_group_size, self.extra_warmup
+            self.order_class, self.num_stages, self.rank_of_stage, self.microbatch_group_size, self.extra_warmup
         )
 
     @property

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING
 from megatron.pipeline.check import check
 from megatron.pipeline.program import Program, Row, Rows
 from megatron.pipeline.schedules.legs import ProgramInLegs, ShiftedRows
-from megatron.pipeline.schedules.orders import ORDERS
 
 if TYPE_CHECKING:
-    from megatron.pipeline.schedules.order import Order
     from megatron.pipeline.schedules.schedule import Schedule
 
 
@@ -34,7 +32,7 @@ class ProgramStream:
     def __init__(self, schedule: Schedule, *, first_batch: int = 0, first_microbatch: int = 0) -> None:
         self.next_batch = first_batch
         self.next_microbatch = first_microbatch
-        self._schedule, self._order = schedule, ORDERS[schedule.order]
+        self._schedule = schedule
         self._sizes: tuple[int, ...] = ()  # of the batches since the last drain, as far back as they matter
         self._drained_at = first_batch
 
@@ -71,12 +69,12 @@ class ProgramStream:
     def evaluation(self, num_microbatches: int) -> Sequence[Row]:
         """Forwards of that many microbatches, counted from 0, with the newest version; for a drained stream."""
         assert not self._sizes, "evaluation needs a drained stream"
-        program = _proved_evaluation(self._schedule, self._order, num_microbatches)
+        program = _proved_evaluation(self._schedule, num_microbatches)
         return ShiftedRows(program.rows, microbatches=0, versions=self.next_batch)
 
     def _window(self) -> ProgramInLegs:
         first_batch = self.next_batch - len(self._sizes)
-        return _proved(self._schedule, self._order, self._sizes, min(first_batch, self._schedule.first_settled_batch))
+        return _proved(self._schedule, self._sizes, min(first_batch, self._schedule.first_settled_batch))
 
     def _placed(self, window: ProgramInLegs, rows: Rows) -> Sequence[Row]:
         program = window.program
@@ -88,11 +86,8 @@ class ProgramStream:
 
 
 @lru_cache(maxsize=16)
-def _proved(schedule: Schedule, order: type[Order], batches: tuple[int, ...], first_batch: int) -> ProgramInLegs:
-    """The program of `batches`. `first_batch` matters for the first few batches alone (`first_settled_batch`).
-
-    `order` is that of the schedule, whose name may have another meaning tomorrow.
-    """
+def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> ProgramInLegs:
+    """The program of `batches`. `first_batch` matters for the first few batches alone (`first_settled_batch`)."""
     built = schedule.build_in_legs(batches, first_batch=first_batch)
     check(
         built.program,
@@ -103,7 +98,7 @@ def _proved(schedule: Schedule, order: type[Order], batches: tuple[int, ...], fi
 
 
 @lru_cache(maxsize=16)
-def _proved_evaluation(schedule: Schedule, order: type[Order], num_microbatches: int) -> Program:
+def _proved_evaluation(schedule: Schedule, num_microbatches: int) -> Program:
     program = schedule.build_evaluation(num_microbatches, version=0)
     check(program)
     return program

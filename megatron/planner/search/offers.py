@@ -7,9 +7,8 @@ preset of that name that moves saved activations besides.
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule
-from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.schedules import PRESETS, Preset, Schedule
+from megatron.pipeline.schedules.placements import rank_of_stage
 
 PLAIN = Preset("1f1b", "flush")
 """What others are compared with: no schedule saves less on one stage, and none drains with fewer bubbles there."""
@@ -20,7 +19,16 @@ _MANY = (1 << 20,)  # microbatches, which fill any pipeline
 
 
 def offered() -> dict[str, Preset]:
-    """All of them by name, as the tables are now: the presets, and behind them those that can be balanced besides."""
+    """All of them by name, as the tables are now: the presets, and behind them those that can be balanced besides.
+
+    Raises:
+        ValueError: a preset names an order, a policy or a placement that is in no table.
+    """
+    for name, preset in PRESETS.items():
+        try:
+            preset.validate()
+        except ValueError as error:
+            raise ValueError(f"schedule {name}: {error}") from error
     balanced = {f"{name}{_BALANCED}": replace(preset, balance=True) for name, preset in PRESETS.items()}
     others = set(PRESETS.values())
     return PRESETS | {name: preset for name, preset in balanced.items() if preset not in others and can_move(preset)}
@@ -28,7 +36,7 @@ def offered() -> dict[str, Preset]:
 
 def preset_of(name: str) -> tuple[str, bool]:
     """The name in `PRESETS` that is in a name of `offered`, and whether it is balanced besides what the preset says."""
-    return name.removesuffix(_BALANCED), name.endswith(_BALANCED)
+    return (name, False) if name in PRESETS else (name.removesuffix(_BALANCED), name.endswith(_BALANCED))
 
 
 def offer(name: str) -> Preset:
@@ -49,22 +57,21 @@ def can_move(preset: Preset) -> bool:
 
 def fewest_ranks(preset: Preset) -> int | None:
     """From which number of ranks on those of a pair save too differently (BPipe, 3.3 and appendix A); None: never."""
-    return _fewest_ranks(preset, ORDERS[preset.order], preset.policy)
-
-
-@lru_cache(maxsize=256)
-def _fewest_ranks(preset: Preset, order: type[Order], weights: WeightPolicy) -> int | None:
-    """`order` and `weights` are those of the preset, whose names may have another meaning tomorrow."""
-    virtual = 2 if order.interleaves else 1
+    virtual = 2 if preset.interleaves else 1
     for ranks in range(2, _MOST_RANKS + 1):
-        placement = tuple(PLACEMENTS[preset.placement](ranks, virtual))
         try:
+            placement = rank_of_stage(preset.placement, ranks, virtual)
             schedule = Schedule(
-                order=preset.order, weights=weights, num_stages=ranks * virtual, rank_of_stage=placement,
+                order=preset.order, weights=preset.weights, num_stages=ranks * virtual, rank_of_stage=placement,
                 balance=True,
             )  # fmt: skip
-            if schedule.evicting_ranks(_MANY):
-                return ranks
         except ValueError:
             continue
+        if _moves(schedule):
+            return ranks
     return None
+
+
+@lru_cache(maxsize=1024)
+def _moves(schedule: Schedule) -> bool:
+    return bool(schedule.evicting_ranks(_MANY))

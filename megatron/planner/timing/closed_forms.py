@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import Kind
-from megatron.pipeline.schedules import ORDERS, Schedule
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
@@ -87,7 +87,7 @@ def closed_form_of(schedule: Schedule) -> ClosedForm | None:
     """The closed form that holds for a schedule; None: its programs have to be simulated."""
     if schedule.extra_warmup or schedule.recompute or schedule.microbatch_group_size not in (None, schedule.num_ranks):
         return None
-    forms = CLOSED_FORMS.get(ORDERS[schedule.order], {})
+    forms = CLOSED_FORMS.get(schedule.order_class, {})
     return next((form for policies, form in forms.items() if getattr(schedule.weights, policies)), None)
 
 

@@ -10,8 +10,7 @@ from itertools import islice
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.program import Program
-from megatron.pipeline.schedules import ORDERS, Schedule
-from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import BUSY, Timeline
 from megatron.planner.configuration import Configuration
@@ -114,7 +113,7 @@ def _time(seconds: float, busy: float) -> IterationTime:
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
     """Seconds of a batch, and those in which the busiest rank computes."""
     is_small = num_microbatches * schedule.num_stages <= _MOST_PRICED
-    programs, periods = (_small_programs if is_small else _programs)(schedule, ORDERS[schedule.order], num_microbatches)
+    programs, periods = (_small_programs if is_small else _programs)(schedule, num_microbatches)
     ends = [_end(simulate(program, costs)) for program in programs]
     seconds = ends[0] if len(ends) == 1 else (ends[1] - ends[0]) / periods
     return seconds, _busy(StageTimes(costs, schedule), num_microbatches)
@@ -134,11 +133,8 @@ def _end(timeline: Timeline) -> float:
     return max(ends)
 
 
-def _build(schedule: Schedule, order: type[Order], num_microbatches: int) -> tuple[tuple[Program, ...], int]:
-    """A batch; or two runs of several that do not drain, and by how many periods the second is longer.
-
-    `order` is that of the schedule, whose name may have another meaning tomorrow.
-    """
+def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
+    """A batch; or two runs of several that do not drain, and by how many periods the second is longer."""
     if schedule.weights.drains:
         return (schedule.build((num_microbatches,)),), 1
     periodic = schedule.build_periodic(num_microbatches)

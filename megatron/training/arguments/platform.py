@@ -71,8 +71,8 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     turn_off("gradient_accumulation_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
     turn_off(
         "gradient_accumulation_fusion",
-        not (uses_engine and platform.engine_keeps_main_grad and _keeps_two_gradient_buffers(args)),
-        f"with the two gradient buffers of {args.pipeline_schedule} it needs Transformer Engine "
+        not (uses_engine and platform.engine_keeps_main_grad and _keeps_several_gradient_buffers(args)),
+        f"with the gradient buffers of {args.pipeline_schedule} it needs Transformer Engine "
         f"{_LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer of its forward's time",
     )
     turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
@@ -83,7 +83,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     return [note for note in notes if not note.startswith("apply_rope") or args.position_embedding_type == "rope"]
 
 
-def _keeps_two_gradient_buffers(args: argparse.Namespace) -> bool:
+def _keeps_several_gradient_buffers(args: argparse.Namespace) -> bool:
     """Whether a batch accumulates gradients while those of the batch before are reduced."""
     weights = PRESETS[args.pipeline_schedule].policy
     return weights.overlaps_updates and not args.pipeline_2bw_single_gradient_buffer

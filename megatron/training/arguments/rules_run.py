@@ -71,7 +71,7 @@ def schedule(args: argparse.Namespace) -> None:
     if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
     if weights.updates_alone:
-        _pipedream(args)
+        _updates_alone(args)
     program = pipeline_schedule(args)
     sizes = sorted(set(args.batch_sizes.all_num_microbatches()))
     for num_microbatches in sizes:
@@ -130,21 +130,22 @@ def pipeline_schedule(args: argparse.Namespace) -> Schedule:
     )
 
 
-def _pipedream(args: argparse.Namespace) -> None:
+def _updates_alone(args: argparse.Namespace) -> None:
+    """What stages that update apart cannot do together."""
     if args.clip_grad > 0:
         raise ValueError(
-            "--pipeline-schedule pipedream updates each stage by itself, so there is no global norm to "
+            f"--pipeline-schedule {args.pipeline_schedule} updates each stage by itself, so there is no global norm to "
             "clip with; add --clip-grad 0"
         )
     if args.fp16:
         raise ValueError(
-            "--pipeline-schedule pipedream updates each stage by itself, so an overflow elsewhere would be "
-            "seen too late for --fp16; use --bf16"
+            f"--pipeline-schedule {args.pipeline_schedule} updates each stage by itself, so an overflow elsewhere "
+            "would be seen too late for --fp16; use --bf16"
         )
     if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
         raise ValueError(
-            "--pipeline-schedule pipedream gives first and last stage different delays, so their embeddings "
-            "cannot stay tied; add --untie-embeddings-and-output-weights"
+            f"--pipeline-schedule {args.pipeline_schedule} gives first and last stage different delays, so their "
+            "embeddings cannot stay tied; add --untie-embeddings-and-output-weights"
         )
 
 

@@ -15,6 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.pipeline.weights import WeightPolicy
 from megatron.training.checkpoint.state import version_state
 
+OLDER_VERSIONS = "previous_version"  # how all their keys begin
+
 
 class WeightVersions(Protocol):
     """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.versions)."""
@@ -113,7 +115,7 @@ class OlderVersions:
 
 
 def _entry(age: int) -> str:
-    return "previous_version" if age == 1 else f"previous_version_{age}"
+    return OLDER_VERSIONS if age == 1 else f"{OLDER_VERSIONS}_{age}"
 
 
 def _prefix(age: int) -> str:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
 from megatron.planner.timing import CLOSED_FORMS, closed_form, simulated
-from megatron.planner.timing.closed_forms import closed_form_of, moving_parts
+from megatron.planner.timing.closed_forms import StageTimes, closed_form_of, moving_parts, one_f_one_b
 from tests.planner import made_up
 from tests.planner.timing.test_iteration import configuration
 
@@ -44,6 +45,17 @@ def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
         stages = [reduce if where in (-1, stage) else 0.0 for stage in range(p)]
         costs = Costs(backward=backward, step=step, reduce_grad=stages, reduce_norm=norm)
         assert closed_form(costs, asked).seconds == pytest.approx(simulated(costs, asked, schedule).seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_reductions_are_those_of_the_ranks_stage(placement):
+    """Wherever the stages lie, a batch that drains ends as simulated, with reductions that differ by stage."""
+    schedule = Schedule(
+        order="1f1b", weights="flush", num_stages=4, rank_of_stage=placement, data_parallel=True
+    )  # fmt: skip
+    costs = Costs(forward=1.0, backward=2.0, step=0.5, reduce_grad=[0.0, 9.0, 1.0, 14.0], reduce_norm=0.25)
+    seconds = simulate(schedule.build((6,)), costs).end
+    assert one_f_one_b(StageTimes(costs, schedule), 6) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_who_brings_an_order_may_bring_its_closed_form():
