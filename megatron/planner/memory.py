@@ -137,13 +137,16 @@ def estimate_memory(
 
 
 def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
-    """On how many sides a rank exchanges tensors: whether some stage of it has one before, and one after, elsewhere."""
-
-    def elsewhere(distance: int) -> bool:
-        others = [(stage, stage + distance) for stage in stages if 0 <= stage + distance < len(rank_of_stage)]
-        return any(rank_of_stage[stage] != rank_of_stage[other] for stage, other in others)
-
-    return elsewhere(-1) + elsewhere(1)
+    """On how many sides each stage of a rank has one of another rank, at least, of those that have any: the ends of the
+    model have one.
+    """
+    last = len(rank_of_stage) - 1
+    beside = [[other for other in (stage - 1, stage + 1) if 0 <= other <= last] for stage in stages]
+    sides = [
+        sum(rank_of_stage[other] != rank_of_stage[stage] for other in others)
+        for stage, others in zip(stages, beside, strict=True)
+    ]
+    return min(filter(None, sides), default=0)
 
 
 def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
