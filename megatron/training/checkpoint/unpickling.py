@@ -4,35 +4,18 @@ Problem: the index of a torch_dist checkpoint (`.metadata`) is a pickle, and so 
 torch reads both with all that pickle can do, so a file from elsewhere may name any function and have it called.
 
 Solution: from `install` on, every reader in this process, megatron.core's own included, goes through unpicklers that
-know which classes belong there. The index has its list below; objects are read as torch reads weights.
+know what belongs there. The index has one of its own (index_pickle.py); objects are read as torch reads weights.
 """
 
 import pickle
 import types
 import warnings
-from enum import Enum
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import default_planner, filesystem
 
-_NAMES = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.distributed.checkpoint.planner": (
-        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "collections": ("OrderedDict", "defaultdict"),
-    "pathlib": ("PosixPath", "PurePosixPath"),
-    "builtins": ("dict", "frozenset", "list", "set", "tuple"),
-}  # fmt: skip
-"""What the index of a checkpoint consists of: module -> names."""
+from megatron.training.checkpoint.index_pickle import IndexUnpickler, enum_member
 
 _installed = False
 
@@ -46,26 +29,6 @@ def install() -> None:
     filesystem.pickle = _Replaced(pickle, load=lambda file: IndexUnpickler(file).load())
     default_planner.torch = _Replaced(torch, load=_load_object)
     _installed = True
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint. Raises UnpicklingError for anything that does not belong there."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member
-        if name in _NAMES.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong into the index of a checkpoint")
-
-
-def enum_member(enumeration: type[Enum], name: str) -> Enum:
-    """What `getattr` may do in a checkpoint: Python 3.11.2 writes a member of an enumeration that way."""
-    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
-    return enumeration[name]
 
 
 class _Replaced(types.ModuleType):
