@@ -10,6 +10,7 @@ know what belongs there. The index has one of its own (index_pickle.py); objects
 import pickle
 import types
 import warnings
+from enum import Enum
 from typing import Any
 
 import torch
@@ -51,5 +52,13 @@ def _register_safe_classes() -> None:
     torch.serialization.add_safe_globals([(enum_member, "builtins.getattr")])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        from megatron.core.safe_globals import register_safe_globals
+        from megatron.core.safe_globals import SAFE_GLOBALS, register_safe_globals
     register_safe_globals()
+    for kind in SAFE_GLOBALS:
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            kind.__setstate__ = _refuse_state  # torch's reader asks for it before it sets attributes
+
+
+def _refuse_state(member: Enum, state: Any) -> None:
+    """A member of an enumeration is the whole process's; no file has to set attributes of it, and none does."""
+    raise pickle.UnpicklingError(f"it sets attributes of {member}, which the objects of a checkpoint do not")

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.checkpoint import unpickling
 
 unpickling.install()
@@ -143,6 +144,26 @@ def test_all_that_an_index_may_hold_is_read(protocol):
     found = unpickling.IndexUnpickler(io.BytesIO(pickle.dumps(content, protocol=protocol))).load()
     assert found == content
     found["containers"][1]["new"].append(1)
+
+
+class Altered:
+    """Pickled as a member of an enumeration that megatron.core lists, with attributes to be set on it."""
+
+
+@pytest.mark.parametrize("state", [{"_value_": 1}, (None, {"_value_": 1})], ids=["plain", "slots"])
+def test_no_member_of_an_enumeration_is_altered_by_an_object(monkeypatch, state):
+    """Members are shared by the whole process."""
+    monkeypatch.setattr(Altered, "__reduce__", lambda self: (AttnBackend, (AttnBackend.auto.value,), state))
+    file, value = io.BytesIO(), AttnBackend.auto.value
+    torch.save([AttnBackend.auto], file)
+    file.seek(0)
+    assert unpickling._load_object(file) == [AttnBackend.auto]
+    file = io.BytesIO()
+    torch.save(Altered(), file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match=r"sets attributes of AttnBackend\.auto"):
+        unpickling._load_object(file)
+    assert AttnBackend.auto.value == value
 
 
 def test_nothing_in_an_object_is_called(tmp_path):
