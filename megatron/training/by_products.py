@@ -13,18 +13,19 @@ logger = logging.getLogger(__name__)
 
 
 class ByProduct:
-    """One thing that is written: `name` is for the user, `consequence` what its failure means to him."""
+    """One thing that is written: `name` is for the user, `consequence` what its failure means to him. `failures` are
+    what it may raise; a library that talks to a service raises more than OSError."""
 
-    def __init__(self, name: str, *, consequence: str) -> None:
-        self.name, self.consequence = name, consequence
+    def __init__(self, name: str, *, consequence: str, failures: tuple[type[Exception], ...] = (OSError,)) -> None:
+        self.name, self.consequence, self._failures = name, consequence, failures
         self.fails = False
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """The block writes it. An OSError is a warning, unless the attempt before failed, too."""
+        """The block writes it. A failure is a warning, unless the attempt before failed, too."""
         try:
             yield
-        except OSError as error:
+        except self._failures as error:
             if not self.fails:
                 logger.warning("%s cannot be written: %s; training goes on, %s", self.name, _reason(error),
                                self.consequence)  # fmt: skip
@@ -35,5 +36,5 @@ class ByProduct:
             self.fails = False
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -5,7 +5,8 @@ Errors in the command line are found before torch is imported, printed by rank 0
 group; rank 0 prints it once, with the ranks named, and all end with status 2. What all ranks find alike later (a
 missing file, a damaged checkpoint, a loss that is no number) is printed once too. Whatever else goes wrong on one rank
 is the failure guard's business: it ends all ranks with status 1 and names rank, stage and cause. All of these
-sentences go to the launcher, too, whose summary is the last on the screen. Ctrl-C ends a job with status 130.
+sentences go to the launcher, too, whose summary is the last on the screen. Ctrl-C ends a program that was started
+without a launcher with one line and status 130; torchrun gets it too, and prints a traceback of its own.
 """
 
 import argparse

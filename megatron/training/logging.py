@@ -2,11 +2,13 @@
 all."""
 
 import argparse
+import errno
 import importlib.util
 import logging
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -117,7 +119,8 @@ def log_line(
 class Reporter:
     """Turns reports into everything that a run writes. On all ranks but the last it writes nothing.
 
-    Raises ValueError where the metrics file cannot be written.
+    Raises ValueError where the metrics file or TensorBoard's directory cannot be written for another reason than a full
+    disk.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -127,14 +130,21 @@ class Reporter:
         self._said = ByProduct("the log", consequence="and more of it is tried")
         self._progress = ByProduct("progress.txt (--log-progress)", consequence="and later lines are tried")
         self._shown = ByProduct(f"--tensorboard-dir {args.tensorboard_dir}", consequence="without it from now on")
+        wandb = f"--wandb-project {args.wandb_project}"
+        self._published = ByProduct(wandb, consequence="and later values are tried", failures=(Exception,))
         self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
         missing = packages_not_here(args)
         for line in missing.values():
             self.say(f"warning: {line}")
         has_board = bool(args.tensorboard_dir) and "tensorboard" not in missing
         has_wandb = bool(args.wandb_project) and "wandb" not in missing
-        self._board = _tensorboard(args) if self.writes and has_board else None
-        self._wandb = _weights_and_biases(args) if self.writes and has_wandb else None
+        self._board = self._wandb = None
+        if self.writes and has_board:
+            with self._shown.attempt():
+                self._board = _tensorboard(args)
+        if self.writes and has_wandb:
+            with ByProduct(wandb, consequence="without it", failures=(Exception,)).attempt():
+                self._wandb = _weights_and_biases(args)
         per_token = flops_per_sample(args) / args.seq_length / args.world_size
         self._flops = per_token if args.log_throughput and backend.is_cuda() else None
 
@@ -210,8 +220,13 @@ class Reporter:
             if name in values:
                 scalars.append((f"{name} vs samples", values[name], progress.consumed_samples))
         self._show(scalars)
+        self._publish(values, progress.iteration)
+
+    def _publish(self, values: Mapping[str, float], iteration: int) -> None:
+        """Give them to Weights & Biases."""
         if self._wandb is not None:
-            self._wandb.log(values, step=progress.iteration)
+            with self._published.attempt():
+                self._wandb.log(values, step=iteration)
 
     def _show(self, scalars: Sequence[tuple[str, float, int]]) -> None:
         """Give TensorBoard (name, value, iteration or samples). Its writer does not outlive a write that failed."""
@@ -241,8 +256,7 @@ class Reporter:
         if self.args.log_validation_ppl_to_tensorboard:
             scalars.append((f"{LOSS} {name} ppl", perplexity, iteration))
         self._show(scalars)
-        if self._wandb is not None:
-            self._wandb.log({f"{each} {name}": value for each, value in losses.items()}, step=iteration)
+        self._publish({f"{each} {name}": value for each, value in losses.items()}, iteration)
 
     def close(self) -> None:
         """Write out what is pending."""
@@ -252,7 +266,8 @@ class Reporter:
             with self._shown.attempt():
                 self._board.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            with self._published.attempt():
+                self._wandb.finish()
 
 
 def _key(name: str) -> str:
@@ -275,11 +290,17 @@ def packages_not_here(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _tensorboard(args: argparse.Namespace):
+    """Raises OSError on a full disk, and ValueError where the directory cannot be written at all."""
     from torch.utils.tensorboard import SummaryWriter
 
     try:
+        os.makedirs(args.tensorboard_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.tensorboard_dir) as trial:  # a thread of the writer prints a traceback
+            trial.write(bytes(4096))
         return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise ValueError(f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}") from error
 
 
@@ -287,10 +308,7 @@ def _weights_and_biases(args: argparse.Namespace):
     import wandb
 
     folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--wandb-save-dir {folder} cannot be written: {error.strerror}") from error
+    os.makedirs(folder, exist_ok=True)
     config = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, bool))}
     wandb.init(dir=folder, name=args.wandb_exp_name, project=args.wandb_project, entity=args.wandb_entity or None,
                config=config)  # fmt: skip

@@ -80,3 +80,22 @@ def test_a_program_that_imports(tmp_path, program, stop_at):
     flags = [word for word in words() if word != "--mock-data"] + ["--data-path", "none", "--vocab-file", "none"]
     status, error = interrupted([program, *flags], tmp_path, stop_at)
     assert (status, error) == (130, f"{program.name}: ended by SIGINT\n")
+
+
+def test_a_fork_of_a_job_ends_without_a_word(tmp_path):
+    """Such as a worker that reads data: what the job does before its end is not the worker's, nor is the line."""
+    code = (
+        "import os, sys\nfrom megatron.training import interrupt\n"
+        "interrupt.before_exit.append(lambda: open(sys.argv[1], 'a').write(f'{os.getpid()} '))\n"
+        "interrupt.end_at_interrupt(says='over')\n"
+        "fork = os.fork()\nif fork == 0:\n    os.kill(os.getpid(), 2)\n    os._exit(1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 130\nos.kill(os.getpid(), 2)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "acts")], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "over\n")
+    assert (tmp_path / "acts").read_text() == f"{process.pid} "

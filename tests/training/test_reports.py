@@ -230,6 +230,46 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert evaluation == ("log", 1, {"lm loss validation": 3.0}) and end == ("finish",)
 
 
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_what_weights_and_biases_raises_ends_no_run(tmp_path, monkeypatch, caplog, where):
+    """A full disk, or a service that cannot be reached: one warning, and training goes on."""
+    fake = mock.Mock(__spec__=importlib.machinery.ModuleSpec("wandb", None))
+    for name, error in (("init", RuntimeError("no answer")), ("log", OSError(28, "No space left on device")),
+                        ("finish", RuntimeError("no answer"))):  # fmt: skip
+        if name == where:
+            getattr(fake, name).side_effect = error
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    reports = reporter(tmp_path, f"--wandb-project p --wandb-exp-name n --wandb-save-dir {tmp_path}/w")
+    for iteration in (1, 2):
+        reports.iteration(report(iteration, 4.0), Progress(iteration, 8, 8, 0.5))
+    reports.evaluation("validation", 2, {"lm loss": 3.0}, seconds=1.0)
+    reports.close()
+    assert (
+        caplog.messages[0].lower().startswith("--wandb-project p cannot be written: no")
+        and "goes on" in caplog.messages[0]
+    )
+    assert all("is written again" in message for message in caplog.messages[1:])
+    assert fake.log.call_count == (0 if where == "init" else 3)
+
+
+def test_tensorboard_on_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch, caplog):
+    """A warning; a path that is no directory is refused."""
+    import torch.utils.tensorboard
+
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(torch.utils.tensorboard, "SummaryWriter", full)
+    reports = reporter(tmp_path, f"--tensorboard-dir {tmp_path}/board")
+    reports.iteration(report(1, 4.0), Progress(1, 8, 8, 0.5))
+    reports.close()
+    assert caplog.messages == [
+        f"--tensorboard-dir {tmp_path}/board cannot be written: No space left on device; training goes on, without it "
+        "from now on"
+    ]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--tensorboard-dir .*/file/board cannot be written: Not a directory"):
+        reporter(tmp_path, f"--tensorboard-dir {tmp_path}/file/board")
+
+
 @pytest.mark.parametrize(
     ("flags", "package"),
     [("--tensorboard-dir board", "tensorboard"), ("--wandb-project p --wandb-exp-name n", "wandb")],

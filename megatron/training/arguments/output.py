@@ -133,7 +133,8 @@ LOGGING = Group(
             "--wandb-project",
             str,
             "",
-            "Weights & Biases project; empty: off. Without the package wandb the run warns once and goes on.",
+            "Weights & Biases project; empty: off. Without the package wandb, and where it fails, the run warns once "
+            "and goes on.",
         ),
         option("--wandb-entity", str, "", "Weights & Biases entity."),
         option("--wandb-exp-name", str, "", "Weights & Biases name of the run."),

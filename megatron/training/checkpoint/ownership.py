@@ -8,18 +8,18 @@ that finds the mark of a live owner is refused. One that finds the mark of a dea
 file system lets only one do, and then removes the older. Every save asks first whether its mark still counts.
 
 Who is alive: a process of this machine (the same boot, the same namespace of process ids) is looked up by its id and
-the time of its start. Of any other process only the file tells: its owner touches it every `PERIOD` seconds, and one
-that stays as it is for `PATIENCE` seconds on the watcher's own clock belongs to a dead one. Clocks of different hosts
-are never compared.
+the time of its start. Of any other process only the file tells: its owner changes it every `PERIOD` seconds
+(heartbeat.py), and one that stays as it is for `PATIENCE` seconds on the watcher's own clock belongs to a dead one.
+Clocks of different hosts are never compared.
 """
 
 import atexit
+import errno
 import json
 import logging
 import os
 import re
 import socket
-import threading
 import time
 import uuid
 from contextlib import suppress
@@ -27,12 +27,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.training.checkpoint.errors import CheckpointError
+from megatron.training.checkpoint.heartbeat import DIGITS, Heartbeat
 
 PERIOD = 10.0
-"""Seconds between two touches of a mark."""
+"""Seconds between two signs of life in a mark."""
 PATIENCE = 45.0
-"""Seconds after which an untouched mark belongs to a dead owner."""
+"""Seconds after which a mark without a new one belongs to a dead owner."""
+BETWEEN_LOOKS = 1.0
+"""Seconds until a mark of another job is looked at again: one that a taker gives up is soon gone."""
 _NAME = re.compile(r"\.owner_(\d+)")
+_COUNT = "beat"
 logger = logging.getLogger(__name__)
 _held: list["OwnerMark"] = []
 
@@ -75,11 +79,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Sight:
-    """A mark as it was seen; `owner` is None where it says nothing yet, or nothing that can be read."""
+    """A mark as it was seen; `owner` is None where it says nothing yet, or nothing that can be read. `beat` changes
+    while that is alive."""
 
     number: int
     owner: Owner | None
-    touched: int
+    beat: tuple
 
 
 class OwnerMark:
@@ -90,7 +95,7 @@ class OwnerMark:
         self._number: int | None = None
         self._owner = Owner.this_process()
         self._watched: tuple[_Sight, float] | None = None  # an owner elsewhere, and when it was first seen so
-        self._leaving = threading.Event()
+        self._heartbeat: Heartbeat | None = None
 
     def try_to_take(self) -> bool:
         """Take the directory. False: it is not known yet whether the owner before is alive; ask again in a second.
@@ -102,47 +107,72 @@ class OwnerMark:
         try:
             return self._try_to_take()
         except OSError as error:
+            full = "free some space there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             raise CheckpointError(
-                f"--save {self.root} takes no mark of its owner: {error.strerror}; free some space there, or name a "
-                "directory where files can be written"
+                f"--save {self.root} takes no mark of its owner: {error.strerror}; {full}name a directory where files "
+                "can be made and removed"
             ) from error
 
     def _try_to_take(self) -> bool:
         before = self._marks()
         if before and not self._is_dead(before[-1]):
             return False
+        if not self._follow(before):
+            return False
+        _held.append(self)
+        return True
+
+    def _follow(self, before: list[_Sight]) -> bool:
+        """Make the mark after those, which are all of dead owners; False where another has come meanwhile."""
         number = before[-1].number + 1 if before else 1
         if not self._make(number):
             return False
         judged = {(mark.number, mark.owner) for mark in before}
-        others = [mark for mark in self._marks() if mark.number != number]
-        if any(mark.number > number or (mark.number, mark.owner) not in judged for mark in others):
-            self._path(number).unlink(missing_ok=True)  # one has come meanwhile that is to be judged, too
-            return False
-        for mark in others:
-            self._path(mark.number).unlink(missing_ok=True)
+        try:
+            others = [mark for mark in self._marks() if mark.number != number]
+            if any((mark.number, mark.owner) not in judged for mark in others):
+                self._path(number).unlink(missing_ok=True)  # one has come meanwhile that is to be judged, too
+                return False
+            for mark in others:
+                self._path(mark.number).unlink(missing_ok=True)
+        except OSError:
+            self._path(number).unlink(missing_ok=True)  # such as where another user's files cannot be removed
+            raise
         self._number, self._watched = number, None
-        threading.Thread(target=self._touch, args=(number,), name="owner's mark", daemon=True).start()
-        _held.append(self)
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._heartbeat = Heartbeat(self._path(number), self._text(), PERIOD)
+        self._heartbeat.start()
         return True
 
     def require(self) -> None:
-        """Raise CheckpointError where the mark does not count any more: another job took this one for dead."""
-        marks = self._marks()
-        if not marks:
-            raise CheckpointError("the mark that this job left there is gone, so another job may write there, too")
-        if marks[-1].owner != self._owner:
-            raise CheckpointError(
-                f"another job ({marks[-1].owner or 'which does not say its name'}) has taken the directory over, as "
-                f"this one gave no sign of life for {PATIENCE:.0f} s; only that one goes on"
-            )
+        """Take the directory again where somebody removed the mark.
+
+        Raises:
+            CheckpointError: another job's mark counts; it took this one for dead.
+        """
+        for pause in (BETWEEN_LOOKS, BETWEEN_LOOKS, 0.0):
+            marks = self._marks()
+            if marks and marks[-1].owner == self._owner:
+                return
+            if not marks and self._follow([]):
+                logger.warning("--save %s: somebody removed the mark of this job, %s; it has made another and goes on",
+                               self.root, ".owner_N")  # fmt: skip
+                return
+            time.sleep(pause)  # a taker that comes too late makes a mark, sees this one, and removes its own again
+        other = marks[-1].owner if marks else None
+        raise CheckpointError(
+            f"another job ({other or 'which does not say its name'}) has taken the directory over, as this one gave no "
+            f"sign of life for {PATIENCE:.0f} s; only that one goes on: let it, or end it and start this one again, "
+            "which goes on from the latest checkpoint there"
+        )
 
     def release(self) -> None:
         """Let the next job have the directory."""
         if self._number is None or self._owner.process != os.getpid():  # a fork has it only by inheritance
             return
         number, self._number = self._number, None
-        self._leaving.set()
+        self._heartbeat.stop()
         _held.remove(self)
         with suppress(OSError):
             mark = self._see(number)
@@ -165,7 +195,7 @@ class OwnerMark:
                 "--save %s is marked by another job (%s); watching for %.0f s whether that is alive",
                 self.root, owner or "which does not say its name", PATIENCE,
             )  # fmt: skip
-        elif mark.touched != self._watched[0].touched:
+        elif mark.beat != self._watched[0].beat:
             raise self._refusal(owner)
         return now - self._watched[1] >= PATIENCE
 
@@ -188,23 +218,34 @@ class OwnerMark:
 
     def _see(self, number: int) -> _Sight | None:
         """Opened anew each time: a network file system asks its server then."""
+        path = self._path(number)
         try:
-            with open(self._path(number), encoding="utf-8") as stream:
-                touched = os.fstat(stream.fileno()).st_mtime_ns
-                try:
-                    owner = Owner(**json.load(stream))
-                except (ValueError, TypeError):
-                    owner = None
+            try:
+                with open(path, encoding="utf-8") as stream:
+                    touched, text = os.fstat(stream.fileno()).st_mtime_ns, stream.read()
+            except PermissionError:  # another user's
+                touched, text = path.stat().st_mtime_ns, ""
         except FileNotFoundError:
             return None
-        return _Sight(number, owner, touched)
+        try:
+            said = json.loads(text)
+            count = said.pop(_COUNT, None)
+            return _Sight(number, Owner(**said), (touched, count))
+        except (ValueError, TypeError, AttributeError):
+            return _Sight(number, None, (touched, text))
+
+    def _text(self) -> str:
+        """How this process's mark begins; the count and `"}` come behind it."""
+        return json.dumps({**asdict(self._owner), _COUNT: ""})[: -len('"}')]
 
     def _make(self, number: int) -> bool:
         """Make this process's mark; False where one of that number is there."""
         try:
             with open(self._path(number), "x", encoding="utf-8") as stream:
-                stream.write(json.dumps(asdict(self._owner)))
+                stream.write(f'{self._text()}{"0" * DIGITS}"}}')
                 stream.flush()
+                with suppress(OSError):
+                    os.fchmod(stream.fileno(), 0o644)  # other users are to see whose it is
                 os.fsync(stream.fileno())
         except FileExistsError:
             return False
@@ -212,12 +253,6 @@ class OwnerMark:
             self._path(number).unlink(missing_ok=True)  # such as on a full disk
             raise
         return True
-
-    def _touch(self, number: int) -> None:
-        path = self._path(number)
-        while not self._leaving.wait(PERIOD):
-            with suppress(OSError):  # the next save says what is wrong
-                os.utime(path)
 
 
 @atexit.register

@@ -4,7 +4,7 @@ Problem: the index of a torch_dist checkpoint (`.metadata`) is a pickle, and so 
 torch reads both with all that pickle can do, so a file from elsewhere may name any function and have it called.
 
 Solution: from `install` on, every reader in this process, megatron.core's own included, goes through unpicklers that
-know which classes belong there. The index has its list below; objects are read as torch reads weights.
+know what belongs there. The index has one of its own (index_pickle.py); objects are read as torch reads weights.
 """
 
 import pickle
@@ -16,23 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import default_planner, filesystem
 
-_NAMES = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch.distributed.checkpoint.planner": (
-        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
-    ),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "collections": ("OrderedDict", "defaultdict"),
-    "pathlib": ("PosixPath", "PurePosixPath"),
-    "builtins": ("dict", "frozenset", "list", "set", "tuple"),
-}  # fmt: skip
-"""What the index of a checkpoint consists of: module -> names."""
+from megatron.training.checkpoint.index_pickle import IndexUnpickler, enum_member
 
 _installed = False
 
@@ -46,26 +30,6 @@ def install() -> None:
     filesystem.pickle = _Replaced(pickle, load=lambda file: IndexUnpickler(file).load())
     default_planner.torch = _Replaced(torch, load=_load_object)
     _installed = True
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint. Raises UnpicklingError for anything that does not belong there."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member
-        if name in _NAMES.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong into the index of a checkpoint")
-
-
-def enum_member(enumeration: type[Enum], name: str) -> Enum:
-    """What `getattr` may do in a checkpoint: Python 3.11.2 writes a member of an enumeration that way."""
-    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
-    return enumeration[name]
 
 
 class _Replaced(types.ModuleType):
@@ -88,5 +52,13 @@ def _register_safe_classes() -> None:
     torch.serialization.add_safe_globals([(enum_member, "builtins.getattr")])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        from megatron.core.safe_globals import register_safe_globals
+        from megatron.core.safe_globals import SAFE_GLOBALS, register_safe_globals
     register_safe_globals()
+    for kind in SAFE_GLOBALS:
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            kind.__setstate__ = _refuse_state  # torch's reader asks for it before it sets attributes
+
+
+def _refuse_state(member: Enum, state: Any) -> None:
+    """A member of an enumeration is the whole process's; no file has to set attributes of it, and none does."""
+    raise pickle.UnpicklingError(f"it sets attributes of {member}, which the objects of a checkpoint do not")
