@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from megatron.training import interrupt
+from megatron.pipeline import interrupt
 
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_gpt.py: ended by SIGINT")  # before what takes long to import

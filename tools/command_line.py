@@ -23,7 +23,7 @@ _ROOMS = ("megatron", "megatron.pipeline", "megatron.placement")
 if not all(importlib.util.find_spec(room) for room in _ROOMS):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed
 
-from megatron.training import interrupt  # noqa: E402
+from megatron.pipeline import interrupt  # noqa: E402
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
 if _program.parent == Path(__file__).resolve().parent and multiprocessing.parent_process() is None:

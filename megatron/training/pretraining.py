@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 
+from megatron.pipeline import interrupt
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.megatron_stage import ForwardStep
-from megatron.training import initialize, interrupt
+from megatron.training import initialize
 from megatron.training.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.training.arguments.hardware_queues import require_hardware_queues
 from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble

@@ -85,7 +85,7 @@ def test_a_program_that_imports(tmp_path, program, stop_at):
 def test_a_fork_of_a_job_ends_without_a_word(tmp_path):
     """Such as a worker that reads data: what the job does before its end is not the worker's, nor is the line."""
     code = (
-        "import os, sys\nfrom megatron.training import interrupt\n"
+        "import os, sys\nfrom megatron.pipeline import interrupt\n"
         "interrupt.before_exit.append(lambda: open(sys.argv[1], 'a').write(f'{os.getpid()} '))\n"
         "interrupt.end_at_interrupt(says='over')\n"
         "fork = os.fork()\nif fork == 0:\n    os.kill(os.getpid(), 2)\n    os._exit(1)\n"
