@@ -108,8 +108,8 @@ def test_values_that_follow():
         ("--step-batch-size-schedule 0:4 1K:8 --rampup-batch-size 2 2 9", "", "--rampup-batch-size exclude each other"),
         ("--step-batch-size-schedule 0:4 1X:8", "", "1X:8 is not TOKENS:SIZE"),
         ("--step-batch-size-schedule 0:4 1K:0", "", "1K:0 is not TOKENS:SIZE"),
-        ("--step-batch-size-schedule 1K:4 2K:8", "", "tokens must rise from 0"),
-        ("--step-batch-size-schedule 0:4 2K:6 1K:8", "", "tokens must rise from 0"),
+        ("--step-batch-size-schedule 1K:4 2K:8", "", "the steps must begin at 0 tokens"),
+        ("--step-batch-size-schedule 0:4 2K:6 2K:8", "", "lie at least a sequence"),
         (
             "--checkpoint-activations --recompute-granularity full",
             "",
