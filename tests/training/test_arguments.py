@@ -254,6 +254,29 @@ def test_every_refused_flag_says_what_to_do():
             parse_args(words(f"{flag.name} {value}"))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 0", "--mtp-num-layers 0", "--main-grads-dtype fp32", "--main-params-dtype fp32",
+        "--exp-avg-dtype fp32", "--exp-avg-sq-dtype fp32", "--optimizer-offload-fraction 0.0",
+        "--cpu-offloading-num-layers 0",
+    ],
+)  # fmt: skip
+def test_a_refused_flag_may_ask_for_nothing(flags):
+    """A script that spells out what is done anyway runs."""
+    assert not validate_args(parse_args(words(flags)), world_size=1)
+
+
+def test_the_home_of_the_user_is_known(monkeypatch):
+    """A shell leaves `~` alone in `--save=~/run`: it is the home of the user, wherever a path is taken."""
+    monkeypatch.setenv("HOME", "/home/me")
+    args = parse_args(
+        words("--save=~/run --load ~/old --vocab-file=~/v --data-path 1 ~/a 2 /b~/c --wandb-save-dir=~/w")
+    )
+    assert (args.save, args.load, args.vocab_file) == ("/home/me/run", "/home/me/old", "/home/me/v")
+    assert args.data_path == ["1", "/home/me/a", "2", "/b~/c"] and args.wandb_save_dir == "/home/me/w"
+
+
 TRANSLATED = {  # a rule turns the flag into another value, or refuses what cannot be
     "use_rotary_position_embeddings", "add_position_embedding", "use_flash_attn", "pipeline_extra_warmup",
     "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed",
