@@ -10,29 +10,44 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_STEP = re.compile(r"(?P<tokens>\d+(?:\.\d*)?)(?P<unit>[KMBT]?):(?P<size>\d+)", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:E[+-]?[0-9]{1,2})?)(?P<unit>[KMBT]?)", re.IGNORECASE | re.ASCII
+)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """(first sample, batch size) of each step of "TOKENS:SIZE TOKENS:SIZE ...", in one word or several.
+    """(first sample, batch size) of each step of "TOKENS:SIZE TOKENS:SIZE ...", in one word or several, in any order.
 
     Raises ValueError where the text is no such list, or its tokens do not rise from 0.
     """
-    entries, steps = " ".join(words).replace(",", " ").split(), []
-    text = f"--step-batch-size-schedule {' '.join(entries)}"
+    entries = " ".join(words).replace(",", " ").split()
+    if not entries:
+        raise ValueError("--step-batch-size-schedule has no steps; write for example 0:16 2.4B:320")
+    text, steps = f"--step-batch-size-schedule {' '.join(entries)}", []
     for entry in entries:
-        match = _STEP.fullmatch(entry)
-        if match is None or not int(match["size"]):
+        tokens, _, size = entry.partition(":")
+        tokens, size = _number(tokens), _number(size)
+        if tokens is None or not size:
             raise ValueError(
-                f"{text}: {entry} is not TOKENS:SIZE, a number of tokens (2.4B, 300M, 0) and a batch size greater than "
-                "0; write for example 0:16 2.4B:320"
+                f"{text}: {entry} is not TOKENS:SIZE, a number of tokens (2.4B, 300M, 2.4e9, 0) and a batch size of at "
+                "least 1; write for example 0:16 2.4B:320"
             )
-        steps.append((int(float(match["tokens"]) * _UNITS[match["unit"].upper()]) // seq_length, int(match["size"])))
+        steps.append((tokens // seq_length, size))
+    steps.sort()
     starts = [start for start, _ in steps]
-    if starts[:1] != [0] or sorted(set(starts)) != starts:
-        raise ValueError(f"{text}: tokens must rise from 0 by at least a sequence; write for example 0:16 2.4B:320")
+    if starts[0] != 0 or sorted(set(starts)) != starts:
+        raise ValueError(
+            f"{text}: the steps must begin at 0 tokens and lie at least a sequence ({seq_length} tokens) apart; write "
+            "for example 0:16 2.4B:320"
+        )
     return tuple(steps)
+
+
+def _number(text: str) -> int | None:
+    """As Megatron-LM reads it (1.5K, 2.4B, 2.4e9, .5B), rounded down; None where it is no such number."""
+    match = _NUMBER.fullmatch(text)
+    return match and int(float(match["number"]) * _UNITS[match["unit"].upper()])
 
 
 @dataclass(frozen=True, kw_only=True)

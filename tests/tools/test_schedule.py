@@ -1,4 +1,5 @@
-"""tools/schedule.py: what it prints, writes and proves, and with which status it ends."""
+"""tools/schedule.py: what it prints, writes and proves, and with which status it ends (times and pictures:
+test_schedule_times.py)."""
 
 import os
 import re
@@ -10,8 +11,6 @@ import pytest
 
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.simulate import simulate
-from megatron.pipeline.timeline import Timeline
 from tests.planner import made_up
 from tests.tools.in_process import ROOT, load_tool, runner
 
@@ -124,21 +123,6 @@ def test_check_takes_a_file_for_its_hardware_queues(run, tmp_path):
     assert "no REDUCE_GRAD for 2 data" in run("check", path, "--hardware-queues", 1, "--data", 2)[2]
 
 
-def test_draw_shows_what_is_saved_where_activations_move(run, tmp_path):
-    """Below the timeline of Figure 4 stands the count of each stage, unless it is refused; else it is asked for."""
-    for name, flag, shown in (("bpipe", "", True), ("bpipe", "--no-saved", False), ("flush", "", False)):
-        words = ["draw", "--schedule", name, "--batches", "1", "--microbatches", "8", *flag.split()]
-        assert run(*words, "--output", tmp_path / "x.svg")[0] == 0
-        assert ('"saved"' in (tmp_path / "x.svg").read_text()) == shown
-
-
-def test_a_move_that_is_late_takes_time(run):
-    """--evict and --load are costs of the simulation: within a forward they are hidden, beyond it they are not."""
-    bpipe = ["simulate", "--schedule", "bpipe", "--microbatches", "8", "--batches", "1"]
-    spans = [run(*bpipe, "--evict", evict, "--load", load)[1].split()[1] for evict, load in ((0, 0), (1, 1), (1, 1.5))]
-    assert spans[:2] == ["33", "33"] and float(spans[2]) > 33
-
-
 @pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream", "bpipe"])
 def test_every_preset_is_right_by_default(run, name):
     """Without further options each preset is proved, timed and drawn as text."""
@@ -243,87 +227,6 @@ def test_choices_that_do_not_work_end_with_status_1(run, arguments, reason):
     status, _, err = run(*arguments)
     assert (status, err.count("\n")) == (1, 1)
     assert reason in err
-
-
-def test_simulate_prints_and_writes_the_timeline(run, tmp_path):
-    """Makespan and steady time of the closed form, and a file that `draw --measured` reads."""
-    status, out, _ = run("simulate", *TWO_BW, "--json", tmp_path / "t.json")
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert status == 0
-    assert lines[0] == "makespan 45"
-    assert "time per batch, steady 12" in lines
-    assert "steady" not in run("simulate", "--schedule", "2bw", "--microbatches", "4,6,9")[1]  # a ramp-up never is
-    assert re.search(r"steady +3\n", run("simulate", "--schedule", "pipedream")[1])  # f + b, without the fill
-    assert "steady" not in run("simulate", "--schedule", "pipedream", "--batches", "5")[1]
-    assert Timeline.load(tmp_path / "t.json").to_dict() == simulate(build()).to_dict()
-    slow = run("simulate", *TWO_BW, "--backward", "2,2,2,4", "--transfer", "0.1", "--latency", "0.1", "--step", "1")
-    assert slow[0] == 0
-    assert float(slow[1].split()[1]) > 45
-
-
-def test_simulate_says_what_bounds_the_run(run):
-    """The critical path with the share of each kind, and memory by rank where sizes are given."""
-    flush = ["simulate", "--schedule", "flush", "--stages", "2", "--microbatches", "2", "--batches", "1"]
-    out = run(*flush, "--latency", "0.5", "--critical-path", "--activations-size", "4", "--weights-size", "3")[1]
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "rank 0: peak memory 11 at 1 (weights 3, activations 8)" in lines
-    path = lines.index("critical path, 10: F 3 (30.0%), SEND_F 0.5 (5.0%), B 6 (60.0%), SEND_B 0.5 (5.0%)")
-    assert lines[path + 1 :] == [
-        "0 1 rank 0 0F0@0",
-        "1 1.5 rank 0 0SEND_F0",
-        "1.5 7.5 rank 1 1F0@0 1B0@0 1F1@0 1B1@0",
-        "7.5 8 rank 1 1SEND_B1",
-        "8 10 rank 0 0B1@0",
-    ]
-    plain = run(*flush)[1]
-    assert "critical" not in plain and "memory" not in plain
-
-
-def test_a_transfer_may_hold_its_sender(run):
-    """--no-overlap: what is sent takes its time on the rank, too."""
-    spans = [
-        float(run("simulate", *TWO_BW, "--transfer", "0.2", *flag)[1].split()[1]) for flag in ([], ["--no-overlap"])
-    ]
-    assert spans[0] < spans[1]
-
-
-def test_draw_marks_the_path_and_the_memory(run, tmp_path):
-    """In the picture, where they are asked for."""
-    for flags, marks in (([], []), (["--critical-path", "--weights-size", "1"], ["critical", "memory weights"])):
-        assert run("draw", *TWO_BW, "--output", tmp_path / "x.svg", *flags)[0] == 0
-        drawn = (tmp_path / "x.svg").read_text()
-        assert [mark for mark in ("critical", "memory weights") if f'"{mark}"' in drawn] == marks
-
-
-def test_draw_writes_pictures(run, tmp_path):
-    """PNG and SVG by suffix, the plan above measured runs."""
-    run("simulate", *TWO_BW, "--forward", "1.2", "--json", tmp_path / "measured.json")
-    for name in ("plan.png", "plan.svg"):
-        status, out, _ = run(
-            "draw", *TWO_BW, "--output", tmp_path / name, "--measured", tmp_path / "measured.json", "--saved"
-        )
-        assert (status, out) == (0, f"wrote {tmp_path / name}\n")
-        assert (tmp_path / name).stat().st_size > 10_000
-    assert "measured (measured.json)" in (tmp_path / "plan.svg").read_text()
-    (tmp_path / "measured.json").write_text("{}")
-    status, _, err = run("draw", *TWO_BW, "--output", tmp_path / "x.png", "--measured", tmp_path / "measured.json")
-    assert status == 1
-    assert "measured.json is no timeline: a timeline has format" in err
-
-
-def test_a_v_of_a_file_is_drawn(run, tmp_path):
-    """Two ranks whose stages go there and back again: all is drawn, with transfers both ways and the path marked."""
-    path = tmp_path / "v.csv"
-    with made_up.registered():
-        path.write_text(Schedule.preset("v-gpipe", num_stages=4, num_virtual_stages=2).build((2,)).to_csv())
-    assert "# rank_of_stage: 0 1 1 0" in path.read_text()
-    options = ["--transfer", "0.2", "--lanes", "--saved", "--critical-path", "--weights-size", "1"]
-    status, out, err = run("draw", path, "--output", tmp_path / "v.svg", *options)
-    assert (status, out, err) == (0, f"wrote {tmp_path / 'v.svg'}\n", "")
-    drawn = (tmp_path / "v.svg").read_text()
-    assert all(f"<!-- {words} -->" in drawn for words in ("v.csv", "rank 0", "rank 1", "transfer", "critical path"))
-    status, out, _ = run("draw", path, "--text")
-    assert status == 0 and out.startswith("rank 0 |0F0|0F1.") and "|3F0|3F1|3B0" in out.splitlines()[0]
 
 
 def test_every_version_of_a_made_up_schedule_is_shown_by_default(run, tmp_path):

@@ -108,8 +108,8 @@ def test_values_that_follow():
         ("--step-batch-size-schedule 0:4 1K:8 --rampup-batch-size 2 2 9", "", "--rampup-batch-size exclude each other"),
         ("--step-batch-size-schedule 0:4 1X:8", "", "1X:8 is not TOKENS:SIZE"),
         ("--step-batch-size-schedule 0:4 1K:0", "", "1K:0 is not TOKENS:SIZE"),
-        ("--step-batch-size-schedule 1K:4 2K:8", "", "tokens must rise from 0"),
-        ("--step-batch-size-schedule 0:4 2K:6 1K:8", "", "tokens must rise from 0"),
+        ("--step-batch-size-schedule 1K:4 2K:8", "", "the steps must begin at 0 tokens"),
+        ("--step-batch-size-schedule 0:4 2K:6 2K:8", "", "lie at least a sequence"),
         (
             "--checkpoint-activations --recompute-granularity full",
             "",
@@ -252,6 +252,29 @@ def test_every_refused_flag_says_what_to_do():
     for flag in refused:
         for value in flag.neutral:
             parse_args(words(f"{flag.name} {value}"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 0", "--mtp-num-layers 0", "--main-grads-dtype fp32", "--main-params-dtype fp32",
+        "--exp-avg-dtype fp32", "--exp-avg-sq-dtype fp32", "--optimizer-offload-fraction 0.0",
+        "--cpu-offloading-num-layers 0",
+    ],
+)  # fmt: skip
+def test_a_refused_flag_may_ask_for_nothing(flags):
+    """A script that spells out what is done anyway runs."""
+    assert not validate_args(parse_args(words(flags)), world_size=1)
+
+
+def test_the_home_of_the_user_is_known(monkeypatch):
+    """A shell leaves `~` alone in `--save=~/run`: it is the home of the user, wherever a path is taken."""
+    monkeypatch.setenv("HOME", "/home/me")
+    args = parse_args(
+        words("--save=~/run --load ~/old --vocab-file=~/v --data-path 1 ~/a 2 /b~/c --wandb-save-dir=~/w")
+    )
+    assert (args.save, args.load, args.vocab_file) == ("/home/me/run", "/home/me/old", "/home/me/v")
+    assert args.data_path == ["1", "/home/me/a", "2", "/b~/c"] and args.wandb_save_dir == "/home/me/w"
 
 
 TRANSLATED = {  # a rule turns the flag into another value, or refuses what cannot be

@@ -77,6 +77,43 @@ def test_steps_of_gpt3(words):
     assert {sample: schedule.num_samples(sample) for sample in at} == at
 
 
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (["0:16", "2.4e9:320"], ((0, 16), (1171875, 320))),
+        (["0:16", ".5B:32"], ((0, 16), (244140, 32))),
+        (["0:16 2.048m:1k"], ((0, 16), (1000, 1000))),
+        (["4096:32,0:16"], ((0, 16), (2, 32))),
+    ],
+    ids=str,
+)
+def test_steps_as_megatron_reads_them(words, steps):
+    """Exponents, no digit before the point, units of sizes, any order."""
+    assert parse_steps(words, seq_length=2048) == steps
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([""], r"^--step-batch-size-schedule has no steps; write"),
+        (["\u0663:16"], "is not TOKENS:SIZE"),
+        (["0:\u0663"], "is not TOKENS:SIZE"),
+        (["0:16", "1_000:32"], "1_000:32 is not TOKENS:SIZE"),
+        (["0:16", "1e999:32"], "1e999:32 is not TOKENS:SIZE"),
+        (["0:16", "-1:32"], "-1:32 is not TOKENS:SIZE"),
+        (["0:0.5"], "0:0.5 is not TOKENS:SIZE"),
+        (["0"], "0 is not TOKENS:SIZE"),
+        (["1B:16"], "must begin at 0 tokens"),
+        (["0:16", "1B:32", "1B:64"], "at least a sequence"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_steps(words, reason):
+    """One sentence, which names the entry."""
+    with pytest.raises(ValueError, match=reason):
+        parse_steps(words, seq_length=2048)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), max_size=4), st.integers(0, 60))
 def test_iterations_and_samples_of_steps_agree(rises, iterations):

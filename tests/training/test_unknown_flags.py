@@ -8,6 +8,7 @@ from megatron.training.arguments.spelling import meant
 from tests.training.arguments_helper import arguments, words
 
 KNOWN = [name for group in GROUPS for flag in group.flags for name in flag.names]
+REFUSED = {name for group in GROUPS for flag in group.flags if flag.refused for name in flag.names}
 
 
 @pytest.mark.parametrize(
@@ -22,11 +23,22 @@ KNOWN = [name for group in GROUPS for flag in group.flags for name in flag.names
         ("--pipeline-parallel-size", "--pipeline-model-parallel-size"),
         ("--min-scale", "--min-loss-scale"),
         ("--sed", "--seed"),
+        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+        ("--global-size", "--global-batch-size"),
     ],
 )
 def test_slips_get_a_hint(name, flag):
     """Letters, separators, capitals, a word left out."""
-    assert meant(name, KNOWN) == flag
+    assert meant(name, KNOWN, REFUSED) == flag
+
+
+def test_a_flag_that_works_goes_before_one_that_is_refused():
+    """Whoever leaves a word out means what can be used; of two flags that fit alike none is named."""
+    with pytest.raises(ValueError, match=r"^--tensor-parallel-size is not .* mean --tensor-model-parallel-size"):
+        parse_args(words("--tensor-parallel-size 2"))
+    assert meant("--one-thre", ["--one-thrae", "--one-three"], {"--one-thrae"}) == "--one-three"
+    assert meant("--one-thre", ["--one-thrae", "--one-three"]) is None
+    assert meant("--num-layer", ["--nun-layer", "--num-layers"]) == "--num-layers"
 
 
 @pytest.mark.parametrize(
@@ -34,12 +46,13 @@ def test_slips_get_a_hint(name, flag):
     [  # of Megatron-LM, each beside the flag whose letters are nearest
         "--delay-param-gather", "--rotary-scaling-factor", "--titles-data-path", "--encoder-tensor-model-parallel-size",
         "--no-delay-grad-reduce", "--window-size", "--sft", "--rl-profile", "--num-channels", "--padded-vocab-size",
+        "--position-embeddings", "--no-save", "--no-load", "--parallel-size", "--expert-parallel-size",
         "--tp-comm-overlap-cfg", "--persistent-save-interval", "--block-data-path", "--mscale",
     ],
 )  # fmt: skip
 def test_other_flags_get_none(name):
     """What is nearest in letters is another flag, so none is named."""
-    assert name not in KNOWN and meant(name, KNOWN) is None
+    assert name not in KNOWN and meant(name, KNOWN, REFUSED) is None
     with pytest.raises(ValueError, match=f"^{name} is not a known flag; see --help for all flags$"):
         parse_args(words(f"{name} 7"))
 

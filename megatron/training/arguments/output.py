@@ -138,7 +138,7 @@ LOGGING = Group(
         ),
         option("--wandb-entity", str, "", "Weights & Biases entity."),
         option("--wandb-exp-name", str, "", "Weights & Biases name of the run."),
-        option("--wandb-save-dir", str, "", "Where Weights & Biases keeps local files."),
+        option("--wandb-save-dir", str, "", "Where Weights & Biases keeps local files.", metavar="DIR"),
         switch("--profile", "Profile the iterations from --profile-step-start to --profile-step-end."),
         switch(
             "--use-pytorch-profiler",

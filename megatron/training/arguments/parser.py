@@ -134,9 +134,10 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     if extra and not names:
         raise ValueError(f"'{extra[0]}' belongs to no flag; write every value after its flag")
     known = [word for action in parser._actions for word in action.option_strings]
+    refused = {word for group in GROUPS for flag in group.flags if flag.refused for word in flag.names}
     namespace.unknown = []
     for name in names:
-        near = meant(name, known)
+        near = meant(name, known, refused)
         hint = f"did you mean {near}?" if near else "see --help for all flags"
         namespace.unknown.append(f"{name} is not a known flag; {hint}")
     return namespace

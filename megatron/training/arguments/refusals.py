@@ -1,6 +1,6 @@
 """Flags of Megatron-LM that parse here and are refused by name, each with what to do instead."""
 
-from megatron.training.arguments.specification import Flag, Group, integer, refused
+from megatron.training.arguments.specification import Flag, Group, integer, number, refused
 
 _EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a dense model."
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
@@ -33,9 +33,9 @@ GROUP = Group(
         refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, default=None, neutral=(1,)),
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
+        refused("--num-experts", _EXPERTS, takes=None, kind=integer, neutral=(0,)),
         *_list(
             _EXPERTS,
-            "--num-experts",
             "--moe-router-load-balancing-type",
             "--moe-router-topk",
             "--moe-aux-loss-coeff",
@@ -49,7 +49,13 @@ GROUP = Group(
         ),
         *_list(_EXPERTS, "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-pad-expert-input-to-capacity"),
         *_list("multi-latent attention is not supported; use --group-query-attention.", "--multi-latent-attention"),
-        *_list("multi-token prediction is not supported; leave the flag out.", "--mtp-num-layers", takes=None),
+        refused(
+            "--mtp-num-layers",
+            "multi-token prediction is not supported; leave the flag out.",
+            takes=None,
+            kind=integer,
+            neutral=(0,),
+        ),
         *_list(
             _FP8,
             "--fp8-format",
@@ -70,10 +76,12 @@ GROUP = Group(
         *_list(_CONTEXT, "--cp-comm-type", takes="+"),
         *_list(_FSDP, "--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
         *_list(_OFFLOAD, "--optimizer-cpu-offload", "--fine-grained-activation-offloading"),
-        *_list(_OFFLOAD, "--optimizer-offload-fraction", "--cpu-offloading-num-layers", takes=None),
+        refused("--optimizer-offload-fraction", _OFFLOAD, takes=None, kind=number, neutral=(0.0,)),
+        refused("--cpu-offloading-num-layers", _OFFLOAD, takes=None, kind=integer, neutral=(0,)),
         *_list(_PRECISION, "--use-precision-aware-optimizer"),
-        *_list(
-            _PRECISION, "--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype", takes=None
+        *(
+            refused(name, _PRECISION, takes=None, default="fp32", neutral=("fp32",))
+            for name in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
         ),
         *_list(_GRAPH, "--enable-cuda-graph", "--external-cuda-graph", "--te-rng-tracker"),
         *_list(

@@ -10,9 +10,12 @@ without effect (rules.py).
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+_PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +67,12 @@ def option(
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
 ) -> Flag:
-    """A flag that takes a value (or several, by `nargs`)."""
+    """A flag that takes a value (or several, by `nargs`); text that `metavar` calls a file or the like is a path."""
     return Flag(
         names=(name, *aliases),
         help=text,
         dest=dest or _destination(name),
-        type=kind,
+        type=path if kind is str and metavar in _PATHS else kind,
         default=default,
         choices=choices,
         nargs=nargs,
@@ -138,6 +141,11 @@ def ignored(
         ignored=reason,
         neutral=neutral,
     )
+
+
+def path(text: str) -> str:
+    """A path; a leading `~` is the user's home, which a shell leaves alone in `--save=~/run`."""
+    return os.path.expanduser(text)
 
 
 def integer(text: str) -> int:

@@ -8,7 +8,8 @@ import argparse
 
 import torch
 
-from megatron.training.checkpoint.comparison import OTHER_NAMES, differences, parts_not_built
+from megatron.training.arguments.parser import GROUPS
+from megatron.training.checkpoint.comparison import OTHER_NAMES, WITHOUT_IT, differences, parts_not_built
 from megatron.training.checkpoint.errors import CheckpointError
 
 # What decides the shape or the meaning of the weights: always the checkpoint's under --use-checkpoint-args.
@@ -28,6 +29,7 @@ MODEL_ARGUMENTS = (
     "use_rope_scaling",
     "rope_scaling_factor",
     "normalization",
+    "norm_epsilon",
     "apply_residual_connection_post_layernorm",
     "swiglu",
     "squared_relu",
@@ -44,7 +46,6 @@ _SOFT_MODEL_ARGUMENTS = (
     "seq_length",
     "max_position_embeddings",
     "make_vocab_size_divisible_by",
-    "norm_epsilon",
     "attention_dropout",
     "hidden_dropout",
     "apply_query_key_layer_scaling",
@@ -87,14 +88,31 @@ def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Names
 def check_same_model(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
     """Raise CheckpointError naming the first argument in which the model to be loaded into differs from the saved one.
 
-    What the models are is compared, not how their arguments are spelled; what either side does not say is not compared.
+    What the models are is compared, not how their arguments are spelled. A switch that the checkpoint's program did not
+    have yet was off; what else either side does not say is not compared.
     """
     _check_can_be_built(args, saved, path)
     for name, here, there in differences(args, saved):
+        values = f"{name} is {there!r} there and {here!r} here"
+        if name == "padded_vocab_size":
+            raise CheckpointError(
+                f"checkpoint {path} holds a model of another vocabulary: {values}. Use the tokenizer that it was "
+                "trained with, and its --make-vocab-size-divisible-by."
+            )
         raise CheckpointError(
-            f"checkpoint {path} holds another model: {name} is {there!r} there and {here!r} here. "
-            f"Set it to {there!r}, or pass --use-checkpoint-args to take the model's arguments from the checkpoint."
+            f"checkpoint {path} holds another model: {values}. {_remedy(name, there)}, or pass --use-checkpoint-args "
+            "to take the model's arguments from the checkpoint."
         )
+
+
+def _remedy(name: str, value: object) -> str:
+    """What to change on the command line for an argument to become `value`."""
+    if name == "num_query_groups":
+        return f"Pass --group-query-attention --num-query-groups {value}"
+    flag = next(flag for group in GROUPS for flag in group.flags if flag.dest == name)
+    if flag.stores is None:
+        return f"Pass {flag.name} {value}"
+    return f"Pass {flag.name}" if value == flag.stores else f"Leave {flag.name} out"
 
 
 def _check_can_be_built(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
@@ -116,8 +134,8 @@ def _check_can_be_built(args: argparse.Namespace, saved: argparse.Namespace | No
 def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
     """--use-checkpoint-args: set the model's arguments to the saved ones.
 
-    What decides the shape always comes from the checkpoint. The rest of the model's arguments, and the tokenizer's,
-    keep the values that the command line names (`args.given`).
+    What decides the shape always comes from the checkpoint, also that its program did not have a switch yet. The rest
+    of the model's arguments, and the tokenizer's, keep the values that the command line names (`args.given`).
     """
     if saved is None:
         raise CheckpointError(
@@ -128,6 +146,8 @@ def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | 
         their_name = name if hasattr(saved, name) else OTHER_NAMES.get(name, name)
         if hasattr(saved, their_name) and (name in MODEL_ARGUMENTS or name not in args.given):
             setattr(args, name, getattr(saved, their_name))
+        elif name in MODEL_ARGUMENTS and name in WITHOUT_IT:
+            setattr(args, name, WITHOUT_IT[name])
 
 
 def _is_plain(value: object) -> bool:

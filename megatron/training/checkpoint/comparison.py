@@ -5,7 +5,8 @@ them: with biases in all linear layers it stores `add_qkv_bias` as True, and it 
 Comparing arguments as they stand refuses a checkpoint of the very same model.
 
 Solution: both sides are turned into facts about the network, and these are compared. A fact is named like the argument
-that a user would change. None stands for what the arguments do not say, or what has no effect in that model.
+that a user would change. None stands for what the arguments do not say, or what has no effect in that model. A switch
+that is newer than a checkpoint was off there, since no model had it yet.
 """
 
 import argparse
@@ -25,9 +26,33 @@ _AS_THEY_STAND = (
     "quick_geglu",
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "bert_binary_head",
 )
 # Ours -> Megatron-LM's name, where its arguments follow megatron.core's configuration.
 OTHER_NAMES = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
+# What a model had before Megatron-LM got the argument; also what None stands for.
+WITHOUT_IT = {
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": 1,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
+    "swiglu": False,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": False,
+    "add_bias_linear": True,
+}
+_GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
 # Parts of other networks, and the values that ask for none of them.
 _NOT_BUILT_HERE = {
     "num_experts": (None, 0),
@@ -37,6 +62,21 @@ _NOT_BUILT_HERE = {
     "softmax_type": (None, "vanilla"),
     "window_size": (None,),
     "no_rope_freq": (None,),
+    "softmax_scale": (None,),
+    "glu_linear_offset": (None, 0),
+    "activation_func_clamp_value": (None,),
+    "use_mup": (None, False),
+    "mtp_num_layers": (None, 0),
+    "is_hybrid_model": (None, False),
+    "hybrid_override_pattern": (None, ""),
+    "hybrid_layer_pattern": (None, ""),
+    "heterogeneous_layers_config_path": (None, ""),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "spec": (
+        None,
+        [_GPT_LAYERS, "get_gpt_layer_local_spec"],
+        [_GPT_LAYERS, "get_gpt_layer_with_transformer_engine_spec"],
+    ),
     "qk_l2_norm": (None, False),
     "position_embedding_type": (None, "learned_absolute", "rope", "none"),
     "normalization": (None, "LayerNorm", "RMSNorm"),
@@ -71,7 +111,7 @@ def _facts(args: argparse.Namespace | None) -> dict[str, object]:
         "rotary_base": _value(args, "rotary_base"),
         "rotary_percent": _value(args, "rotary_percent"),
         "rotary_interleaved": _value(args, "rotary_interleaved"),
-        "rotary_seq_len_interpolation_factor": _value(args, "rotary_seq_len_interpolation_factor", unset=1),
+        "rotary_seq_len_interpolation_factor": _value(args, "rotary_seq_len_interpolation_factor"),
         "use_rope_scaling": scales,
         "rope_scaling_factor": _value(args, "rope_scaling_factor") if scales else None,
     }
@@ -82,18 +122,18 @@ def _facts(args: argparse.Namespace | None) -> dict[str, object]:
         **{name: value if positions == "rope" else None for name, value in rotary.items()},
         "max_position_embeddings": _value(args, "max_position_embeddings") if positions == "learned_absolute" else None,
         **_biases(args),
-        "apply_layernorm_1p": _value(args, "apply_layernorm_1p"),
-        "bert_binary_head": _value(args, "bert_binary_head"),
     }
 
 
-def _value(args: argparse.Namespace | None, name: str, unset: object = None) -> object:
-    """The argument by its name or Megatron-LM's; `unset` where it is there and None."""
+def _value(args: argparse.Namespace | None, name: str) -> object:
+    """The argument by its name or Megatron-LM's; where neither is set, what models had before there was such an
+    argument. None without any arguments."""
+    if args is None:
+        return None
     for each in (name, OTHER_NAMES.get(name)):
-        if each is not None and hasattr(args, each):
-            value = getattr(args, each)
-            return unset if value is None else value
-    return None
+        if each is not None and getattr(args, each, None) is not None:
+            return getattr(args, each)
+    return WITHOUT_IT.get(name)
 
 
 def _key_value_heads(args: argparse.Namespace | None) -> object:
