@@ -149,6 +149,7 @@ def _build(
         timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
+    args.batch_sizes.check_from(position.consumed_train_samples)
     stages = [
         MegatronStage(
             chunk, forward_step, update, index=stage, num_stages=schedule.num_stages,

@@ -60,6 +60,8 @@ class BatchSizes:
         rampup: (start, increment, samples) or None.
         steps: (first sample, size) of each step, as of `parse_steps`, instead of a ramp-up.
         round_down: shrink a batch to a multiple of `samples_per_microbatch` instead of refusing it.
+        may_resume: the run may go on from a checkpoint behind the first steps, which then may not divide, since they
+            are over; `check_from` refuses a run that begins before.
 
     Raises ValueError where a size does not divide.
     """
@@ -69,6 +71,7 @@ class BatchSizes:
     rampup: tuple[int, int, int] | None = None
     steps: tuple[tuple[int, int], ...] = ()
     round_down: bool = False
+    may_resume: bool = False
 
     def __post_init__(self) -> None:
         if self.rampup is not None:
@@ -83,20 +86,38 @@ class BatchSizes:
                     f"--rampup-batch-size {start} {increment} {samples} does not reach --global-batch-size "
                     f"{self.global_batch_size} in whole steps; choose START + k x INCREMENT equal to it"
                 )
-        for size in self.all_sizes():
-            if size < self.samples_per_microbatch or (size % self.samples_per_microbatch and not self.round_down):
-                what = "--global-batch-size"
-                if size != self.global_batch_size:
-                    what = "a batch of --step-batch-size-schedule" if self.steps else "a batch of the ramp-up"
-                raise ValueError(
-                    f"{what} ({size}) is not divisible by micro batch size x data parallel size "
-                    f"({self.samples_per_microbatch}); choose a multiple of it or fewer data parallel ranks"
-                )
+        for size in [self.steps[-1][1]] if self.steps and self.may_resume else self.all_sizes():
+            self._check(size)
+
+    def _check(self, size: int) -> None:
+        if not self._divides(size):
+            what = "--global-batch-size"
+            if size != self.global_batch_size:
+                what = "a batch of --step-batch-size-schedule" if self.steps else "a batch of the ramp-up"
+            raise ValueError(
+                f"{what} ({size}) is not divisible by micro batch size x data parallel size "
+                f"({self.samples_per_microbatch}); choose a multiple of it or fewer data parallel ranks"
+            )
+
+    def _divides(self, size: int) -> bool:
+        return size >= self.samples_per_microbatch and (self.round_down or size % self.samples_per_microbatch == 0)
+
+    def check_from(self, consumed_samples: int) -> None:
+        """Raises ValueError where a step that is not over after `consumed_samples` does not divide."""
+        ends = [first for first, _ in self.steps[1:]] + [float("inf")]
+        for (_, size), end in zip(self.steps, ends, strict=False):
+            if end > consumed_samples:
+                self._check(size)
+
+    def sizes_of_the_past(self) -> list[int]:
+        """Sizes of steps that do not divide, so that they have to be over when the run begins."""
+        return list(dict.fromkeys(size for _, size in self.steps if not self._divides(size)))
 
     def all_sizes(self) -> list[int]:
-        """The sizes that occur, in order, before rounding."""
+        """The sizes that occur, in order, before rounding; without those that have to be over."""
         if self.steps:
-            return list(dict.fromkeys(size for _, size in self.steps))
+            past = self.sizes_of_the_past() if self.may_resume else ()
+            return list(dict.fromkeys(size for _, size in self.steps if size not in past))
         if self.rampup is None:
             return [self.global_batch_size]
         start, increment, _ = self.rampup
@@ -112,6 +133,8 @@ class BatchSizes:
 
     def num_samples(self, consumed_samples: int) -> int:
         """Samples over all replicas of the batch that starts after `consumed_samples`."""
+        if not self.round_down:
+            return self._nominal(consumed_samples)  # also of a step that is over, whatever it was cut into then
         return self.num_microbatches(consumed_samples) * self.samples_per_microbatch
 
     def _nominal(self, consumed_samples: int) -> int:

@@ -135,3 +135,22 @@ def test_a_step_that_does_not_divide():
     """Its size is named, with the flag."""
     with pytest.raises(ValueError, match=r"a batch of --step-batch-size-schedule \(5\) is not divisible"):
         sizes(global_batch_size=8, steps=((0, 5), (10, 8)))
+
+
+def test_steps_that_are_over_need_not_divide():
+    """A run that goes on with another micro batch size: its past counts the samples that it had, and what is to come is
+    checked from where it begins."""
+    steps = ((0, 6), (60, 8), (100, 16))
+    with pytest.raises(ValueError, match=r"a batch of --step-batch-size-schedule \(6\) is not divisible"):
+        sizes(samples_per_microbatch=8, steps=steps)
+    resumed = sizes(samples_per_microbatch=8, steps=steps, may_resume=True)
+    assert resumed.all_sizes() == [8, 16] and resumed.all_num_microbatches() == [1, 2]
+    assert resumed.sizes_of_the_past() == [6] and sizes(steps=steps).sizes_of_the_past() == []
+    assert resumed.samples_after(12) == 76 and resumed.iterations_for(76) == 12
+    with pytest.raises(ValueError, match=r"\(6\) is not divisible"):
+        resumed.check_from(59)
+    resumed.check_from(60)
+    sizes(samples_per_microbatch=16, steps=steps, may_resume=True).check_from(100)
+    with pytest.raises(ValueError, match=r"--global-batch-size \(16\) is not divisible"):
+        sizes(samples_per_microbatch=32, steps=steps, may_resume=True)
+    sizes().check_from(0)

@@ -66,6 +66,18 @@ def test_resumed_run_goes_on_with_the_same_numbers(tmp_path):
     assert min(second) == 5
 
 
+def test_a_step_that_is_over_does_not_bind_the_resumed_run(tmp_path):
+    """Larger microbatches than the first batches had: the run goes on after them, and a new one is refused."""
+    flags = "--pipeline-schedule flush --step-batch-size-schedule 0:2,128:8 --attention-dropout 0 --hidden-dropout 0"
+    whole = losses(train(2, f"{flags} --micro-batch-size 1"))
+    first = train(2, f"{flags} --micro-batch-size 1 --save {tmp_path} --exit-interval 4")
+    assert last(first)["iteration"] == 4
+    second = losses(train(2, f"{flags} --micro-batch-size 4 --load {tmp_path}"))
+    assert second == pytest.approx({5: whole[5], 6: whole[6]}, rel=1e-5)
+    with pytest.raises(Exception, match=r"a batch of --step-batch-size-schedule \(2\) is not divisible"):
+        train(2, f"{flags} --micro-batch-size 4 --load {tmp_path / 'none'}")
+
+
 def test_evaluation_that_a_signal_breaks_off_shifts_no_other(tmp_path):
     """The resumed run's validation losses are those of a run that was never stopped."""
     flags = "--eval-interval 2 --eval-iters 2"

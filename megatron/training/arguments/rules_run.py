@@ -37,7 +37,13 @@ def batches(args: argparse.Namespace) -> None:
         rampup=tuple(args.rampup_batch_size) if args.rampup_batch_size else None,
         steps=steps,
         round_down=args.decrease_batch_size_if_needed,
+        may_resume=args.load is not None,
     )
+    if past := args.batch_sizes.sizes_of_the_past():
+        args.notes.append(
+            f"--step-batch-size-schedule: batches of {', '.join(map(str, past))} are not divisible by micro batch size "
+            f"x data parallel size ({per_microbatch}), so the run can only go on from a checkpoint after those steps"
+        )
     if args.train_samples is not None:
         args.train_iters = args.batch_sizes.iterations_for(args.train_samples)
         if args.train_iters == 0:
