@@ -26,18 +26,23 @@ def test_ramp_up_holds_each_size_equally_long():
     assert seen == [4, 4, 4, 4, 8, 8, 12, 12, 16, 16]
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(0, 200), st.integers(0, 60))
-def test_iterations_and_samples_agree(start, increment, steps, samples, iterations):
+def assert_samples_and_iterations_agree(schedule: BatchSizes, iterations: int) -> None:
     """`samples_after` is the running sum of the batches, and `iterations_for` its inverse."""
-    schedule = BatchSizes(global_batch_size=2 * (start + steps * increment), samples_per_microbatch=2,
-                          rampup=(2 * start, 2 * increment, samples))  # fmt: skip
     consumed = 0
     for _ in range(iterations):
         consumed += schedule.num_samples(consumed)
     assert schedule.samples_after(iterations) == consumed
     assert schedule.iterations_for(consumed) == iterations
     assert schedule.iterations_for(consumed + schedule.num_samples(consumed) - 1) == iterations
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(0, 200), st.integers(0, 60))
+def test_iterations_and_samples_agree(start, increment, steps, samples, iterations):
+    """`samples_after` is the running sum of the batches, and `iterations_for` its inverse."""
+    schedule = BatchSizes(global_batch_size=2 * (start + steps * increment), samples_per_microbatch=2,
+                          rampup=(2 * start, 2 * increment, samples))  # fmt: skip
+    assert_samples_and_iterations_agree(schedule, iterations)
 
 
 def test_agrees_with_megatron_core():
@@ -123,12 +128,7 @@ def test_iterations_and_samples_of_steps_agree(rises, iterations):
         first += rise
         steps.append((first, 2 * size))
     schedule = BatchSizes(global_batch_size=steps[-1][1], samples_per_microbatch=2, steps=tuple(steps))
-    consumed = 0
-    for _ in range(iterations):
-        consumed += schedule.num_samples(consumed)
-    assert schedule.samples_after(iterations) == consumed
-    assert schedule.iterations_for(consumed) == iterations
-    assert schedule.iterations_for(consumed + schedule.num_samples(consumed) - 1) == iterations
+    assert_samples_and_iterations_agree(schedule, iterations)
 
 
 def test_a_step_that_does_not_divide():
