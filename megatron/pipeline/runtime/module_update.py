@@ -52,10 +52,11 @@ class ModuleUpdate:
     """The weight update of one rank.
 
     `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
-    none. `num_grad_buffers`: 1 with flushes, 2 without. `data_parallel_group`: the replicas of this stage, None for
-    one replica. `counts_in_norm`: False on all replicas but one. `job_group`: all ranks of the job, None for a single
-    one. Groups are used from the chain thread, so nobody else may use them; once they are used here, by all their
-    ranks. `scheduler`: a torch learning-rate scheduler over `optimizer`.
+    none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
+    `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
+    but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
+    nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate
+    scheduler over `optimizer`.
     """
 
     def __init__(
