@@ -135,7 +135,7 @@ class _Rank:
                 last_use[each.version] = end
         known, older = deque(sorted(last_use)), []
         for each, time, _ in self.spans:
-            if each.kind is Kind.STEP:
+            if each.kind is self.rule.maker:
                 while known and known[0] < each.version:
                     older.append(known.popleft())
                 if self.rule.updates_alone:

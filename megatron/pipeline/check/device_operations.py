@@ -41,6 +41,8 @@ A reduction that stands after its STEP has a thread and a stream of its own, the
 from dataclasses import dataclass, field
 
 from megatron.pipeline.check.compact import (
+    AWAITS,
+    CODE_OF_KIND,
     EVICT,
     FIRST_MOVE,
     FIRST_TRANSFER,
@@ -51,6 +53,8 @@ from megatron.pipeline.check.compact import (
     REDUCE_EMBED,
     REDUCE_GRAD,
     REDUCE_NORM,
+    REDUCE_PARTIAL,
+    REDUCE_PARTIAL_EMBED,
     RETURN,
     SEND_B,
     SEND_F,
@@ -119,6 +123,7 @@ class _Lowering:
     def __init__(self, compact: CompactProgram, rank: int, tensor: int, data: int, distributed_optimizer: bool) -> None:
         self.compact, self.rank = compact, rank
         self.tensor, self.data = tensor, data
+        self._maker = CODE_OF_KIND[compact.program.weights.maker]
         self.gathers = distributed_optimizer and data > 1
         self.num_ranks = len(compact.codes)
         self._pair = f"moves {sorted((rank, compact.partners[rank]))}" if compact.moves else ""
@@ -145,8 +150,8 @@ class _Lowering:
                 self._transfer(code, place)
             elif code < FIRST_UPDATE:
                 self._move(code, place)
-            elif code == STEP:
-                self._step(version)
+            elif code in AWAITS:
+                self._step(code, version)
             else:
                 self._reduce(code, version)
         return self.made
@@ -239,9 +244,9 @@ class _Lowering:
         own = THREADS[thread]
         self._post(thread)
         last = self._launch(thread, own, self._given("compute"))
-        if code == REDUCE_GRAD and self.data > 1:
+        if code in (REDUCE_GRAD, REDUCE_PARTIAL) and self.data > 1:
             last = self._collective(thread, own, "chain's data group", DATA, f"data {self.rank}")
-        elif code == REDUCE_EMBED:
+        elif code in (REDUCE_EMBED, REDUCE_PARTIAL_EMBED):
             last = self._collective(thread, own, "chain's embedding group", SAME_PLACE, "embedding", 2)
         elif code == REDUCE_NORM:
             if self.tensor > 1:
@@ -254,13 +259,14 @@ class _Lowering:
         if thread == CHAIN:
             self._chain_of_version[version] = self._num_calls[CHAIN], last
 
-    def _step(self, version: int) -> None:
-        self._stepped = version
+    def _step(self, code: int, version: int) -> None:
+        if code == STEP:
+            self._stepped = version
         num_calls, last = self._chain_of_version.pop(version, (0, NONE))
         if num_calls:
             self._do(MAIN, AWAIT, (CHAIN, num_calls))
         self._launch(MAIN, "compute", last)
-        if self.gathers:
+        if self.gathers and code == self._maker:
             self._collective(MAIN, "compute", "optimizer's data group", DATA, f"parameters {self.rank}")
 
     def _move(self, code: int, place: int) -> None:

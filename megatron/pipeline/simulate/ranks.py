@@ -3,7 +3,16 @@
 import math
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import SHARED_REDUCTIONS, UPDATES, Kind, Lane, Subject, Tensor
+from megatron.pipeline.instruction import (
+    AWAITS_REDUCTIONS,
+    OF_STAGE,
+    SHARED_REDUCTIONS,
+    UPDATES,
+    Kind,
+    Lane,
+    Subject,
+    Tensor,
+)
 from megatron.pipeline.program import Program
 from megatron.pipeline.simulate.channels import Channels
 from megatron.pipeline.simulate.pair_moves import PairMoves
@@ -34,7 +43,7 @@ class Simulation:
         self.state = State(program)
         num_stages = len(program.rank_of_stage)
         seconds = costs.seconds(num_stages)
-        for kind in UPDATES - SHARED_REDUCTIONS:  # a rank's, for all its stages; it stands at the lowest
+        for kind in UPDATES - SHARED_REDUCTIONS - OF_STAGE:  # a rank's, for all its stages; it stands at the lowest
             times = seconds[kind]
             seconds[kind] = [
                 math.fsum(times[each] for each in program.stages_of(rank)) for rank in program.rank_of_stage
@@ -147,7 +156,8 @@ class Simulation:
                 starts[position] = now = max(now, reduced)
                 now += of_stage[instruction.stage]
                 ends[position] = now
-                self.reductions.step(rank, instruction.version)
+                if instruction.kind is Kind.STEP:
+                    self.reductions.step(rank, instruction.version)
             else:
                 self.reductions.post(rank, position, now)
         else:
@@ -161,7 +171,9 @@ class Simulation:
             position = self.position[rank]
             if position == len(row):
                 continue
-            what = "the reductions of its version" if row[position].kind is Kind.STEP else "its input or gradient"
+            what = (
+                "the reductions of its version" if row[position].kind in AWAITS_REDUCTIONS else "its input or gradient"
+            )
             what = "the moves that it waits for" if self.moves.is_awaited(rank) else what
             raise state.error(rank, position, f"a deadlock: {what} can never come")
         for rank, ends in enumerate(state.ends):
