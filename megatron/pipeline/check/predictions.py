@@ -9,8 +9,8 @@ PREDICT@t, at the rank's lowest stage, takes the step to version t provisionally
 
 Where replicas read what all have done, REDUCE_PARTIAL@t stands behind the HOLDs of all stages of the rank and before
 PREDICT@t. Where two ranks tie embeddings, REDUCE_PARTIAL_EMBED@t stands before it, behind exactly the backwards of the
-end stages that both have (`Program.num_read_of_ties`), and after REDUCE_PARTIAL@t. Each stands once a batch, also for
-the batch that follows the program: the next program begins with that prediction.
+end stages that both have (`Program.num_read_of_ties`). Each stands once a batch, also for the batch that follows the
+program: the next program begins with that prediction.
 """
 
 from megatron.pipeline.check.compact import (
@@ -137,8 +137,6 @@ class _Rank:
         if code == REDUCE_PARTIAL:
             missing = [stage for stage in self.stages if stage not in self.held]
             return f"stage {missing[0]} has no HOLD before it" if missing else ""
-        if REDUCE_PARTIAL in self.wanted - self.posted:
-            return "it adds up what REDUCE_PARTIAL has reduced, which is to come"
         batch, last = self._last_batch, self.compact.num_stages - 1
         num_read = self.program.num_read_of_ties(batch)
         for end in {0, last} & set(self.stages):

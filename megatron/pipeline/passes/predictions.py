@@ -8,7 +8,8 @@ of those microbatches of batch t-1 that are done at the stage. Three things foll
   after those that it reads.
 - Where all are done (the last stage), the chain that reduces them in place waits until PREDICT has read them.
 - What stages or replicas add up before they predict is reduced in the chain: REDUCE_PARTIAL, the sums that are kept,
-  over the replicas; REDUCE_PARTIAL_EMBED, of tied embeddings, whose two copies have to stay equal.
+  over the replicas; REDUCE_PARTIAL_EMBED, of tied embeddings, over the two stages (and over the replicas, where that is
+  wanted): it keeps and reads as many microbatches as both stages have done, so that their copies stay equal.
 """
 
 from megatron.pipeline.instruction import ENDS_BACKWARD, REDUCTIONS, Instruction, Kind
