@@ -219,6 +219,7 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
         "tied_embeddings": Kind.REDUCE_EMBED in kinds,
         "data_parallel": Kind.REDUCE_GRAD in kinds,
         "global_norm": Kind.REDUCE_NORM in kinds or Kind.STEP not in kinds,
+        "reduce_partial": Kind.REDUCE_PARTIAL in kinds,
         "forward_only": not kinds & (BEGINS_BACKWARD | ENDS_BACKWARD),
     }
 
