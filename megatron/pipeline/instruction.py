@@ -110,7 +110,6 @@ class Word:
         sends, receives: the tensor that a transfer takes to, or from, a neighbour.
         other_end: of a transfer or a move, the word at the other stage.
         members: of a reduction.
-        of_stage: of an update, that it stands at each stage for itself, not at the lowest of its rank for all of them.
         colour: family of colours in drawings.
     """
 
@@ -127,7 +126,6 @@ class Word:
     receives: Tensor | None = None
     other_end: Kind | None = None
     members: Members | None = None
-    of_stage: bool = False
     colour: str = "grey"
 
     @property
@@ -178,7 +176,7 @@ WORDS: dict[Kind, Word] = {
     ),
     Kind.REDUCE_NORM: Word(name="norm reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ALL),
     Kind.STEP: Word(name="step", lane=Lane.COMPUTE, subject=Subject.UPDATE),
-    Kind.HOLD: Word(name="gradients kept", lane=Lane.COMPUTE, subject=Subject.UPDATE, of_stage=True),
+    Kind.HOLD: Word(name="gradients kept", lane=Lane.COMPUTE, subject=Subject.UPDATE),
     Kind.REDUCE_PARTIAL: Word(
         name="partial gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
     ),
@@ -197,7 +195,6 @@ def kinds(holds: Callable[[Word], object]) -> frozenset[Kind]:
 BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # what keeps a rank from computing anything else
 UPDATES = kinds(lambda word: word.subject is Subject.UPDATE)
 COMPUTATIONS = BUSY - UPDATES
-OF_STAGE = kinds(lambda word: word.of_stage)
 AWAITS_REDUCTIONS = BUSY & UPDATES  # of its version, as far as they stand before it
 MOVES = kinds(lambda word: word.lane is Lane.MOVES)
 OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # of the evictor

@@ -136,6 +136,15 @@ PROVISIONAL = WeightPolicy("2bw-provisional", delay=1, predicts=True)
 POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in (FLUSH, TWO_BW, STASH, PROVISIONAL)}
 
 
+def predicting(policy: WeightPolicy) -> WeightPolicy:
+    """The policy that steps as this one does and predicts. Raises ValueError where there is none."""
+    if policy != TWO_BW:
+        raise ValueError(
+            f"weights {policy} are not predicted: only 2bw's are, since their batches are computed one step behind"
+        )
+    return PROVISIONAL
+
+
 def weight_policy(name: str | WeightPolicy) -> WeightPolicy:
     """The policy of that name; a policy is returned as it is. Raises ValueError for another name."""
     if isinstance(name, WeightPolicy):

@@ -163,7 +163,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
     added = {stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage)] for stage in stages}
     forward_version: dict[int, int | None] = {}
     posted = [0] * NUM_CODES
-    kept: set[int] = set()
+    keeps = False
     row = zip(compact.codes[rank][:end], compact.places[rank][:end], compact.versions[rank][:end], strict=True)
     for code, place, version in row:
         stage, index = divmod(place, width)
@@ -172,11 +172,9 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
             forward_version[place] = version
         elif code >= FIRST_UPDATE:
             posted[code] += 1
-            if code == HOLD:
-                kept.add(stage)
-            elif code == PREDICT:
-                kept.clear()
-    state: _RankState = {}
+            if code in (HOLD, PREDICT):
+                keeps = code == HOLD
+    state: _RankState = {"whether gradients are kept for a prediction": keeps}
     for stage in stages:
         complete = complete_facts(stage_rules(compact, stage))
         begun = len(facts[stage].rstrip(b"\0"))
@@ -192,7 +190,6 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         oldest, next_version = _versions_at(compact, stage, facts[stage], num_made)
         state[f"the oldest version of stage {stage}"] = oldest - origin.batch
         state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
-        state[f"whether gradients of stage {stage} are kept for a prediction"] = stage in kept
     codes = (*chain_of_rank(compact, rank), *codes_of_predictions(compact, rank))
     for code in codes if compact.versioned else ():
         state[f"how many {KIND_OF_CODE[code].value} stand on the rank"] = posted[code] - origin.batch

@@ -1,16 +1,16 @@
 """Proof: every batch is computed at a prediction of its version, made from what the program says it reads.
 
-PREDICT@t, at the rank's lowest stage, takes the step to version t provisionally. On each rank it stands
+PREDICT@t takes the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t stands
 
 - after STEP@(t-1), from whose weights it starts, where that is in the program, and after PREDICT@(t-1);
-- at each stage behind as many backwards of batch t-1 as it reads there (`Program.num_read`): exactly these, for
-  what is in the buffer is what it reads; or anywhere behind a HOLD@t of the stage that stands directly so;
+- behind as many backwards of batch t-1 as it reads at the stage (`Program.num_read`): exactly these, for what is in
+  the buffer is what it reads; or anywhere behind a HOLD@t that stands so;
 - before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
 
-Where replicas read what all have done, REDUCE_PARTIAL@t stands behind the HOLDs of all stages of the rank and before
-PREDICT@t. Where two ranks tie embeddings, REDUCE_PARTIAL_EMBED@t stands before it, behind exactly the backwards of the
-end stages that both have (`Program.num_read_of_ties`). Each stands once a batch, also for the batch that follows the
-program: the next program begins with that prediction.
+Where replicas read what all have done, REDUCE_PARTIAL@t stands behind a HOLD@t and before PREDICT@t. Where two ranks
+tie embeddings, REDUCE_PARTIAL_EMBED@t stands before it on both, behind as many backwards as both ends have
+(`Program.num_read_of_ties`). Each stands once a batch, also for the batch that follows the program: the next program
+begins with that prediction.
 """
 
 from megatron.pipeline.check.compact import (
@@ -56,12 +56,18 @@ def codes_of_predictions(compact: CompactProgram, rank: int) -> tuple[int, ...]:
     program = compact.program
     if not program.weights.predicts:
         return ()
-    wanted = {REDUCE_PARTIAL: program.reduce_partial, REDUCE_PARTIAL_EMBED: reads_ties(program, rank), PREDICT: True}
+    wanted = {REDUCE_PARTIAL: program.reduce_partial, REDUCE_PARTIAL_EMBED: _ties(compact, rank), PREDICT: True}
     return tuple(code for code in wanted if wanted[code])
+
+
+def _ties(compact: CompactProgram, rank: int) -> bool:
+    return any(reads_ties(compact.program, stage) for stage in compact.stages_of(rank))
 
 
 def _require_numbers(compact: CompactProgram) -> None:
     program = compact.program
+    if len(compact.codes) < compact.num_stages:
+        raise ValueError(f"{program.weights.name} predicts for one stage on each rank: give each rank one stage")
     if program.provisional_microbatches is None and len(program.unread) != compact.num_stages:
         raise ValueError(
             f"weights {program.weights.name}: say provisional_microbatches, or unread for each of {compact.num_stages} "
@@ -82,11 +88,11 @@ class _Rank:
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:
         self.compact, self.rank, self.program = compact, rank, compact.program
-        self.stages = compact.stages_of(rank)
+        (self.stage,) = compact.stages_of(rank)
         self.num_predicted = 0
         self.num_stepped = 0
-        self.done = {stage: [0] * len(self.program.batches) for stage in self.stages}  # backwards, by batch
-        self.held: set[int] = set()  # stages whose gradients are kept for the next prediction
+        self.done = [0] * len(self.program.batches)  # backwards
+        self.held = False  # whether gradients are kept for the next prediction
         self.posted: set[int] = set()  # reductions for it
         self.wanted = set(codes_of_predictions(compact, rank)) - {PREDICT}
 
@@ -95,15 +101,15 @@ class _Rank:
         batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
         codes, places, versions = compact.codes[self.rank], compact.places[self.rank], compact.versions[self.rank]
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
-            reason, stage = "", place // width
+            reason = ""
             if code == F:
                 batch = batch_of[place % width]
                 if batch > self.num_predicted:
                     reason = f"its batch begins before {self._word(PREDICT, batch)}"
             elif code in (B, W):
-                self.done[stage][batch_of[place % width]] += 1
+                self.done[batch_of[place % width]] += 1
             elif code >= FIRST_PREDICTION:
-                reason = self._prediction(code, stage, version - program.first_batch)
+                reason = self._prediction(code, version - program.first_batch)
             elif code >= FIRST_UPDATE:
                 if version - program.first_batch > self.num_predicted:
                     reason = f"{self._word(PREDICT, version - program.first_batch)} has to read the gradients before it"
@@ -115,18 +121,16 @@ class _Rank:
             reason = f"{self._word(PREDICT, self.num_predicted + 1)} is missing: what follows begins with it"
             raise compact.error(self.rank, len(codes), reason)
 
-    def _prediction(self, code: int, stage: int, index: int) -> str:
+    def _prediction(self, code: int, index: int) -> str:
         """Why an instruction that leads to the prediction of version `index` is out of place."""
         due = self.num_predicted + 1
         if index != due or due > len(self.program.batches):
             return f"each batch has one, in order, and {self._word(PREDICT, due)} is due"
         if code == HOLD:
-            if stage in self.held:
+            if self.held:
                 return "the gradients are kept already"
-            self.held.add(stage)
-            return self._unless_read(stage)
-        if stage != self.stages[0]:
-            return f"what is for all stages of rank {self.rank} stands at the lowest, stage {self.stages[0]}"
+            self.held = True
+            return self._unless_done(self.program.num_read(self.stage, self._last_batch))
         if code == PREDICT:
             return self._predict()
         if code not in self.wanted:
@@ -135,14 +139,8 @@ class _Rank:
             return "it stands twice"
         self.posted.add(code)
         if code == REDUCE_PARTIAL:
-            missing = [stage for stage in self.stages if stage not in self.held]
-            return f"stage {missing[0]} has no HOLD before it" if missing else ""
-        batch, last = self._last_batch, self.compact.num_stages - 1
-        num_read = self.program.num_read_of_ties(batch)
-        for end in {0, last} & set(self.stages):
-            if (found := self._num_done(end)) != num_read:
-                return f"it reads {num_read} backwards of batch {batch} at stage {end}, and {found} stand before it"
-        return ""
+            return "" if self.held else f"no {self._word(HOLD, due)} stands before it"
+        return self._unless_done(self.program.num_read_of_ties(self._last_batch))
 
     def _predict(self) -> str:
         if self.num_stepped < self.num_predicted:
@@ -150,9 +148,9 @@ class _Rank:
         for code in (REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED):
             if code in self.wanted - self.posted:
                 return f"it waits for {self._word(code, self.num_predicted + 1)}, which is to come"
-        reason = next(filter(None, (self._unless_read(stage) for stage in self.stages if stage not in self.held)), "")
+        reason = "" if self.held else self._unless_done(self.program.num_read(self.stage, self._last_batch))
         self.num_predicted += 1
-        self.held.clear()
+        self.held = False
         self.posted.clear()
         return reason
 
@@ -161,15 +159,12 @@ class _Rank:
         """The batch that the next prediction reads."""
         return self.program.first_batch + self.num_predicted
 
-    def _num_done(self, stage: int) -> int:
-        return self.done[stage][self.num_predicted]
-
-    def _unless_read(self, stage: int) -> str:
+    def _unless_done(self, wanted: int) -> str:
         """What is wrong unless exactly the backwards that are read stand before."""
-        wanted, found = self.program.num_read(stage, self._last_batch), self._num_done(stage)
+        found = self.done[self.num_predicted]
         if found == wanted:
             return ""
-        return f"it reads {wanted} backwards of batch {self._last_batch} at stage {stage}, and {found} stand before it"
+        return f"it reads {wanted} backwards of batch {self._last_batch}, and {found} stand before it"
 
     def _word(self, code: int, index: int) -> str:
-        return f"{self.stages[0]}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"
+        return f"{self.stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"

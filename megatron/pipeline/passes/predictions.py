@@ -18,43 +18,42 @@ from megatron.pipeline.program import Program
 
 
 def add_predictions(legs: Legs, rank: int, outline: Program) -> Legs:
-    """The legs of a rank, which hold their chains and STEPs, with a prediction at the end of each batch's own leg."""
+    """The legs of a rank with one stage, which hold their chains and STEPs, with a prediction at the end of each
+    batch's own leg.
+    """
+    (stage,) = outline.stages_of(rank)
     result = list(legs)
     for index, leg in enumerate(legs[: len(outline.batches)]):
         batch = outline.first_batch + index
         chain = [each for each in leg if each.kind in REDUCTIONS and each.version == batch + 1]
-        predict = Instruction(Kind.PREDICT, outline.stages_of(rank)[0], version=batch + 1)
         before = [each for each in leg if each not in chain]
-        result[index] = [*_with_partial_gradients(before, rank, batch, outline), predict, *chain]
+        predict = Instruction(Kind.PREDICT, stage, version=batch + 1)
+        result[index] = [*_with_partial_gradients(before, stage, batch, outline), predict, *chain]
     return result
 
 
-def _with_partial_gradients(leg: Leg, rank: int, batch: int, outline: Program) -> Leg:
+def _with_partial_gradients(leg: Leg, stage: int, batch: int, outline: Program) -> Leg:
     """A leg with what a prediction needs before it: kept gradients, and their reductions."""
-    version, stages = batch + 1, outline.stages_of(rank)
-    backwards = [
-        position
-        for position, each in enumerate(leg)
-        if each.kind in ENDS_BACKWARD and outline.batch_of(each.microbatch) == batch
-    ]
-    at_stage = {stage: [place for place in backwards if leg[place].stage == stage] for stage in stages}
-    behind: dict[int, Leg] = {}  # position in the leg -> what follows it
-    for stage in stages:
-        num_read = outline.num_read(stage, batch)
-        if outline.reduce_partial or num_read < len(at_stage[stage]):
-            hold = Instruction(Kind.HOLD, stage, version=version)
-            behind.setdefault(at_stage[stage][num_read - 1], []).append(hold)
+    num_read = outline.num_read(stage, batch)
+    of_batch = [each.kind in ENDS_BACKWARD and outline.batch_of(each.microbatch) == batch for each in leg]
+    behind: dict[int, list[Kind]] = {}  # number of backwards -> what follows the last of them
     if outline.reduce_partial:
-        last = max(behind)
-        behind[last].append(Instruction(Kind.REDUCE_PARTIAL, stages[0], version=version))
-    if reads_ties(outline, rank):
-        num_read = outline.num_read_of_ties(batch)
-        end = max(at_stage[stage][num_read - 1] for stage in stages if stage in (0, outline.num_stages - 1))
-        behind.setdefault(end, []).append(Instruction(Kind.REDUCE_PARTIAL_EMBED, stages[0], version=version))
-    return [each for position, read in enumerate(leg) for each in (read, *behind.get(position, ()))]
+        behind[num_read] = [Kind.HOLD, Kind.REDUCE_PARTIAL]
+    elif num_read < sum(of_batch):
+        behind[num_read] = [Kind.HOLD]
+    if reads_ties(outline, stage):
+        behind.setdefault(outline.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
+    extended: Leg = []
+    num_done = 0
+    for each, is_of_batch in zip(leg, of_batch, strict=True):
+        extended.append(each)
+        if is_of_batch:
+            num_done += 1
+            extended += [Instruction(kind, stage, version=batch + 1) for kind in behind.get(num_done, ())]
+    return extended
 
 
-def reads_ties(outline: Program, rank: int) -> bool:
-    """Whether a rank's predictions read a gradient of tied embeddings that another rank has a part of."""
+def reads_ties(outline: Program, stage: int) -> bool:
+    """Whether a stage's predictions read a gradient of tied embeddings that another rank has a part of."""
     last = outline.num_stages - 1
-    return outline.tied_embeddings and outline.crosses(0, last) and bool({0, last} & set(outline.stages_of(rank)))
+    return outline.tied_embeddings and outline.crosses(0, last) and stage in (0, last)

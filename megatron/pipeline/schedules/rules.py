@@ -51,6 +51,11 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             f"weights {schedule.weights.name} predict nothing, so nothing is read for it; drop "
             "provisional_microbatches and reduce_partial, or use weights 2bw-provisional"
         )
+    if schedule.weights.predicts and schedule.num_virtual_stages > 1:
+        raise ValueError(
+            f"weights {schedule.weights.name} predict for one stage on each rank, not {schedule.num_virtual_stages}; "
+            "use weights 2bw, or one stage"
+        )
     if schedule.weights.updates_alone and schedule.tied_embeddings:
         raise ValueError(
             f"under {schedule.name_of_weights} every stage updates at its own time, so the first and the last one "

@@ -28,7 +28,7 @@ from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, v
 from megatron.pipeline.schedules.rules import validate_choices, validate_predictions
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.stages import stages_of
-from megatron.pipeline.weights import WeightPolicy, weight_policy
+from megatron.pipeline.weights import WeightPolicy, predicting, weight_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,10 @@ class Schedule:
         object.__setattr__(self, "rank_of_stage", placement)
 
     @classmethod
-    def preset(cls, name: str, *, num_stages: int, **choices: bool | int | None) -> "Schedule":
+    def preset(cls, name: str, *, num_stages: int, predict: bool = False, **choices: bool | int | None) -> "Schedule":
         """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe or a registered one.
+
+        `predict`: with predicted weights, which go with 2bw's.
 
         Raises:
             ValueError: another name, or as the constructor.
@@ -112,7 +114,8 @@ class Schedule:
         if choices.get("rank_of_stage") is None and deals_out:
             num_ranks = num_stages // num_virtual_stages
             choices["rank_of_stage"] = rank_of_stage(preset.placement, num_ranks, num_virtual_stages)
-        return cls(order=preset.order, weights=preset.weights, num_stages=num_stages, **choices)
+        weights = predicting(preset.policy) if predict else preset.weights
+        return cls(order=preset.order, weights=weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
 

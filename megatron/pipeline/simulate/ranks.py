@@ -5,7 +5,6 @@ import math
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import (
     AWAITS_REDUCTIONS,
-    OF_STAGE,
     SHARED_REDUCTIONS,
     UPDATES,
     Kind,
@@ -43,7 +42,7 @@ class Simulation:
         self.state = State(program)
         num_stages = len(program.rank_of_stage)
         seconds = costs.seconds(num_stages)
-        for kind in UPDATES - SHARED_REDUCTIONS - OF_STAGE:  # a rank's, for all its stages; it stands at the lowest
+        for kind in UPDATES - SHARED_REDUCTIONS:  # a rank's, for all its stages; it stands at the lowest
             times = seconds[kind]
             seconds[kind] = [
                 math.fsum(times[each] for each in program.stages_of(rank)) for rank in program.rank_of_stage

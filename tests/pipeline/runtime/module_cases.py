@@ -16,6 +16,7 @@ from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate, TiedParameter
+from megatron.pipeline.runtime.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
 from megatron.pipeline.runtime.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -121,7 +122,10 @@ class Pipeline:
         slices[-1] = copy.deepcopy(slices[-1])  # a tied weight of its own
         modules = {stage: slices[stage].to(device) for stage in self.schedule.stages_of(self.rank)}
         parameters = {name: each for module in modules.values() for name, each in module.named_parameters()}
-        versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights.name](p, min(modules)))
+        if self.schedule.weights.predicts:
+            versions = PredictedVersions(parameters)
+        else:
+            versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights.name](p, min(modules)))
         self.stages = [
             make_stage(
                 self.schedule,
@@ -150,6 +154,7 @@ class Pipeline:
             counts_in_norm=self.replica == 0,
             job_group=job,
             tied=self._tied(parameters, p) if training.tied else None,
+            reduce_partial=self.schedule.reduce_partial,
             device=device,
         )
         self.engine = PipelineEngine(
@@ -202,7 +207,7 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
     pipeline.close()
     return RankOutcome(
         reports=reports,
-        parameters={name: tensor.cpu().clone() for name, tensor in versions.tensors(versions.newest).items()},
+        parameters={name: tensor.cpu().clone() for name, tensor in versions.newest_tensors().items()},
         peak_saved=engine.saved_microbatches_peak,
         peak_versions=versions.peak_live,
         num_slots=versions.num_slots,

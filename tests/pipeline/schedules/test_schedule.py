@@ -40,8 +40,8 @@ def test_every_microbatch_passes_every_stage_in_order(run: Run):
 @settings(max_examples=80, deadline=None)
 @given(runs())
 def test_versions_are_the_policys_formula(run: Run):
-    """flush and predictions: j; 2bw: max(j-1, 0), and so on with longer delays; stash: max(first batch, k-(p-1-s)); recompute and
-    backward use their forward's.
+    """flush and predictions: j; 2bw: max(j-1, 0), and so on with longer delays; stash: max(first batch, k-(p-1-s));
+    recompute and backward use their forward's.
     """
     program, num_stages = run.build(), run.schedule.num_stages
     for row in program.rows:
