@@ -225,7 +225,7 @@ def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
         assert (position["iteration"], position["consumed_train_samples"]) == (3, 12)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param({}, marks=FULL), {"bf16": True}], ids=["fp32", "bf16"])
 def test_tied_embeddings_of_the_distributed_optimizer(tmp_path, precision):
     """Their master weights and moments are saved from their own place, also where the bucket before has padding: the
     run goes on exactly at the same degrees and at others, and nobody warns of data corruption."""

@@ -105,7 +105,7 @@ def test_placed_stages_agree_with_one_process(num_ranks, model, layout):
     check(num_ranks, model, layout, exact=False, case="placed_case")
 
 
-@pytest.mark.parametrize("more", ["--bf16", "--fp16 --initial-loss-scale 65536"])
+@pytest.mark.parametrize("more", [pytest.param("--bf16", marks=FULL), "--fp16 --initial-loss-scale 65536"])
 def test_half_precision_in_a_v(more):
     """Tied copies on one rank are equal bit for bit, too, and the loss scale is that of one process."""
     [one], two = train(1, f"{CLIPPED} {more}"), train(2, f"{CLIPPED} {more} {V} {SHARDED}")
