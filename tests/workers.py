@@ -42,6 +42,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 MAX_PROCESSES = 8
 START_TIMEOUT_S = 120.0
@@ -71,6 +72,14 @@ def run(world_size: int, function: str, *, timeout: float = 120.0, device: str =
         _pools.pop((world_size, device), None)
         pool.kill()
         raise
+
+
+def fork(target: Callable[..., None], *arguments: object) -> multiprocessing.process.BaseProcess:
+    """Start a process of its own, without GPU, for a test whose processes end badly; importing costs it nothing."""
+    with _worker_environment("cpu"):
+        process = _contexts["cpu"].Process(target=target, args=arguments)
+        process.start()
+    return process
 
 
 def close_all() -> None:

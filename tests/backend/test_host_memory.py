@@ -8,6 +8,9 @@ import textwrap
 import pytest
 import torch
 
+from megatron import backend
+from megatron.backend import host_memory
+
 _IS_GLIBC = "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in os.confstr_names else False
 pytestmark = pytest.mark.skipif(not _IS_GLIBC or torch.cuda.is_available(), reason="changes nothing but glibc on a CPU")
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -49,35 +52,49 @@ def test_freed_memory_is_used_again():
     assert given_back > 100_000  # of the 327,680 pages that ten steps touch
 
 
+class Library:
+    """Stands in for glibc, and keeps blocks of up to `most` bytes."""
+
+    gnu_get_libc_version = None
+
+    def __init__(self, most: int) -> None:
+        self.most, self.set = most, []
+
+    def mallopt(self, name: int, value: int) -> int:
+        if name == host_memory._MMAP_THRESHOLD and value > self.most:
+            return 0
+        self.set.append((name, value))
+        return 1
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """`libraries(most)` puts such a library in glibc's place; the user has set none of the C library's variables."""
+    for name in MALLOC_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def put(most: int) -> Library:
+        library = Library(most)
+        monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: library)
+        return library
+
+    return put
+
+
 @pytest.mark.parametrize(
     "name, value", [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.check=0")]
 )
-def test_the_users_own_settings_stay(name, value):
+def test_the_users_own_settings_stay(libraries, monkeypatch, name, value):
     """Who sets the C library's variables knows why."""
-    changed, _ = run_steps("keep", **{name: value})
-    assert changed == "False"
+    library = libraries(1 << 30)
+    monkeypatch.setenv(name, value)
+    assert backend.keep_freed_memory() is False
+    assert library.set == []
 
 
-def test_an_older_library_takes_less(monkeypatch):
+def test_an_older_library_takes_less(libraries):
     """glibc before 2.35 refuses to keep blocks beyond 32 MiB; one that refuses them all is left as it is."""
-    from megatron.backend import host_memory
-
-    class Library:
-        gnu_get_libc_version = None
-
-        def __init__(self, most: int) -> None:
-            self.most, self.set = most, []
-
-        def mallopt(self, name: int, value: int) -> int:
-            if name == host_memory._MMAP_THRESHOLD and value > self.most:
-                return 0
-            self.set.append((name, value))
-            return 1
-
-    for name in MALLOC_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     for most, is_changed in ((1 << 30, True), (1 << 25, True), (0, False)):
-        library = Library(most)
-        monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name, library=library: library)
-        assert host_memory.keep_freed_memory() is is_changed
+        library = libraries(most)
+        assert backend.keep_freed_memory() is is_changed
         assert library.set == is_changed * [(-3, most), (-1, (1 << 31) - 1)]

@@ -1,5 +1,6 @@
 """The benchmarks without a clock: emulated stages run what is to be measured, and memory is what the checker proves."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests import workers
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = "--batches 1 --repeats 2 --forward 1 --backward 2 --payload 4096"
@@ -69,10 +72,23 @@ def test_emulated_chains_and_instructions(tmp_path):
     assert [row["instructions"] for row in executor] == [130, 130, 258, 258]
 
 
-def test_memory_is_what_the_checker_proves(tmp_path):
-    """A GPT of megatron.core on four stages: saved microbatches and live weight versions, counted while each schedule
-    runs, are the checker's, and the saved bytes are those of that many microbatches."""
-    rows = rows_of("memory", "", tmp_path)
+def count_memory() -> dict[str, dict]:
+    """What a rank of benchmarks/memory.py counts."""
+    from megatron.core import parallel_state
+
+    memory = load_memory()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=memory.NUM_STAGES)
+    return {name: memory.count(*memory.schedule_of(name)) for name in memory.RUNS}
+
+
+def load_memory():
+    specification = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARKS / "memory.py")
+    memory = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(memory)
+    return memory
+
+
+def assert_as_proved(rows: list[dict]) -> None:
     saved = {row["schedule"]: row["counted"]["microbatches"] for row in rows}
     assert saved == {
         "gpipe": [8, 8, 8, 8],
@@ -84,3 +100,16 @@ def test_memory_is_what_the_checker_proves(tmp_path):
     for row in rows:
         assert row["counted"] == row["checker"]
         assert min(row["counted"]["bytes"]) > 0
+
+
+def test_memory_is_what_the_checker_proves():
+    """A GPT of megatron.core on four stages: saved microbatches and live weight versions, counted while each schedule
+    runs, are the checker's, and the saved bytes are those of that many microbatches."""
+    ranks = workers.run(4, "tests.benchmarks.test_emulated:count_memory")
+    assert_as_proved(load_memory().rows_of({name: [counts[name] for counts in ranks] for name in ranks[0]}))
+
+
+@pytest.mark.full
+def test_memory_as_a_command(tmp_path):
+    """The same in processes that it starts, as a user does."""
+    assert_as_proved(rows_of("memory", "", tmp_path))

@@ -99,6 +99,7 @@ def test_one_node_script_shows_its_usage(script, usage):
 def test_bert_from_text_to_losses(tmp_path):
     """Without arguments the BERT script makes its data of the text that every machine has, trains and evaluates."""
     environment = {"OUTPUT": str(tmp_path), "PYTHONPATH": str(ROOT), "LAYERS": "2", "HIDDEN": "32", "ITERATIONS": "3"}
+    environment |= {"MICRO_BATCH": "2", "GLOBAL_BATCH": "8"}
     # The interpreter of the tests comes first: from another one the script would install what it misses.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(

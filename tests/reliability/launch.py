@@ -50,6 +50,11 @@ class Outcome:
         assert lines, f"no line with {words} in:\n{self.output}"
         assert not self.leftovers, self.leftovers
 
+    @property
+    def root_cause(self) -> str:
+        """What stands last on the screen: behind the headline of torchrun's summary."""
+        return self.output.rpartition("Root Cause (first observed failure):")[2]
+
     def assert_succeeded(self) -> None:
         """Status 0 and no process left."""
         assert self.status == 0, self.output

@@ -107,7 +107,7 @@ def _copy_and_damage(text, directory, damage):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_empty, ("text.bin", "empty")),
+        pytest.param(_empty, ("text.bin", "empty"), marks=pytest.mark.full),
         (_truncated, ("text.bin", "truncated")),
         pytest.param(_truncated_index, ("text.idx", "truncated"), marks=pytest.mark.full),
         pytest.param(_missing, ("text.idx", "does not exist"), marks=pytest.mark.full),
@@ -148,13 +148,17 @@ def _halve(path):
     ids=["flipped bit", "truncated", "missing"],
 )
 def test_damaged_checkpoint(tmp_path, saving, damage, word):
-    """The shard is named, the way to the older checkpoint too, and nothing is trained or overwritten."""
+    """The shard is named, the way to the older checkpoint too, and nothing is trained or overwritten. All ranks find
+    it; the sentence stands once where it is found, and once in the launcher's summary, which has nothing else to
+    say."""
     shutil.copytree(saving / "checkpoints", tmp_path / "checkpoints")
     damage(tmp_path / "checkpoints" / "iter_0000012" / "__1_0.distcp")
     flags = [*TWO_BW, "--train-iters", 16, "--load", "checkpoints", "--save", "checkpoints", "--save-interval", 2]
     outcome = launch.train(2, *flags, "--metrics-file", "metrics.jsonl", directory=tmp_path)
     outcome.assert_failed_clearly("__1_0.distcp", word, "iteration 4, 8", "--ckpt-step 8")
-    assert outcome.output.count("--ckpt-step 8") == 2, "once by the job, and once in the launcher's summary"
+    (sentence,) = set(re.findall(r"pretrain_gpt\.py: error: .*", outcome.output))
+    assert "--ckpt-step 8" in sentence and sentence in outcome.root_cause
+    assert outcome.output.count(sentence) == outcome.output.count("--ckpt-step 8") == 2
     assert not launch.metrics(tmp_path / "metrics.jsonl")
 
 
@@ -202,8 +206,8 @@ def test_disk_full_while_saving(tmp_path):
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_one_rank_killed_in_the_middle_of_training(tmp_path, rank):
-    """The others end within 10 s and name it; the checkpoints before are whole; no process is left, of those that load
-    samples neither."""
+    """The others end within 10 s and name it, also in the launcher's last lines, whichever of them it takes for the
+    first; the checkpoints before are whole; no process is left, of those that load samples neither."""
     flags = [*TWO_BW, "--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 4, "--num-workers", 2]
     command = launch.training_command(2, *flags, "--metrics-file", "metrics.jsonl")
     with launch.Job(command, directory=tmp_path) as job:
@@ -212,5 +216,8 @@ def test_one_rank_killed_in_the_middle_of_training(tmp_path, rank):
         launch.kill(job.workers()[rank], signal.SIGKILL)
         outcome = job.wait()
     outcome.assert_failed_clearly(f"rank {rank}")
+    last_lines = outcome.output.rpartition("Failures:")[2]
+    assert f"rank {rank} (stage {rank}) ended without a word" in last_lines
+    assert "To enable traceback see" not in outcome.output
     assert launch.now() - killed < 13, "10 s, and up to 3 to look for processes left behind"
     assert assert_only_whole_checkpoints(tmp_path / "checkpoints", was_killed=True) >= 4

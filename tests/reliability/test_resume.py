@@ -8,6 +8,7 @@ import pytest
 
 from tests.reliability import launch
 from tests.reliability.conftest import LAST, TWO_BW
+from tests.reliability.test_bad_input import assert_only_whole_checkpoints
 
 
 def test_evaluations_and_checkpoints_between_change_nothing(uninterrupted, saving):
@@ -75,22 +76,29 @@ def _killed_and_resumed(directory, uninterrupted, *flags):
         launch.training_command(2, *flags, "--metrics-file", "first.jsonl"), directory=directory
     ) as job:  # fmt: skip
         job.wait_until(lambda: (directory / "checkpoints" / "latest_checkpointed_iteration.txt").exists())
+        workers = job.workers().values()
         delay = launch.random_delay(0.5)
-        for pid in job.workers().values():
+        os.killpg(job.process.pid, signal.SIGKILL)
+        for pid in workers:
             launch.kill(pid, signal.SIGKILL)
         outcome = job.wait()
     assert not outcome.leftovers
     reported = int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    launch.train(2, *flags, "--metrics-file", "second.jsonl", directory=directory).assert_succeeded()
+    assert list((directory / "checkpoints").glob(".owner_*")) or reported == LAST, "kill -9 leaves the job's mark"
+    outcome = launch.train(2, *flags, "--metrics-file", "second.jsonl", directory=directory)
+    outcome.assert_succeeded()
+    assert outcome.seconds < 40, "without a wait for the owner of the mark"
     losses = launch.losses(directory / "second.jsonl")
     assert losses == {iteration: uninterrupted[iteration] for iteration in range(reported + 1, LAST + 1)}, (
         f"killed {delay:.3f} s after the first checkpoint, resumed from {reported}"
     )
+    assert assert_only_whole_checkpoints(directory / "checkpoints") == LAST
     assert not list((directory / "checkpoints").glob(".*"))
 
 
 def test_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
-    """kill -9 of all ranks at a random moment, perhaps while saving: the resumed losses are those of the whole run."""
+    """kill -9 of the launcher and all ranks at a random moment, perhaps while saving: the same job started anew takes
+    the directory at once, and the resumed losses are those of the whole run."""
     _killed_and_resumed(tmp_path, uninterrupted)
 
 

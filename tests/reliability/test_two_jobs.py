@@ -1,8 +1,9 @@
-"""Two jobs with one `--save` directory: a requeued job while the one before it is not quite dead."""
+"""Two jobs with one `--save` directory: a requeued job while the one before it is not quite dead.
+
+One that was killed is followed at once: test_resume.py.
+"""
 
 import json
-import os
-import signal
 
 from tests.reliability import launch
 from tests.reliability.test_bad_input import assert_only_whole_checkpoints
@@ -28,26 +29,11 @@ def test_the_second_job_is_refused_and_the_first_goes_on(tmp_path):
         outcome.assert_failed_clearly("error: --save checkpoints is in use by another job", f"process {owner} on")
         assert outcome.output.count("is in use by another job") == 2, "once by the job, once in the launcher's summary"
         mark = json.loads((folder / ".owner_1").read_text())
-        launch.wait_for_iteration(first, tmp_path / "metrics.jsonl", 25)
+        seen = max(launch.metrics(tmp_path / "metrics.jsonl"))
+        launch.wait_for_iteration(first, tmp_path / "metrics.jsonl", seen + 25)  # a save later
         (folder / ".owner_2").write_text(json.dumps({**mark, "token": "0", "process": 5, "host": "elsewhere"}))
         outcome = first.wait()
     outcome.assert_failed_clearly("cannot save the checkpoint", "process 5 on elsewhere", "taken the directory over")
     assert (folder / ".owner_2").exists() and not (folder / ".owner_1").exists()
     (folder / ".owner_2").unlink()
     assert_only_whole_checkpoints(folder)
-
-
-def test_a_killed_job_is_followed_at_once(tmp_path):
-    """`kill -9` leaves the mark; the same job started anew on that host takes the directory without a wait."""
-    with job(tmp_path, 10**6) as first:
-        launch.wait_for_iteration(first, tmp_path / "metrics.jsonl", 22)
-        os.killpg(first.process.pid, signal.SIGKILL)
-        for pid in first.workers().values():
-            launch.kill(pid, signal.SIGKILL)
-    assert list((tmp_path / "checkpoints").glob(".owner_*"))
-    last = max(launch.metrics(tmp_path / "metrics.jsonl"))
-    with job(tmp_path, last + 3) as second:
-        outcome = second.wait()
-    outcome.assert_succeeded()
-    assert outcome.seconds < 40
-    assert_only_whole_checkpoints(tmp_path / "checkpoints")

@@ -125,11 +125,12 @@ def test_sentences(tmp_path):
         preprocess_data.preprocess(preprocess_data.parse_args(words[:-1]))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", pytest.param("SIGINT", marks=pytest.mark.full)])
 def test_workers_end_with_the_tool(tmp_path, name):
     """Whatever ends the tool ends its workers; a signal that can be handled leaves one line and no file."""
-    number, most = signal.Signals[name], [list(range(90)) * 5] * 20_000
-    source = write_lines(tmp_path / "in.jsonl", most)
+    number, path = signal.Signals[name], tmp_path / "in.jsonl"
+    source = write_lines(path, [list(range(90)) * 5])
+    path.write_text(path.read_text() * 20_000)
     words = ["--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", "3", "--log-interval", "1000000"]
     tool = subprocess.Popen(
         [sys.executable, str(TOOL), *words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],

@@ -152,13 +152,17 @@ def save_three_versions(directory, changes, *, skips=()):
     return update.snapshot()
 
 
-def load_versions(directory, changes, window, **load_changes):
-    """Load into a run with that many live versions: all of them by name, the slots used, the restored scales."""
-    run = _started({**changes, "seed": 99})
-    update = _Update(run, window)
-    _load(run, directory, update=update, **load_changes)
-    small_run.finish()
-    return update.snapshot(), update.versions.num_slots, update.scales
+def load_versions(directory, changes, windows, **load_changes):
+    """For each of `windows` load into a run with that many live versions: all of them by name, the slots used, the
+    restored scales."""
+    found = []
+    for window in windows:
+        run = _started({**changes, "seed": 99})
+        update = _Update(run, window)
+        _load(run, directory, update=update, **load_changes)
+        small_run.finish()
+        found.append((update.snapshot(), update.versions.num_slots, update.scales))
+    return found
 
 
 def save_as_megatron_lm_does(directory, changes, more=()):

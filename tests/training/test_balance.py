@@ -29,7 +29,6 @@ QUICK = {
     "p=4 t=2 sequence parallel, layer": (4, 2, f"{SEQUENCE} {FULL}"),
     "p=4 d=2 attention": (4, 2, SELECTIVE),
     "p=8": (8, 1, ""),
-    "p=4 v=2": (4, 1, VIRTUAL),
 }
 SCOPES = {"none": "", "attention": SELECTIVE, "layer": FULL, "program": "--pipeline-recompute"}
 FULL_CASES = {
@@ -55,6 +54,7 @@ FULL_CASES = {
     "extra warm-up 2bw": (4, 1, f"{TWO_BW} --pipeline-extra-warmup"),
     "2bw single gradient buffer": (4, 1, f"{TWO_BW} --2bw-single-gradient-buffer"),
     "evaluations between": (4, 1, f"{TWO_BW} --eval-iters 2 --eval-interval 1"),
+    "p=4 v=2": (4, 1, VIRTUAL),  # the same schedule as interleaved, by default
     **{f"p=4 v=2 {scope}": (4, 1, f"{VIRTUAL} {flags}") for scope, flags in SCOPES.items() if scope != "none"},
     "p=4 v=2 d=2": (4, 2, f"{VIRTUAL} --use-distributed-optimizer"),
     "p=4 v=2 t=2": (4, 2, f"{VIRTUAL} {SEQUENCE}"),

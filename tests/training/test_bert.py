@@ -1,5 +1,6 @@
 """pretrain_bert.py from flags to losses: one result however the job is cut, and the flags that belong to BERT."""
 
+import functools
 import math
 
 import pytest
@@ -30,10 +31,10 @@ def numbers(results: list[dict], *names: str) -> list[tuple]:
     return [(record["iteration"], *(record.get(name) for name in names)) for record in results[-1]["records"]]
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """A single process, with dropout, by the schedule's delay."""
-    return {schedule: train_bert(1, f"--pipeline-schedule {schedule}") for schedule in ("flush", "2bw")}
+@functools.cache
+def bert_alone(schedule: str = "flush") -> list[dict]:
+    """A single process, with dropout, under a schedule without delay or with one."""
+    return train_bert(1, f"--pipeline-schedule {schedule}")
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,9 @@ def alone():
         pytest.param(4, "gpipe", marks=pytest.mark.full),
     ],
 )
-def test_the_pipeline_changes_nothing(alone, stages, schedule):
+def test_the_pipeline_changes_nothing(stages, schedule):
     """Training and validation losses of p stages, from files and with dropout, are bit-equal to a single process's."""
-    reference = alone["2bw" if schedule == "2bw" else "flush"]
+    reference = bert_alone("2bw" if schedule == "2bw" else "flush")
     found = train_bert(stages, f"--pipeline-schedule {schedule}")
     assert numbers(found) == numbers(reference)
     assert sum(record[3] is not None for record in numbers(found)) == 2
@@ -59,10 +60,10 @@ def test_the_pipeline_changes_nothing(alone, stages, schedule):
     assert reference[0]["losses"][6] < reference[0]["losses"][1]
 
 
-def test_replicas_weigh_microbatches_as_one_process_does(alone):
+def test_replicas_weigh_microbatches_as_one_process_does():
     """Two replicas report the losses of a single process: every microbatch counts alike, whichever replica has it."""
     found = train_bert(2, "--pipeline-model-parallel-size 1")[-1]["losses"]
-    expected = alone["flush"][0]["losses"]
+    expected = bert_alone()[0]["losses"]
     assert found == pytest.approx(expected, rel=1e-5)
 
 

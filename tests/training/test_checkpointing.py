@@ -123,10 +123,10 @@ def test_both_weight_versions_are_restored(tmp_path, degrees):
     """2bw gets both versions back; flush takes the newest; 2bw takes a flush checkpoint's weights for both."""
     directory = str(tmp_path)
     saved = workers.run(2, CASES + "save_two_versions", directory=directory, changes=degrees)
-    two = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, window=2)
-    one = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, window=1)
-    anew = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, window=2, finetune=True)
-    for before, (after, slots, scales), (newest, _, _), (fresh, _, _) in zip(saved, two, one, anew, strict=True):
+    two_and_one = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, windows=(2, 1))
+    anew = workers.run(2, CASES + "load_versions", directory=directory, changes=degrees, windows=(2,), finetune=True)
+    for before, found, [(fresh, _, _)] in zip(saved, two_and_one, anew, strict=True):
+        (after, slots, scales), (newest, _, _) = found
         assert after.keys() == {2, 3} and equal(after[2], before[2]) and equal(after[3], before[3])
         assert slots == 2 and scales == {"4": 1024.0}
         assert newest.keys() == {3} and equal(newest[3], before[3])
@@ -137,9 +137,10 @@ def test_both_weight_versions_are_restored(tmp_path, degrees):
 def test_three_weight_versions_are_restored(tmp_path, skips):
     """A delay of two batches gets all back, skipped steps included; 2bw takes the younger two, flush the newest."""
     saved = workers.run(2, CASES + "save_three_versions", directory=str(tmp_path), changes=TWO_STAGES, skips=skips)
-    for window in (3, 2, 1):
-        loaded = workers.run(2, CASES + "load_versions", directory=str(tmp_path), changes=TWO_STAGES, window=window)
-        for before, (after, slots, _) in zip(saved, loaded, strict=True):
+    windows = (3, 2, 1)
+    loaded = workers.run(2, CASES + "load_versions", directory=str(tmp_path), changes=TWO_STAGES, windows=windows)
+    for before, found in zip(saved, loaded, strict=True):
+        for window, (after, slots, _) in zip(windows, found, strict=True):
             versions = range(4 - window, 4)
             assert list(after) == list(versions)
             assert all(equal(after[version], before[version]) for version in versions)
@@ -150,14 +151,13 @@ def test_older_versions_are_expected(tmp_path):
     """However old, they are no weights that a strict load misses a place for."""
     workers.run(1, CASES + "save_three_versions", directory=str(tmp_path), changes={})
     strict = {"dist_ckpt_strictness": "raise_unexpected", "no_load_optim": True, "no_load_rng": True}
-    for window in (3, 2, 1):
-        workers.run(1, CASES + "load_versions", directory=str(tmp_path), changes={}, window=window, **strict)
+    workers.run(1, CASES + "load_versions", directory=str(tmp_path), changes={}, windows=(3, 2, 1), **strict)
 
 
 def test_two_versions_serve_a_longer_delay(tmp_path):
     """From a checkpoint of 2bw, the version that it lacks is the same weights as the oldest that it has."""
     [before] = workers.run(1, CASES + "save_two_versions", directory=str(tmp_path), changes={})
-    [(after, slots, _)] = workers.run(1, CASES + "load_versions", directory=str(tmp_path), changes={}, window=3)
+    [[(after, slots, _)]] = workers.run(1, CASES + "load_versions", directory=str(tmp_path), changes={}, windows=(3,))
     assert list(after) == [1, 2, 3] and slots == 2
     assert equal(after[1], before[2]) and equal(after[2], before[2]) and equal(after[3], before[3])
 
@@ -210,7 +210,7 @@ def test_pipedream_checkpoint_serves_other_schedules(tmp_path, schedule):
 def test_flush_checkpoint_serves_both_versions(saved):
     """From a flush checkpoint both versions of 2bw are the same weights, in one buffer."""
     directory, _ = saved(1)
-    ((versions, slots, _),) = workers.run(1, CASES + "load_versions", directory=directory, changes={}, window=2)
+    [[(versions, slots, _)]] = workers.run(1, CASES + "load_versions", directory=directory, changes={}, windows=(2,))
     assert versions.keys() == {2, 3} and equal(versions[2], versions[3]) and slots == 1
 
 
@@ -225,7 +225,7 @@ def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
         assert (position["iteration"], position["consumed_train_samples"]) == (3, 12)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param({}, marks=FULL), {"bf16": True}], ids=["fp32", "bf16"])
 def test_tied_embeddings_of_the_distributed_optimizer(tmp_path, precision):
     """Their master weights and moments are saved from their own place, also where the bucket before has padding: the
     run goes on exactly at the same degrees and at others, and nobody warns of data corruption."""

@@ -4,13 +4,18 @@ import functools
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron import backend
+
+backend.install()
+
+from megatron.training.arguments import parse_args
+from megatron.training.dry_run import run_dry
 from tests.reliability import launch
 
 FLAGS = (
@@ -156,12 +161,11 @@ MARGIN = 0.25
 
 def estimate(directory: Path, *flags: str) -> dict:
     """What `--dry-run` says of the memory of the only rank."""
-    command = [sys.executable, str(launch.REPOSITORY / "pretrain_gpt.py"), *MIDDLE.split(), *flags]
-    command += ["--dry-run", "1", "--dry-run-json", str(directory / "dry.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.REPOSITORY)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment, cwd=directory)
+    args = parse_args([*MIDDLE.split(), *flags, "--dry-run", "1", "--dry-run-json", str(directory / "dry.json")])
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        assert run_dry(args, "pretrain_gpt.py") == 0
     return json.loads((directory / "dry.json").read_text())["memory"][0]
 
 

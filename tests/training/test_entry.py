@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,10 +31,10 @@ def run(*extra: str, rank: str | None = None) -> tuple[subprocess.CompletedProce
 
 def test_wrong_command_line_is_printed_by_rank_0_only():
     """Status 2 on every rank, the sentence on rank 0 alone, before torch is imported."""
-    first, seconds = run("--num-layer", "3", rank="0")
+    with ThreadPoolExecutor() as both:  # at once
+        (first, seconds), (other, _) = both.map(lambda rank: run("--num-layer", "3", rank=rank), "01")
     assert first.returncode == 2 and seconds < 20
     assert first.stderr == "pretrain_gpt.py: error: --num-layer is not a known flag; did you mean --num-layers?\n"
-    other, _ = run("--num-layer", "3", rank="1")
     assert (other.returncode, other.stderr) == (2, "")
 
 

@@ -115,13 +115,17 @@ def test_a_run_that_says_nothing_gets_32_queues():
     code = (
         "import os; from megatron import backend; backend.install(); print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     )
-    for given, found in ((None, "32"), ("12", "12")):
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
-        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": given} if given else {}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        assert done.stdout.split()[-1] == found
+    others = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    command = [sys.executable, "-c", code]
+    with (  # side by side
+        subprocess.Popen(command, env=others, stdout=subprocess.PIPE, text=True) as silent,
+        subprocess.Popen(
+            command, env={**others, "CUDA_DEVICE_MAX_CONNECTIONS": "12"}, stdout=subprocess.PIPE, text=True
+        ) as given,
+    ):
+        for process, found in ((silent, "32"), (given, "12")):
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0 and output.split()[-1] == found
 
 
 def test_advice_that_would_hang_the_job_is_not_given():

@@ -1,5 +1,7 @@
 """The training loop: the same numbers at any depth, with and without drains, and an orderly end on request."""
 
+import functools
+
 import pytest
 import torch
 
@@ -16,18 +18,22 @@ def losses(results: list[dict]) -> dict[int, float]:
     return last(results)["losses"]
 
 
+@functools.cache
+def exact_losses(num_ranks: int, schedule: str) -> dict[int, float]:
+    return losses(train(num_ranks, f"{EXACT} --pipeline-schedule {schedule}"))
+
+
 @pytest.mark.parametrize("schedule", ["flush", "gpipe", "2bw"])
 def test_losses_do_not_depend_on_the_number_of_stages(schedule):
     """p=1 and p=2 train to bit-equal losses, with dropout, untied and unclipped."""
-    flags = f"{EXACT} --pipeline-schedule {schedule}"
-    single, double = losses(train(1, flags)), losses(train(2, flags))
+    single, double = exact_losses(1, schedule), exact_losses(2, schedule)
     assert len(single) == 6 and single == double
     assert single[6] < single[1]
 
 
 def test_2bw_is_delayed_by_one():
     """Under 2bw the second batch still uses the initial weights: there, and not before, its loss differs from flush."""
-    exact, delayed = (losses(train(2, f"{EXACT} --pipeline-schedule {name}")) for name in ("flush", "2bw"))
+    exact, delayed = exact_losses(2, "flush"), exact_losses(2, "2bw")
     assert exact[1] == delayed[1] and exact[2] != delayed[2]
 
 

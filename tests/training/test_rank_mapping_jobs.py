@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.reliability import launch
+from tests.training import run_case
 
 JOB = str(Path(__file__).with_name("rank_mapping_job.py"))
 FLAGS = [*launch.TINY, *launch.SYNTHETIC, "--train-iters", "2"]
@@ -85,19 +86,12 @@ def write_topology(directory: Path, per_host: int) -> None:
     (directory / "topology.json").write_text(json.dumps(content))
 
 
-@pytest.fixture(scope="module")
-def standard(tmp_path_factory):
-    """By number of processes on a host: losses of the job as the launcher counts."""
-
-    @functools.cache
-    def losses(per_host: int) -> dict[int, float]:
-        directory = tmp_path_factory.mktemp("standard")
-        with_srun(directory, per_host)
-        found = launch.losses(directory / "metrics.jsonl")
-        assert sorted(found) == [1, 2]
-        return found
-
-    return losses
+@functools.cache
+def standard(per_host: int) -> dict[int, float]:
+    """By number of processes on a host: losses of the job as the launcher counts, here in a pool of workers."""
+    found = run_case.train(2 * per_host, base=" ".join(FLAGS), flags="--mock-data")[-1]["losses"]
+    assert sorted(found) == [1, 2]
+    return found
 
 
 PLACES = {  # host, rank and stage by physical rank
@@ -108,7 +102,7 @@ PLACES = {  # host, rank and stage by physical rank
 
 @pytest.mark.parametrize("start", [with_torchrun, with_srun])
 @pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_ranks_move_and_numbers_stay(tmp_path, standard, start, per_host):
+def test_ranks_move_and_numbers_stay(tmp_path, start, per_host):
     """Rank 0 and its pair on the second host, LOCAL_RANK untouched, every loss bit-equal to the standard mapping's."""
     write_topology(tmp_path, per_host)
     output = start(tmp_path, per_host, *MAPPED)
@@ -122,7 +116,7 @@ def test_ranks_move_and_numbers_stay(tmp_path, standard, start, per_host):
 
 
 @pytest.mark.full
-def test_launch_without_local_ranks(tmp_path, standard):
+def test_launch_without_local_ranks(tmp_path):
     """Slots are then counted by physical rank on each host; here the first host holds stages 0 and 3."""
     output = with_srun(tmp_path, 2, "--rank-mapping", "pair-adjacent", local_ranks=False)
     assert [(place["rank"], place["local_rank"]) for place in places(output)] == [

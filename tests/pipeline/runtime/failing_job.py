@@ -1,7 +1,8 @@
-"""A training job in which one rank goes wrong: `python failing_job.py MODE RANK`, under torchrun or a plain launch.
+"""A training job in which one rank goes wrong: `python failing_job.py MODE RANK` under torchrun or a plain
+launch, or `run` in a forked process.
 
 Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `hang` (it sleeps there for
-longer than the transfer timeout of 4 s), `chain` (its third norm reduction raises), `none` (all goes well), `input`
+longer than the transfer timeout of 3 s), `chain` (its third norm reduction raises), `none` (all goes well), `input`
 (all ranks raise the same ValueError before the first batch). Under bpipe: `kill-in-move` (it kills itself when its
 fifth move of saved activations has begun to send or to receive), `hang-in-move` (it sleeps before it). A rank that goes
 wrong prints when, in seconds of the machine's steady clock.
@@ -77,8 +78,17 @@ def go_wrong(pipeline: Pipeline, mode: str) -> None:
     stage.forward, update.reduce_norm = failing_forward, failing_reduce_norm
 
 
-def main() -> None:
-    mode, bad_rank = sys.argv[1], int(sys.argv[2])
+def run(mode: str, bad_rank: int, places: dict[str, str], output: str) -> None:
+    """`main` as a session of its own whose output goes to a file."""
+    os.setsid()
+    os.environ.update(places)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    main(mode, bad_rank)
+
+
+def main(mode: str, bad_rank: int) -> None:
     torch.distributed.init_process_group("gloo")
     with failure.guard():
         if mode == "input":
@@ -86,7 +96,7 @@ def main() -> None:
             raise ValueError("the sequence length is -1; give a positive one")
         p = torch.distributed.get_world_size()
         moves = mode.endswith("-in-move")
-        timeout = timedelta(seconds=4 if mode.startswith("hang") else 60)
+        timeout = timedelta(seconds=3 if mode.startswith("hang") else 60)
         pipeline = Pipeline(
             "bpipe" if moves else "2bw", Training(batches=(p,)), timeout=timeout, moves_activations=moves
         )
@@ -100,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], int(sys.argv[2]))

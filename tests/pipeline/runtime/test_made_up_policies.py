@@ -154,6 +154,7 @@ def test_a_resumed_run_has_the_same_numbers(name):
 def test_they_are_in_order_on_streams():
     """The stand-in for CUDA finds nothing: three gradient buffers and weight slots, replicas, shards, overflows."""
     options = {"schedule": "3bw", "p": 2, "d": 2, "distributed_optimizer": True, "dtype": "float16", "drains": (2,)}
+    options |= {"layers": 2}
     accounts = workers.run(
         4, f"{__name__}:record_gpt", timeout=100, batches=(4,) * 5, overflow_batches=(1, 2), **options
     )

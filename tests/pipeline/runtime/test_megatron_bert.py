@@ -45,7 +45,6 @@ GRID = {
 }
 SELECTION = {
     "flush": Row(BERT, ((4, 1, 1),), EXACT),
-    "gpipe": Row(BERT | {"schedule": "gpipe"}, ((4, 1, 1),), EXACT),
     "2bw": Row(TWO_BW | {"dropout": 0.1, "drains": (2,)}, ((1, 1, 1), (4, 1, 1)), EXACT),
     "2bw tied, clipped": Row(TWO_BW | {"tied": True, "clip": 0.3, "binary_head": False}, ((4, 1, 1),), CLOSE),
     "2bw replicas": Row(TWO_BW | {"clip": 0.3, "dropout": 0.1}, ((2, 1, 2),), CLOSE),

@@ -8,11 +8,13 @@ from tests.pipeline.runtime.reference import Training
 
 CASES = "tests.pipeline.runtime.recorded_cases"
 TRAINING = Training(batches=(4, 4, 8, 4), clip_grad=0.05)
+FULL = pytest.mark.full
 ONE_EACH = Training(batches=(1,) * 8)
 REPLICATED = Training(batches=(4, 4, 4, 4), num_replicas=2)
 
 
 def gpt(num_ranks, **options):
+    options = {"layers": max(2, options.get("p", 1) * options.get("v", 1))} | options  # more only repeat operations
     return workers.run(num_ranks, f"{CASES}:train_gpt", **options)
 
 
@@ -34,16 +36,22 @@ def assert_in_order(accounts, *, moves=False):
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
-        (1, {"schedule": "2bw", "dtype": "float16", "overflow_batches": (1, 2), "drains": (2,)}),
+        pytest.param(
+            1, {"schedule": "2bw", "dtype": "float16", "overflow_batches": (1, 2), "drains": (2,)}, marks=FULL
+        ),
         (2, {"schedule": "gpipe", "p": 2, "clip": 1.0}),
         (2, {"schedule": "flush", "p": 2, "clip": 1.0, "tied": True, "drains": (1,)}),
-        (2, {"schedule": "flush", "t": 2, "sequence_parallel": True}),
+        pytest.param(2, {"schedule": "flush", "t": 2, "sequence_parallel": True}, marks=FULL),
         (2, {"schedule": "2bw", "p": 2, "clip": 1.0, "tied": True}),
         (2, {"schedule": "2bw", "p": 2, "recompute": True, "dropout": 0.1, "dtype": "bfloat16", "extra_warmup": True}),
         (2, {"schedule": "2bw", "p": 2, "dtype": "float16", "overflow_batches": (2,), "drains": (1,)}),
         (2, {"schedule": "2bw", "t": 2, "clip": 1.0, "sequence_parallel": True}),
         (2, {"schedule": "2bw", "d": 2, "clip": 1.0}),
-        (2, {"schedule": "2bw", "d": 2, "clip": 1.0, "distributed_optimizer": True, "dtype": "float16"}),
+        pytest.param(
+            2,
+            {"schedule": "2bw", "d": 2, "clip": 1.0, "distributed_optimizer": True, "dtype": "float16"},
+            marks=FULL,
+        ),
         (2, {"schedule": "2bw", "d": 2, "clip": 1.0, "single_gradient_buffer": True}),
         (2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 6}),
         (2, {"schedule": "interleaved", "p": 2, "v": 2, "tied": True}),
