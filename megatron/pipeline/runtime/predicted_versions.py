@@ -69,6 +69,7 @@ class PredictedVersions(WeightVersions):
         """
         if self._shown_slot == _TRUE:
             return
+        self._retire_before(self.newest)
         if self._has_masters:
             self._true_slot = self._free_slot()
             self._show(self._true_slot)
