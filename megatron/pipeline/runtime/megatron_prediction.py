@@ -161,8 +161,7 @@ class MegatronPrediction:
         for model, gradient in self._partial_sums_over_tensor(gradients):
             gradients[model] = gradient
         knows = self.clip_factor is not None or self._is_scale_invariant()
-        if can_overflow:
-            knows = knows and self._agree(all_finite(gradients.values()))
+        finite = self._agreed(all_finite(gradients.values())) if can_overflow else None
         with self.versions.predicting(version) as target:
 
             def write(own: Tensor, value: Tensor) -> None:
@@ -175,7 +174,7 @@ class MegatronPrediction:
 
             with self.versions.true_weights():
                 if knows and self._provisional is not None:
-                    self._provisional.take(gradient_of, write)
+                    self._provisional.take(gradient_of, write, where=finite)
                 else:
                     for own in self._model_of:
                         write(own, own)
@@ -196,15 +195,14 @@ class MegatronPrediction:
     def _is_scale_invariant(self) -> bool:
         return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
 
-    def _agree(self, is_finite: bool) -> bool:
-        """Whether it is so on all tensor ranks."""
+    def _agreed(self, is_finite: Tensor | None) -> Tensor | None:
+        """Whether it is so on all tensor ranks, which have the same parameters or parts of them; or none at all."""
         group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() == 1:
+        if is_finite is None or group.size() == 1:
             return is_finite
-        device = next(iter(self._names)).device
-        agreed = torch.tensor(float(is_finite), device=device)
+        agreed = is_finite.float()
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-        return bool(agreed.item())
+        return agreed > 0
 
     def step(self) -> None:
         """Step the optimizer, whose gradients are ready; the model's parameters stay as they are."""

@@ -256,11 +256,12 @@ class ModuleUpdate:
                     for parameter in self._names:
                         write(parameter, parameter)
                 else:
-                    self._provisional.take(lambda parameter: gradients[self._names[parameter]], write)
+                    finite = all_finite(gradients.values())
+                    self._provisional.take(lambda parameter: gradients[self._names[parameter]], write, where=finite)
 
     def _partial_gradients(self, pending: _Pending, num_microbatches: int) -> dict[str, Tensor] | None:
-        """What stands for the batch's gradients; None where nothing should: they are not finite, or nobody knows yet
-        how they will be clipped, and the step depends on it."""
+        """What stands for the batch's gradients; None where nobody knows yet how they will be clipped, and the step
+        depends on it."""
         if self.clip_factor is None and not is_scale_invariant(self.optimizer):
             return None
         partial = pending.partial or _Partial(pending.buffer.views, num_microbatches)
@@ -269,7 +270,7 @@ class ModuleUpdate:
         if pending.partial_embed is not None:
             share = pending.info.num_microbatches / pending.partial_embed.num_microbatches * (self.clip_factor or 1.0)
             gradients |= {name: gradient * share for name, gradient in pending.partial_embed.gradients.items()}
-        return gradients if all_finite(gradients.values()) else None
+        return gradients
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._uncounted)

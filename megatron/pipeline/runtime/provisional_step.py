@@ -29,13 +29,20 @@ class ProvisionalStep:
         self._optimizer = optimizer
 
     @torch.no_grad()
-    def take(self, gradient_of: Callable[[Tensor], Tensor | None], write: Callable[[Tensor, Tensor], None]) -> None:
+    def take(
+        self,
+        gradient_of: Callable[[Tensor], Tensor | None],
+        write: Callable[[Tensor, Tensor], None],
+        *,
+        where: Tensor | None = None,
+    ) -> None:
         """Step from where the optimizer's parameters are.
 
         Args:
             gradient_of: the gradient of one of them, of its dtype and shape, which is not changed; None: it is not
                 stepped.
             write: is given a parameter and the value that the step leads to.
+            where: a scalar, on the device, that says whether to step at all; None: yes.
         """
         for group, parameters in self._chunks():
             copies = {}
@@ -45,7 +52,7 @@ class ProvisionalStep:
                 copies[parameter] = moved
             self._step({**group, "params": [*copies.values()]}, copies)
             for parameter, moved in copies.items():
-                write(parameter, moved)
+                write(parameter, moved if where is None else torch.where(where, moved, parameter))
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """A group and some of its parameters at a time."""
@@ -85,7 +92,9 @@ def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or "adam" in type(optimizer).__name__.lower()
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element of any of them is infinite or not a number."""
+def all_finite(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Whether no element of any of them is infinite or not a number: a scalar on their device, for which nobody has
+    waited. None where there are no tensors.
+    """
     norms = [torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) for tensor in tensors]
-    return not norms or bool(torch.stack(norms).isfinite().all())
+    return torch.stack(norms).isfinite().all() if norms else None
