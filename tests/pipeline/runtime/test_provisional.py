@@ -36,6 +36,14 @@ def test_each_stage_reads_what_it_has_done(p):
     assert len({str(each) for each in drained[0].evaluations}) == 4
 
 
+def test_with_the_whole_gradient_it_is_flush():
+    """One stage has done all microbatches when the next batch begins, so it predicts the step itself: bit-equal to
+    training without a delay. Only clipping is guessed, from the step before.
+    """
+    training = Training(batches=(4, 4, 5, 8, 8, 4, 4, 4), warmup=4)
+    assert_same(run(1, training), reference.train(training, delay=0))
+
+
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_evaluations_use_the_true_weights(p):
     """The last evaluation is the loss at the weights that the plain loop has by then."""
