@@ -52,19 +52,40 @@ TABLE = {
     "sequence parallel, tied": Row(
         STAGE | {"clip": 0.5, "tied": True, "sequence_parallel": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
+    "balanced": Row(STAGE | {"balance": True}, layouts=((4, 1, 1),)),
+    "uneven": Row(STAGE | {"first_layers": 1}, layouts=((2, 1, 1),)),
+    "uniform, uneven": Row(UNIFORM | {"first_layers": 3}, layouts=((2, 1, 1),)),
+    "BERT": Row(STAGE | {"bert": True, "binary_head": False}, layouts=((2, 1, 1),)),
     "extra warm-up": Row(UNIFORM | {"extra_warmup": True}, layouts=((2, 1, 1),)),
     "fp16, two overflows": Row(FP16 | {"overflow_batches": (2, 3)}, layouts=((2, 1, 1),)),
     "fp16, an overflow and drains": Row(FP16 | {"overflow_batches": (3,), "drains": (3, 5)}, layouts=((2, 1, 1),)),
 }
 
 
+FULL = {  # others hold the same features
+    "plain": ((1, 1, 1), (2, 1, 1)), "uniform": ((2, 1, 1),), "tied": ((2, 1, 1),), "tied uniform": ((1, 1, 1), (2, 1, 1)),
+    "ramp-up, warm-up, clipped": ((2, 1, 1),), "drained": ((1, 1, 1),),
+} | dict.fromkeys((
+    "m=2p", "uniform drained", "SGD", "full recompute", "distributed optimizer, bf16", "tensor parallel", "uneven",
+    "data parallel, reduced", "fp16, an overflow and drains",
+))  # fmt: skip
+
+
+def rows() -> list:
+    """(name, layout) of the table."""
+    found = []
+    for name, row in TABLE.items():
+        for layout in row.layouts:
+            is_full = name in FULL and layout in (FULL[name] or row.layouts)
+            found.append(pytest.param(name, layout, marks=pytest.mark.full if is_full else ()))
+    return found
+
+
 def run(case: cases.Case) -> list[dict]:
     return workers.run(case.num_ranks, f"{cases.__name__}:train", timeout=200, **vars(case))
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [(name, layout) for name, row in TABLE.items() for layout in row.layouts], ids=str
-)
+@pytest.mark.parametrize(("name", "layout"), rows(), ids=str)
 def test_training_equals_a_plain_loop(name, layout):
     """Losses, norms, the true weights, and the prediction with which the run would go on."""
     row, (p, t, d) = TABLE[name], layout
@@ -110,7 +131,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("border", [1, 4])
+@pytest.mark.parametrize("border", [4, pytest.param(1, marks=pytest.mark.full)])
 def test_a_resumed_run_has_the_same_numbers(name, border):
     """Stopped, everything built anew, gone on with: bit for bit the run that was never stopped."""
     case = cases.Case(**RESUMED[name])
