@@ -90,6 +90,7 @@ def train_case(
         _stop_after(run.reporter, stop, stop_after[rank])
     try:
         run_to_the_end(run, stop, started=time.time() - 60 * minutes_ago)
+        run.update.show_newest()
         records = read_metrics(str(metrics)) if metrics.exists() else []
         return {
             "records": records,
