@@ -65,7 +65,7 @@ def test_predictions_are_marked():
 
 
 def test_predictions_are_as_wide_as_they_took():
-    """What takes time is no bubble: neither predicting nor keeping gradients for it; a mark is thinner than a step's."""
+    """Predicting, and keeping gradients for it, is no bubble where it takes time; a mark is thinner than a step's."""
     costs = Costs(predict=0.5, hold=0.25)
     figure = draw_timeline(timeline(num_stages=2, costs=costs, predict=True, provisional_microbatches=1))
     axes = figure.axes[0]

@@ -3,9 +3,10 @@
 One row per rank, time to the right. Forwards are blue, backwards green, recomputations violet, bubbles grey; the
 number in a cell is its microbatch, and the lightness its weight version, which stands below the number where there is
 room. On a rank with several stages the lightness is the stage, dark for the first. The hatched backward completes the
-gradient of a batch; the red mark is the optimizer step that makes the version written beside it, and the thin line with
-~n the prediction of version n. A dashed line follows the first forward of each batch down the stages. Arrows between the rows of a pair are moves of saved activations.
-Several timelines stand below one another on one scale of time, so that a plan can be compared with its measurement.
+gradient of a batch; the red mark is the optimizer step that makes the version written beside it, and the thin line
+with ~n the prediction of version n. A dashed line follows the first forward of each batch down the stages. Arrows
+between the rows of a pair are moves of saved activations. Several timelines stand below one another on one scale of
+time, so that a plan can be compared with its measurement.
 
 matplotlib takes longer to import than all the rest of the room, so it is imported only when something is drawn.
 """
@@ -75,8 +76,8 @@ def draw_timeline(
         width: inches; default: as wide as the labels need, 7 to 22.
 
     Returns:
-        The figure. Its collections have gids: "F@1" for the cells of a kind and version, "step", "prediction", "bubble", and
-        others.
+        The figure. Its collections have gids: "F@1" for the cells of a kind and version, "step", "prediction",
+        "bubble", and others.
 
     Raises:
         ValueError: there is nothing to draw, no image holds it, or the suffix is no image format.
