@@ -41,6 +41,19 @@ def test_plan_shows_the_same_batches_with_the_measured_times():
     assert abs(plan.makespan - shown.makespan) < 1e-9
 
 
+def test_plan_and_measurement_agree_on_predictions():
+    """What predicting and keeping gradients took is in the plan, stage by stage, and so the two are as long."""
+    schedule = Schedule.preset("2bw", num_stages=2, predict=True, provisional_microbatches=1)
+    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 2.5], step=0.25, predict=[0.5, 0.75], hold=[0.125, 0.0625])
+    timeline = simulate(schedule.build((3, 3, 3, 3), first_batch=4, first_microbatch=12), costs)
+    found = measured_costs(timeline)
+    assert (list(found.predict), list(found.hold), list(found.step)) == ([0.5, 0.75], [0.125, 0.0625], [0.25, 0.25])
+    plan = planned_timeline(schedule, timeline, range(5, 7), [4, 8])
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
 def test_files_of_a_run(tmp_path):
     """A run with an evaluation leaves picture, trace and timeline."""
     folder = tmp_path / "timeline"
