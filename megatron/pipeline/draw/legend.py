@@ -20,7 +20,7 @@ SHADES = {  # by a word's colour, lightest to darkest; weight versions, or the s
 }
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 STEP, HATCH, BORDER = "#c8102e", "#1f5c22", "#222222"
-PREDICTION, HOLD = "#00727a", "#8fc9cc"
+PREDICTION, HOLD = "#00727a", "#63b5ba"
 TRANSFER, REDUCTION = "#555555", "#e58a00"
 SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # of all stages of a rank, then of fewer and fewer
 CRITICAL = "#a3009a"
