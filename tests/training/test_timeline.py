@@ -9,6 +9,7 @@ import json
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.timeline import Timeline
 from megatron.training.timeline import last_stretch, measured_costs, planned_timeline
 from tests.training.run_case import train
 
@@ -55,10 +56,16 @@ def test_plan_and_measurement_agree_on_predictions():
 
 
 def test_files_of_a_run(tmp_path):
-    """A run with an evaluation leaves picture, trace and timeline."""
+    """A run with an evaluation and predicted weights leaves picture, trace and timeline."""
     folder = tmp_path / "timeline"
-    train(2, f"--pipeline-schedule 2bw --pipeline-timeline {folder} --eval-iters 1 --eval-interval 4")
+    train(
+        2,
+        "--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 --eval-iters 1 "
+        f"--eval-interval 4 --pipeline-timeline {folder}",
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
+    costs = measured_costs(Timeline.load(folder / "measured.json"))
+    assert min(costs.predict) > 0 and min(costs.hold) > 0
