@@ -1,6 +1,6 @@
 """How close the runtime comes to what its schedules promise, on 4 and 8 stages that sleep instead of computing.
 
-    python benchmarks/emulated.py                          # about 5 minutes; tables
+    python benchmarks/emulated.py                          # about 6 minutes; tables
     python benchmarks/emulated.py --only speedup executor  # some of it
     python benchmarks/emulated.py --json result.json       # also every measured time
 

@@ -43,6 +43,7 @@ def test_peaks_are_what_the_checker_proves(case, data):
         backward=data.draw(seconds),
         evict=data.draw(seconds),
         latency=data.draw(seconds)[1:],
+        predict=0.1,  # what is kept for a prediction is there for a while
     )
     report = check(lowered)
     demand = demand_of(lowered, report)
