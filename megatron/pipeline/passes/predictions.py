@@ -37,10 +37,10 @@ def _with_partial_gradients(leg: Leg, stage: int, batch: int, outline: Program) 
     num_read = outline.num_read(stage, batch)
     of_batch = [each.kind in ENDS_BACKWARD and outline.batch_of(each.microbatch) == batch for each in leg]
     behind: dict[int, list[Kind]] = {}  # number of backwards -> what follows the last of them
-    if outline.reduce_partial:
-        behind[num_read] = [Kind.HOLD, Kind.REDUCE_PARTIAL]
-    elif num_read < sum(of_batch):
+    if outline.reduce_partial or num_read < sum(of_batch):
         behind[num_read] = [Kind.HOLD]
+    if outline.reduce_partial:
+        behind[num_read].append(Kind.REDUCE_PARTIAL)
     if reads_ties(outline, stage):
         behind.setdefault(outline.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
     extended: Leg = []
