@@ -27,8 +27,8 @@ class MemoryParts:
     """Bytes on one GPU.
 
     Attributes:
-        weights: all live versions.
-        gradients: all gradient buffers.
+        weights: all live versions; where they are predictions, also the true weights that no masters hold.
+        gradients: all gradient buffers, and copies that predictions read.
         optimizer: masters, FP32 copies of gradients, moments.
         activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
         workspace: what a backward recomputes, and the gradient of the logits.
@@ -100,6 +100,7 @@ def estimate_memory(
     workspace_by = {kind: activations.workspace(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
     saved, workspace = [saved_by[kind] for kind in kinds], [workspace_by[kind] for kind in kinds]
     boundary = activations.boundary
+    embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(
@@ -123,8 +124,9 @@ def estimate_memory(
                 saved_microbatches=demand.saved_on_rank[rank],
                 bytes_per_microbatch=max(saved[stage] for stage in stages),
                 parts=MemoryParts(
-                    weights=state.weights(count, num_versions=versions),
-                    gradients=state.gradients(count, num_buffers=buffers),
+                    weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank]),
+                    gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
+                    + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
                     optimizer=state.optimizer(count, num_versions=versions),
                     activations=_saved_on_rank(rank, saved, demand),
                     workspace=max(workspace[stage] for stage in stages),

@@ -4,6 +4,7 @@ Mixed precision with Adam takes 20 bytes a parameter (Smith et al. 2022; BPipe, 
 gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since each changes with a flag:
 
     weights        weight_bytes, for each weight version that is alive at once (2bw: 2)
+    true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
     gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag)
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
     FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones
@@ -27,9 +28,10 @@ class TrainingState:
     distributed_optimizer: bool = False
     data: int = 1
 
-    def weights(self, num_parameters: int, *, num_versions: int) -> float:
-        """Of all weight versions."""
-        return float(num_parameters * self.weight_bytes * num_versions)
+    def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
+        """Of all weight versions. `predicts`: they are predictions."""
+        steps_weights = self.weight_bytes == _FP32 and not self.distributed_optimizer  # there are no masters
+        return float(num_parameters * self.weight_bytes * (num_versions + (predicts and steps_weights)))
 
     def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
         """Of all gradient buffers."""
