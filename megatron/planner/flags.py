@@ -35,4 +35,10 @@ def configuration_words(configuration: Configuration) -> tuple[str, ...]:
         words.append("--sequence-parallel")
     if configuration.distributed_optimizer:
         words.append("--use-distributed-optimizer")
+    if configuration.predicts:
+        words += ["--2bw-provisional", configuration.provisional]
+    if configuration.provisional_microbatches is not None:
+        words += ["--2bw-provisional-microbatches", str(configuration.provisional_microbatches)]
+    if configuration.provisional_reduce:
+        words.append("--2bw-provisional-reduce")
     return (*words, *_RECOMPUTE[configuration.recompute])
