@@ -16,6 +16,8 @@ The distributed optimizer (ZeRO-1) divides the last three by the number of repli
 from dataclasses import dataclass
 
 _FP32 = 4
+PREDICTION_CHUNK = 64 * 2**20
+"""Bytes of the masters from which a prediction steps at a time: as many as reach them first (provisional_step.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,4 +44,16 @@ class TrainingState:
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
         copies_gradients = self.gradient_bytes < _FP32
         per_parameter = _FP32 * (keeps_masters + copies_gradients + self.num_moments)
-        return num_parameters * per_parameter / (self.data if self.distributed_optimizer else 1)
+        return num_parameters * per_parameter / self._num_shards
+
+    def prediction(self, num_parameters: int, *, largest: int) -> float:
+        """The most that a provisional step copies at once: masters, moments and gradients, all in FP32.
+
+        `largest`: elements of the largest parameter.
+        """
+        masters = min(_FP32 * num_parameters / self._num_shards, PREDICTION_CHUNK + _FP32 * largest)
+        return masters * (2 + self.num_moments)
+
+    @property
+    def _num_shards(self) -> int:
+        return self.data if self.distributed_optimizer else 1

@@ -88,7 +88,7 @@ def test_estimate_of_predicted_weights(run, tmp_path):
     times = [found[name]["iteration_seconds"] for name in ("off", "stage", "uniform")]
     assert times[0] < times[1] < times[2] < 1.1 * times[0]
     assert found["stage"]["memory_gib"] > found["off"]["memory_gib"]  # the ends hold the tied embedding's gradient
-    assert found["uniform"]["memory_gib"][1] > found["stage"]["memory_gib"][1] == found["off"]["memory_gib"][1]
+    assert found["uniform"]["memory_gib"][1] > found["stage"]["memory_gib"][1]
     assert "uniform needs a number" in found["wrong"]["reason"]
 
 

@@ -47,9 +47,7 @@ def test_a_table_and_json(run):
 def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
     """As many configurations as without, no faster and with the flag in the script; without, a note names the flag."""
     common = [*CLUSTER, *GPT, "--schedules", "flush,2bw", "--recompute", "none", "--distributed-optimizer", "no"]
-    plain, predicted = (
-        run(*common, *more, "--json", "--top", 1000) for more in ([], ["--2bw-provisional", "stage"])
-    )
+    plain, predicted = (run(*common, *more, "--json", "--top", 1000) for more in ([], ["--2bw-provisional", "stage"]))
     assert "2bw-provisional" not in predicted[2]
     before, after = (json.loads(out) for _, out, _ in (plain, predicted))
     assert before["num_kept"] == after["num_kept"] and "2bw-provisional stage" in before["notes"][0]

@@ -212,8 +212,9 @@ class Schedule:
         return _unread(self._order, self.rank_of_stage, num_microbatches)
 
     def holds(self, num_microbatches: int) -> tuple[bool, ...]:
-        """For each stage, whether the prediction from a batch of this size reads a copy of its gradients: where more are
-        done than it reads, or where the replicas reduce them.
+        """For each stage, whether the prediction from a batch of this size reads a copy of its gradients.
+
+        It does where more of them are done than it reads, and where the replicas reduce what it reads.
         """
         if not self.weights.predicts or (self.reduce_partial and self.data_parallel):
             return (self.weights.predicts,) * self.num_stages

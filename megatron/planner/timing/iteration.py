@@ -106,8 +106,9 @@ def _steady(costs: Costs, schedule: Schedule, m: int, groups: int) -> tuple[floa
 
 
 def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequence[int]) -> bool:
-    """Whether batches of the last of these sizes show nothing of their reductions; where the weights predict, as much as
-    those of the first, since each prediction waits for its own.
+    """Whether batches of the last of these sizes show nothing of their reductions.
+
+    Where the weights predict, they show as much as those of the first: each prediction waits for reductions of its own.
     """
     hidden = _without_reductions(costs)
 

@@ -12,11 +12,12 @@ from tests.pipeline.runtime.megatron_model import parallel
 
 
 def count(**options) -> dict[str, int]:
-    """Train one case on this rank; bytes of its weights and of its gradients, at the most."""
+    """Train one case on this rank; bytes at the most of its weights, its gradients, and what a prediction copies."""
     case = cases.Case(**options)
     with parallel(case):
         stages, update = cases.build(case)
         held = _watch(update)
+        copied = _watch_copies(update)
         engine = cases.engine_of(case, stages, update)
         for batch in range(len(case.batches)):
             info = cases.batch_info(case, batch)
@@ -26,6 +27,7 @@ def count(**options) -> dict[str, int]:
         versions, slots = update.versions, update._gradients._slots
         return {
             "weights": sum(_bytes(slot.values()) for slot in versions._slots) + _bytes(_true(versions).values()),
+            "copies": max(copied),
             "gradients": sum(_bytes(slot.views.values()) for slot in slots) + max(held),
         }
 
@@ -46,6 +48,23 @@ def _watch(update: MegatronWeightUpdate) -> list[int]:
 
     update.hold, update.hold_embed = watched(update.hold), watched(update.hold_embed)
     return held
+
+
+def _watch_copies(update: MegatronWeightUpdate) -> list[int]:
+    """Bytes of the copies from which each provisional step is taken: parameters, gradients and moments."""
+    copied = [0]
+    if update._prediction is not None:
+        provisional = update._prediction._provisional
+        step = provisional._step
+
+        def watched(group, copies) -> None:
+            step(group, copies)
+            state = provisional._optimizer.state
+            moments = sum(_bytes(each for each in state[own].values() if each.dim()) for own in copies)
+            copied.append(sum(moved.nbytes + moved.grad.nbytes for moved in copies.values()) + moments)
+
+        provisional._step = watched
+    return copied
 
 
 def _true(versions: WeightVersions) -> dict[str, torch.Tensor]:

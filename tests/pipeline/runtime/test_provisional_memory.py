@@ -1,4 +1,4 @@
-"""The planner counts for predicted weights what the runtime allocates: versions, true weights, gradients that are held."""
+"""The planner counts for predicted weights what the runtime allocates: versions, true weights, gradients, copies."""
 
 import pytest
 
@@ -8,9 +8,11 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.runtime.provisional_step import CHUNK_BYTES
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import ActivationSetting, Architecture, RankMemory, TrainingState, estimate_memory
 from megatron.planner.demands import schedule_demand
+from megatron.planner.state import PREDICTION_CHUNK
 from tests import workers
 from tests.pipeline.runtime import megatron_cases as cases
 from tests.pipeline.runtime.megatron_model import HEADS
@@ -56,7 +58,21 @@ def test_weights_and_gradients_are_those_that_the_runtime_allocates(name):
     expected = estimated(case)
     for number, counted in enumerate(found):
         parts = expected[number // case.d].parts
-        assert counted == {"weights": parts.weights, "gradients": parts.gradients}, number
+        assert (counted["weights"], counted["gradients"]) == (parts.weights, parts.gradients), number
+
+
+def test_a_prediction_steps_from_copies_of_masters_moments_and_gradients():
+    """Of one group of parameters, and so of a little less than all, as there are less than 64 MiB; of its shard, with
+    the distributed optimizer.
+    """
+    for name, options in (("alone", STAGE | {"p": 1}), ("split", TABLE["FP32, distributed optimizer"])):
+        case = cases.Case(**options)
+        [counted, *_] = workers.run(case.num_ranks, COUNT, timeout=200, **vars(case))
+        state = TrainingState(weight_bytes=4, distributed_optimizer=case.distributed_optimizer, data=case.d)
+        count = estimated(case)[0].num_parameters
+        expected = state.prediction(count, largest=count)
+        assert expected == 16 * count / case.d and 0.7 * expected < counted["copies"] <= 1.2 * expected, name
+    assert PREDICTION_CHUNK == CHUNK_BYTES
 
 
 def test_in_16_bits_predictions_take_no_more_weights_than_2bw():

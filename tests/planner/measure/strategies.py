@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedules.orders import PRESETS
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.pipeline.weights import TWO_BW
+from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.mapping import NAMES
 from megatron.planner import Configuration
 from megatron.planner.configuration import PROVISIONAL_MODES

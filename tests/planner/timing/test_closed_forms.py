@@ -50,8 +50,9 @@ def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    p=st.integers(1, 5), more=st.integers(0, 8), read=st.none() | st.integers(0, 8), backward=st.sampled_from([1.0, 3.5]),
-    step=st.sampled_from([0.0, 0.5, 2.0]), predict=st.sampled_from([0.0, 0.5, 3.0]), hold=st.sampled_from([0.0, 0.4]),
+    p=st.integers(1, 5), more=st.integers(0, 8), read=st.none() | st.integers(0, 8),
+    backward=st.sampled_from([1.0, 3.5]), step=st.sampled_from([0.0, 0.5, 2.0]),
+    predict=st.sampled_from([0.0, 0.5, 3.0]), hold=st.sampled_from([0.0, 0.4]),
     batches=st.floats(0.0, 3.0), norm=st.sampled_from([0.0, 1.0]), embed=st.sampled_from([0.0, 0.5, 8.0]),
     reduces=st.booleans(),
 )  # fmt: skip
