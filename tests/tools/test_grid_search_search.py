@@ -44,6 +44,29 @@ def test_a_table_and_json(run):
     assert content["num_kept"] > 3 < content["num_rejected"]
 
 
+def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
+    """As many configurations as without, no faster and with the flag in the script; without, a note names the flag."""
+    common = [*CLUSTER, *GPT, "--schedules", "flush,2bw", "--recompute", "none", "--distributed-optimizer", "no"]
+    plain, predicted = (run(*common, *more, "--json", "--top", 1000) for more in ([], ["--2bw-provisional", "stage"]))
+    assert "2bw-provisional" not in predicted[2]
+    before, after = (json.loads(out) for _, out, _ in (plain, predicted))
+    assert before["num_kept"] == after["num_kept"] and "2bw-provisional stage" in before["notes"][0]
+    assert not after["notes"]
+    modes = {(each["schedule"], each["provisional"]) for each in after["best"]}
+    assert modes == {("flush", "off"), ("2bw", "stage")}
+    seconds = [
+        {tuple(str(each[name]) for name in ("schedule", "tensor", "pipeline", "micro_batch_size", "rank_mapping")):
+         each["iteration_seconds"] for each in found["best"]} for found in (before, after)
+    ]  # fmt: skip
+    for key in seconds[0].keys() & seconds[1].keys():
+        assert seconds[1][key] > seconds[0][key] if key[0] == "2bw" else seconds[1][key] == seconds[0][key]
+    only = [*CLUSTER, *GPT, *QUICK, "--schedules", "2bw", "--pipeline", "2", "--2bw-provisional", "uniform"]
+    status, out, _ = run(*only, "--2bw-provisional-microbatches", 1, "--output", tmp_path / "plan")
+    assert status == 0 and "2bw (uniform)" in out and "note: 2bw computes" not in out
+    script = (tmp_path / "plan" / "best.sh").read_text()
+    assert "--2bw-provisional uniform --2bw-provisional-microbatches 1" in script
+
+
 def test_progress_is_for_terminals(run, monkeypatch):
     """A bar on standard error while that is a terminal; standard output stays what it is."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -211,6 +211,18 @@ class Schedule:
         """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
         return _unread(self._order, self.rank_of_stage, num_microbatches)
 
+    def holds(self, num_microbatches: int) -> tuple[bool, ...]:
+        """For each stage, whether the prediction from a batch of this size reads a copy of its gradients.
+
+        It does where more of them are done than it reads, and where the replicas reduce what it reads.
+        """
+        if not self.weights.predicts or (self.reduce_partial and self.data_parallel):
+            return (self.weights.predicts,) * self.num_stages
+        if self.provisional_microbatches is None:
+            return (False,) * self.num_stages
+        done = (num_microbatches - unread for unread in self.unread(num_microbatches))
+        return tuple(self.provisional_microbatches < each for each in done)
+
     @property
     def report_lag(self) -> int:
         """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
