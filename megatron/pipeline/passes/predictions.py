@@ -42,8 +42,7 @@ def _with_partial_gradients(leg: Leg, stage: int, batch: int, outline: Program) 
     if outline.reduce_partial:
         behind[num_read].append(Kind.REDUCE_PARTIAL)
     if reads_ties(outline, stage):
-        # First where they stand together: the last stage has posted it before its own REDUCE_PARTIAL, too.
-        behind.setdefault(outline.num_read_of_ties(batch), []).insert(0, Kind.REDUCE_PARTIAL_EMBED)
+        behind.setdefault(outline.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
     extended: Leg = []
     num_done = 0
     for each, is_of_batch in zip(leg, of_batch, strict=True):
