@@ -65,8 +65,6 @@ class WeightUpdate(Protocol):
     weights: WeightPolicy
     replicas_predict_apart: bool
 
-    def show_newest(self) -> None: ...
-
     def state_dict(self) -> dict: ...
 
     def load_state_dict(self, state: dict | None) -> None: ...
@@ -99,7 +97,7 @@ def save_checkpoint(
     """
     metadata = sharding_metadata(args)
     if update is not None:
-        update.show_newest()
+        update.versions.show_newest()
     model = model_state(chunks, metadata)
     state = {
         "args": arguments.saved_arguments(
@@ -163,7 +161,7 @@ def load_checkpoint(
     position = CheckpointPosition() if starts_anew else _position(common)
     metadata = {**sharding_metadata(args), **(common.get("content_metadata") or {})}
     if update is not None:
-        update.show_newest()
+        update.versions.show_newest()
     model = model_state(chunks, metadata)
     _judge_what_is_left_over(reader, model, args.dist_ckpt_strictness)
     request: dict = dict(model)

@@ -2,8 +2,8 @@
 
 The rule is whatever the optimizer's own `step` computes, called on copies of the parameters and of their state with
 another gradient. So a prediction equals the step to come bit for bit where the gradient does, for any optimizer whose
-state belongs to its parameters or is a value of their group. Parameters are copied some at a time, so that the copies
-take little memory.
+state belongs to its parameters or is a value of their group. Hooks and learning-rate schedules do not see it.
+Parameters are copied some at a time, so that the copies take little memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 CHUNK_BYTES = 64 * 2**20
 """Of the parameters that are copied at once; with the copies of Adam's moments and the gradients it is four times."""
 
-_OF_THE_INSTANCE = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_THE_INSTANCE = ("step", "state", "param_groups", *_HOOKS)
+"""What a stand-in does not share; a learning-rate schedule replaces `step` of the one optimizer that it is for."""
 
 
 class ProvisionalStep:
@@ -50,7 +52,7 @@ class ProvisionalStep:
                 moved = parameter.detach().clone()
                 moved.grad = gradient_of(parameter)
                 copies[parameter] = moved
-            self._step({**group, "params": [*copies.values()]}, copies)
+            self._step(group, copies)
             for parameter, moved in copies.items():
                 write(parameter, moved if where is None else torch.where(where, moved, parameter))
 
@@ -71,16 +73,23 @@ class ProvisionalStep:
     def _step(self, group: dict[str, Any], copies: dict[Tensor, Tensor]) -> None:
         """The optimizer's own `step`, on a stand-in that has one group and a copy of its state."""
         optimizer = self._optimizer
-        stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in _OF_THE_INSTANCE})
-        for name in _OF_THE_INSTANCE[1:]:
+        kind = type(optimizer)
+        stand_in = object.__new__(kind)
+        for key, value in vars(optimizer).items():
+            if key not in _OF_THE_INSTANCE:
+                stand_in.__dict__[key] = copy.copy(value) if isinstance(value, dict | list) else value
+        for name in _HOOKS:
             stand_in.__dict__[name] = OrderedDict()
-        stand_in.param_groups = [group]
+        values = {key: _copied(value) for key, value in group.items() if key != "params"}
+        stand_in.param_groups = [{**values, "params": [*copies.values()]}]
         stand_in.state = defaultdict(dict)
         for parameter, moved in copies.items():
             if parameter in optimizer.state:
                 stand_in.state[moved] = {key: _copied(value) for key, value in optimizer.state[parameter].items()}
-        stand_in.step()
+        step = kind.step
+        if hasattr(step, "hooked"):  # torch's wrapper, which calls the hooks of all optimizers
+            step = step.__wrapped__
+        step(stand_in)
 
 
 def _copied(value: Any) -> Any:

@@ -25,8 +25,7 @@ from megatron.training.checkpoint.agreement import agree, agreed, control_group
 from megatron.training.checkpoint.copies import with_copies
 from megatron.training.checkpoint.directory import CheckpointLocation, other_iterations_hint
 from megatron.training.checkpoint.errors import CheckpointError
-from megatron.training.checkpoint.older_versions import OLDER_VERSIONS
-from megatron.training.checkpoint.predicted_version import PREDICTED_VERSION
+from megatron.training.checkpoint.older_versions import OLDER_VERSIONS, PREDICTED_VERSION
 
 unpickling.install()
 

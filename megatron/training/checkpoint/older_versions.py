@@ -16,12 +16,15 @@ from megatron.pipeline.weights import WeightPolicy
 from megatron.training.checkpoint.state import version_state
 
 OLDER_VERSIONS = "previous_version"  # how all their keys begin
+PREDICTED_VERSION = "provisional_version"  # how those of predicted_version.py begin
 
 
 class WeightVersions(Protocol):
     """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.versions)."""
 
     newest: int
+
+    def show_newest(self) -> None: ...
 
     def newest_tensors(self) -> dict[str, torch.Tensor]: ...
 

@@ -14,10 +14,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
 from megatron.pipeline.weights import WeightPolicy
-from megatron.training.checkpoint.older_versions import OlderVersions
+from megatron.training.checkpoint.older_versions import PREDICTED_VERSION, OlderVersions
 from megatron.training.checkpoint.state import version_state
-
-PREDICTED_VERSION = "provisional_version"
 
 
 class PredictedVersion(OlderVersions):
@@ -49,8 +47,13 @@ class PredictedVersion(OlderVersions):
         return {PREDICTED_VERSION: self._state(model, data, self._replica)}
 
     def to_load(self, model: dict, holds_prefix: Callable[[str], bool]) -> dict:
-        """The entry to ask of a checkpoint; one that was saved with fewer replicas has the first one's."""
+        """The entry to ask of a checkpoint; one that was saved with fewer replicas has the first one's.
+
+        None for a run that starts anew: its first batch is computed at the weights themselves.
+        """
         self._names_in_entries = self._find_names(model)
+        if self._iteration == 0:
+            return {}
         for replica in (self._replica, 0):
             if holds_prefix(_prefix(replica)):
                 empty = {id(each): torch.empty_like(each.data) for each in self._parameters if id(each) in self._names}
@@ -68,7 +71,7 @@ class PredictedVersion(OlderVersions):
 
     def _state(self, model: dict, data: dict[int, torch.Tensor], replica: int) -> dict:
         state = version_state(model, data, prefix=_prefix(replica))
-        if self._replica == 0:
+        if replica == 0:  # the first one's, for all that read it
             return state
         return {
             entry: {name: _of_own_replica(sharded) for name, sharded in chunk_state.items()}
