@@ -148,7 +148,7 @@ def test_hooks_and_schedules_do_not_see_it(name):
 
 def test_few_parameters_are_copied_at_once(monkeypatch):
     """A chunk ends with the parameter that fills it, and no chunk spans two groups."""
-    parameters, optimizer, gradients = build("SGD", 0)
+    _, optimizer, gradients = build("SGD", 0)
     monkeypatch.setattr(provisional_step, "CHUNK_BYTES", 4 * 8)
     sizes = []
     step = ProvisionalStep(optimizer)
@@ -168,8 +168,20 @@ def test_whose_steps_do_not_depend_on_the_size_of_gradients():
 
 
 def test_all_finite():
-    """One element is enough, and nothing is finite."""
+    """One element is enough; of nothing there is nothing to say."""
     whole = torch.ones(3)
-    assert all_finite([]) and all_finite([whole, whole.bfloat16()])
+    assert all_finite([]) is None and all_finite([whole, whole.bfloat16()])
     assert not all_finite([whole, torch.tensor([0.0, float("nan")])])
     assert not all_finite([torch.tensor([float("-inf")]), whole])
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_whether_to_step_may_be_known_on_the_device_alone(steps):
+    """Where it says no, the values are the parameters themselves, though their gradients lead nowhere."""
+    parameters, optimizer, gradients = build("AdamW", 1)
+    gradients[parameters[0]].fill_(float("inf") if not steps else 1.0)
+    values = {}
+    ProvisionalStep(optimizer).take(
+        gradients.get, lambda parameter, value: values.update({parameter: value.clone()}), where=torch.tensor(steps)
+    )
+    assert all(torch.equal(values[parameter], parameter) != steps for parameter in parameters)
