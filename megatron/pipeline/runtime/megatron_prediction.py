@@ -161,7 +161,8 @@ class MegatronPrediction:
         for model, gradient in self._partial_sums_over_tensor(gradients):
             gradients[model] = gradient
         knows = self.clip_factor is not None or self._is_scale_invariant()
-        finite = self._agreed(all_finite(gradients.values())) if can_overflow else None
+        alone = set() if embedding is None else {self._reduction().tied_embedding}
+        finite = self._finite(gradients, alone) if can_overflow else dict.fromkeys(gradients)
         with self.versions.predicting(version) as target:
 
             def write(own: Tensor, value: Tensor) -> None:
@@ -174,7 +175,7 @@ class MegatronPrediction:
 
             with self.versions.true_weights():
                 if knows and self._provisional is not None:
-                    self._provisional.take(gradient_of, write, where=finite)
+                    self._provisional.take(gradient_of, write, where=lambda own: finite[self._model_of[own][0]])
                 else:
                     for own in self._model_of:
                         write(own, own)
@@ -187,7 +188,9 @@ class MegatronPrediction:
         for models, operation in self._over_tensor if group.size() > 1 else ():
             if models:
                 flat = torch.cat([gradients[model].reshape(-1) for model in models])
-                dist.all_reduce(flat, op=operation, group=group)
+                dist.all_reduce(flat, group=group)  # SUM and MAX are what the group was warmed up with
+                if operation is dist.ReduceOp.AVG:
+                    flat.div_(group.size())
                 parts = flat.split([model.numel() for model in models])
                 result += [(model, part.view(model.shape)) for model, part in zip(models, parts, strict=True)]
         return result
@@ -195,14 +198,22 @@ class MegatronPrediction:
     def _is_scale_invariant(self) -> bool:
         return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
 
+    def _finite(self, gradients: dict[Parameter, Tensor], alone: set[Parameter]) -> dict[Parameter, Tensor | None]:
+        """Whether to step each parameter: one of `alone`, whose gradient all copies have, is judged by it, so that they
+        stay equal; the others of the stage together.
+        """
+        of_stage = self._agreed(all_finite(each for model, each in gradients.items() if model not in alone))
+        of_ties = self._agreed(all_finite(gradients[model] for model in alone)) if alone else None
+        return {model: of_ties if model in alone else of_stage for model in gradients}
+
     def _agreed(self, is_finite: Tensor | None) -> Tensor | None:
         """Whether it is so on all tensor ranks, which have the same parameters or parts of them; or none at all."""
         group = parallel_state.get_tensor_model_parallel_group()
         if is_finite is None or group.size() == 1:
             return is_finite
-        agreed = is_finite.float()
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-        return agreed > 0
+        overflows = 1.0 - is_finite.float()
+        dist.all_reduce(overflows, op=dist.ReduceOp.MAX, group=group)
+        return overflows == 0.0
 
     def step(self) -> None:
         """Step the optimizer, whose gradients are ready; the model's parameters stay as they are."""

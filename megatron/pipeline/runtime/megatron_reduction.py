@@ -69,8 +69,16 @@ class GradientReduction:
         [embedding] = self._embeddings
         return embedding
 
-    def over_partial_embedding(self, gradient: Tensor, *, over_data: bool) -> None:
-        """Add up what both stages give of its gradient; `over_data`: and average it over the replicas before."""
+    def over_partial_embedding(self, partial: Tensor | GradientSlot, *, over_data: bool) -> None:
+        """Add up what both stages give of its gradient; `over_data`: and average it over the replicas before.
+
+        `partial`: the gradient, or a slot that has it, if this rank has a copy of the embedding.
+        """
+        if isinstance(partial, GradientSlot):
+            if len(self._embeddings) != 1 or self._groups.embedding is None:
+                return
+            partial = partial.views[self.tied_embedding]
+        gradient = partial
         if over_data and self._groups.data is not None:
             self._groups.data.all_reduce(gradient)
             gradient.div_(self._groups.data.size)

@@ -130,7 +130,10 @@ class MegatronWeightUpdate:
         self._batches: dict[int, _Batch] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
         shards = isinstance(self._inner, DistributedOptimizer)
-        warm_up(chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards)
+        warm_up(
+            chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
+            reduces_partial_ties=self._prediction is not None and self._prediction.reduces,
+        )  # fmt: skip
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:

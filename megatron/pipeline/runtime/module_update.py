@@ -245,6 +245,7 @@ class ModuleUpdate:
     def predict(self, version: int, num_microbatches: int) -> None:
         pending = self._pending[version]
         gradients = self._partial_gradients(pending, num_microbatches)
+        kept_of_ties = pending.partial_embed.gradients if pending.partial_embed is not None else {}
         pending.partial = pending.partial_embed = None
         with self.versions.predicting(version) as target:
 
@@ -256,8 +257,19 @@ class ModuleUpdate:
                     for parameter in self._names:
                         write(parameter, parameter)
                 else:
-                    finite = all_finite(gradients.values())
-                    self._provisional.take(lambda parameter: gradients[self._names[parameter]], write, where=finite)
+                    where = self._finite(gradients, tied=set(kept_of_ties))
+                    self._provisional.take(
+                        lambda parameter: gradients[self._names[parameter]], write,
+                        where=lambda parameter: where[self._names[parameter]],
+                    )  # fmt: skip
+
+    @staticmethod
+    def _finite(gradients: Mapping[str, Tensor], *, tied: set[str]) -> dict[str, Tensor]:
+        """By name, whether to step: a tied parameter is judged by the sum that all its copies have, the others of the
+        stage together.
+        """
+        of_stage = all_finite(each for name, each in gradients.items() if name not in tied)
+        return {name: all_finite([each]) if name in tied else of_stage for name, each in gradients.items()}
 
     def _partial_gradients(self, pending: _Pending, num_microbatches: int) -> dict[str, Tensor] | None:
         """What stands for the batch's gradients; None where nobody knows yet how they will be clipped, and the step

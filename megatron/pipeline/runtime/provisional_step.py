@@ -36,7 +36,7 @@ class ProvisionalStep:
         gradient_of: Callable[[Tensor], Tensor | None],
         write: Callable[[Tensor, Tensor], None],
         *,
-        where: Tensor | None = None,
+        where: Callable[[Tensor], Tensor | None] = lambda parameter: None,
     ) -> None:
         """Step from where the optimizer's parameters are.
 
@@ -44,7 +44,7 @@ class ProvisionalStep:
             gradient_of: the gradient of one of them, of its dtype and shape, which is not changed; None: it is not
                 stepped.
             write: is given a parameter and the value that the step leads to.
-            where: a scalar, on the device, that says whether to step at all; None: yes.
+            where: of a parameter, a scalar on the device that says whether to step it; None: yes.
         """
         for group, parameters in self._chunks():
             copies = {}
@@ -54,7 +54,8 @@ class ProvisionalStep:
                 copies[parameter] = moved
             self._step(group, copies)
             for parameter, moved in copies.items():
-                write(parameter, moved if where is None else torch.where(where, moved, parameter))
+                steps = where(parameter)
+                write(parameter, moved if steps is None else torch.where(steps, moved, parameter))
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """A group and some of its parameters at a time."""

@@ -39,6 +39,7 @@ class RankOutcome:
     evaluations: list[dict] = field(default_factory=list)
     executed: list[list[str]] = field(default_factory=list)  # instructions of the compute and the chain track
     traces: list[trace.RankTrace] | None = None
+    predictions: list[dict[str, Tensor]] = field(default_factory=list)  # after each drain
 
 
 WINDOWS = {
@@ -191,18 +192,20 @@ class Pipeline:
 
 
 def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evaluate: int = 0, tracing: bool = False,
-        **schedule_options) -> RankOutcome:  # fmt: skip
+        look_at_predictions: bool = False, **schedule_options) -> RankOutcome:  # fmt: skip
     """Train; after each batch in `drains` drain the pipeline, and evaluate on `evaluate` microbatches if not 0."""
     pipeline = Pipeline(preset, training, tracing=tracing, **schedule_options)
-    engine, reports, evaluations = pipeline.engine, [], []
+    engine, reports, evaluations, predictions = pipeline.engine, [], [], []
+    versions = pipeline.update.versions
     for batch, num_microbatches in enumerate(training.batches):
         reports += engine.run_batch(num_microbatches, num_microbatches * reference.MICROBATCH_SIZE)
         if batch in drains:
             reports += engine.drain()
+            if look_at_predictions:
+                predictions.append({name: each.clone() for name, each in versions.tensors(versions.newest).items()})
             if evaluate:
                 evaluations.append(engine.evaluate(evaluate))
     reports += engine.drain()
-    versions = pipeline.update.versions
     dist.barrier()
     pipeline.close()
     return RankOutcome(
@@ -217,6 +220,7 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
         executed=[[str(span.instruction) for span in engine.trace().spans if span.track == track]
                   for track in ("compute", "chain")] if tracing else [],
         traces=trace.gather_traces(engine.trace()) if tracing else None,
+        predictions=predictions,
     )  # fmt: skip
 
 

@@ -131,6 +131,15 @@ def test_an_overflow_leaves_no_prediction():
             assert torch.equal(tensor, expected.parameters[name])
 
 
+def test_an_overflow_on_one_stage_leaves_tied_copies_equal():
+    """Only the last stage reads the last microbatch of a batch: its layers stay, and both copies are predicted."""
+    for poisoned in (6, 7):
+        training = Training(batches=(4,) * 3, poisoned_microbatch=poisoned, tied=True)
+        outcomes = run(2, training, drains=(1,), look_at_predictions=True)
+        first, last = (outcome.predictions[0] for outcome in outcomes)
+        assert torch.equal(first[reference.FIRST_WEIGHT], last[reference.LAST_WEIGHT])
+
+
 @pytest.mark.parametrize("p", [2, 4])
 def test_memory(p):
     """Two predicted sets of weights and the true one, two gradient buffers; as many saved microbatches as under 2bw."""

@@ -182,6 +182,8 @@ def test_whether_to_step_may_be_known_on_the_device_alone(steps):
     gradients[parameters[0]].fill_(float("inf") if not steps else 1.0)
     values = {}
     ProvisionalStep(optimizer).take(
-        gradients.get, lambda parameter, value: values.update({parameter: value.clone()}), where=torch.tensor(steps)
+        gradients.get,
+        lambda parameter, value: values.update({parameter: value.clone()}),
+        where=lambda parameter: torch.tensor(steps),
     )
     assert all(torch.equal(values[parameter], parameter) != steps for parameter in parameters)
