@@ -161,7 +161,9 @@ def test_whose_steps_do_not_depend_on_the_size_of_gradients():
     """Adam's, whoever wrote it."""
     named = type("FusedAdam", (CounterInGroup,), {})
     parameters = [torch.zeros(1, requires_grad=True)]
-    assert all(map(is_scale_invariant, (torch.optim.Adam(parameters), torch.optim.AdamW(parameters), named(parameters))))
+    assert all(
+        map(is_scale_invariant, (torch.optim.Adam(parameters), torch.optim.AdamW(parameters), named(parameters)))
+    )
     assert not is_scale_invariant(torch.optim.SGD(parameters, lr=0.1))
 
 
