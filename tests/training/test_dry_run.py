@@ -246,3 +246,9 @@ def test_estimate_of_a_real_run(schedule):
     )  # fmt: skip
     for rank, num_bytes in zip(memory, measured, strict=True):
         assert num_bytes == pytest.approx(rank.parts.activations, rel=0.1), rank.rank
+
+
+def test_provisional_weights_are_named(dry):
+    """With what each stage reads of the smallest batch."""
+    _, out, _, _ = dry("--pipeline-schedule 2bw --2bw-provisional stage --pipeline-model-parallel-size 2")
+    assert "2bw with provisional weights: stages read" in out
