@@ -148,7 +148,7 @@ def test_hooks_and_schedules_do_not_see_it(name):
 
 def test_few_parameters_are_copied_at_once(monkeypatch):
     """A chunk ends with the parameter that fills it, and no chunk spans two groups."""
-    parameters, optimizer, gradients = build("SGD", 0)
+    _, optimizer, gradients = build("SGD", 0)
     monkeypatch.setattr(provisional_step, "CHUNK_BYTES", 4 * 8)
     sizes = []
     step = ProvisionalStep(optimizer)
