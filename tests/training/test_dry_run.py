@@ -250,5 +250,5 @@ def test_estimate_of_a_real_run(schedule):
 
 def test_provisional_weights_are_named(dry):
     """With what each stage reads of the smallest batch."""
-    _, out, _, _ = dry("--pipeline-schedule 2bw --2bw-provisional stage --pipeline-model-parallel-size 2")
-    assert "2bw with provisional weights: stages read" in out
+    _, out, _, _ = dry("--pipeline-schedule 2bw --2bw-provisional stage --pipeline-model-parallel-size 2 --dry-run 2")
+    assert "2bw with provisional weights: stages read 7, 8 of 8 microbatches" in out
