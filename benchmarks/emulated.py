@@ -1,6 +1,6 @@
 """How close the runtime comes to what its schedules promise, on 4 and 8 stages that sleep instead of computing.
 
-    python benchmarks/emulated.py                          # about 5 minutes; tables
+    python benchmarks/emulated.py                          # about 6 minutes; tables
     python benchmarks/emulated.py --only speedup executor  # some of it
     python benchmarks/emulated.py --json result.json       # also every measured time
 
@@ -19,6 +19,9 @@ chain     `2bw` with d=2, tied embeddings and clipping, its reductions sized to 
           `2bw` without them. A reduction sleeps for its time and all-reduces 64 KiB: payloads that fill hundreds of
           milliseconds would keep the two cores busy, which no accelerator's network does. The order, the meeting of
           all members and the wait of STEP are real. 150% is the control: it has to stall, by what the simulator says.
+predictions
+          `2bw` with predicted weights over `2bw` without, at p=2 and the least p: from what each stage has done, and
+          from one microbatch, whose gradients are kept. A STEP, a PREDICT and a HOLD take 5% of a forward each.
 speedup   `2bw` over `flush` at m=p: (2p-1)/p.
 executor  microseconds of an instruction, with stages that take no time and send 4 bytes, tracing off and on: wall time
           (at p=2 it holds the waits for transfers) and what the executor's own thread computes.
@@ -40,8 +43,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-SECTIONS = ("ideal", "warmup", "chain", "speedup", "executor")
+SECTIONS = ("ideal", "warmup", "chain", "predictions", "speedup", "executor")
 CHAIN_SHARES = (0.25, 0.5, 0.9, 1.5)
+UPDATE_SHARE = 0.05  # of a forward
 EXECUTOR_MICROBATCHES = 64
 
 
@@ -83,6 +87,22 @@ def chain_job(args: argparse.Namespace):
     return Job(num_stages=p, num_replicas=2, entries=entries, **timing(args))
 
 
+def prediction_jobs(args: argparse.Namespace) -> list:
+    """2bw without and with predicted weights."""
+    from emulated_ranks import Contender, Job
+
+    shared = {"preset": "2bw", "update_seconds": UPDATE_SHARE * args.forward}
+    contenders = (
+        Contender(name="without", **shared),
+        Contender(name="from all that is done", predict=True, **shared),
+        Contender(name="from one microbatch", predict=True, provisional_microbatches=1, **shared),
+    )
+    return [
+        Job(num_stages=p, entries=dict.fromkeys(args.microbatches or [p, 2 * p], contenders), **timing(args))
+        for p in sorted({2, min(args.stages)})
+    ]
+
+
 def executor_jobs(args: argparse.Namespace) -> list:
     """Stages that take no time, traced and not."""
     from emulated_ranks import Contender, Job
@@ -114,7 +134,9 @@ def timing(args: argparse.Namespace) -> dict:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8], help="p, at most 16; chain: 2p processes")
-    parser.add_argument("--microbatches", type=int, nargs="+", help="m; default p, 2p and 4p (chain: p and 2p)")
+    parser.add_argument(
+        "--microbatches", type=int, nargs="+", help="m; default p, 2p and 4p (chain, predictions: p, 2p)"
+    )
     parser.add_argument(
         "--batches", type=int, default=2, help="timed, of each contender in each repeat; twice as many at m < 2p"
     )
@@ -146,6 +168,8 @@ def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
     plan = [(job, shared) for job in stage_jobs(args)]
     if "chain" in args.only:
         plan.append((chain_job(args), ["chain"]))
+    if "predictions" in args.only:
+        plan += [(job, ["predictions"]) for job in prediction_jobs(args)]
     if "executor" in args.only:
         plan += [(job, ["executor"]) for job in executor_jobs(args)]
     rows = []

@@ -42,12 +42,15 @@ NUM_EXCHANGES = 12
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """A schedule as it is run: `name`, the preset, and of its chain of reductions how many seconds it takes (None: the
-    chain has neither data-parallel nor embedding gradients)."""
+    chain has neither data-parallel nor embedding gradients). STEP, PREDICT and HOLD take `update_seconds` each."""
 
     name: str
     preset: str
     extra_warmup: bool = False
     chain_seconds: float | None = None
+    predict: bool = False
+    provisional_microbatches: int | None = None
+    update_seconds: float = 0.0
     traced: bool = True
 
     @property
@@ -61,6 +64,8 @@ class Contender:
             self.preset,
             num_stages=num_stages,
             extra_warmup=self.extra_warmup,
+            predict=self.predict,
+            provisional_microbatches=self.provisional_microbatches,
             data_parallel=reduces,
             tied_embeddings=reduces,
         )
@@ -177,7 +182,14 @@ class Rank:
         return PipelineEngine(
             contender.schedule(job.num_stages),
             stage,
-            EmulatedUpdate(grad=grad, embed=embed, job_group=self._world if job.world_size > 1 else None),
+            EmulatedUpdate(
+                grad=grad,
+                embed=embed,
+                job_group=self._world if job.world_size > 1 else None,
+                step_seconds=contender.update_seconds,
+                predict_seconds=contender.update_seconds,
+                hold_seconds=contender.update_seconds,
+            ),
             ranks=range(first, first + job.num_stages),
             timeout=TIMEOUT,
             tracer=Tracer(num_batches=num_batches) if contender.traced else None,

@@ -6,7 +6,7 @@ a repeat.
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from emulated_ranks import Contender, Job
 from rich.console import Console
@@ -28,6 +28,8 @@ def predicted(job: Job, contender: Contender, num_microbatches: int, latency: fl
         latency=latency,
         reduce_grad=contender.grad_seconds,
         reduce_embed=contender.embed_seconds,
+        step=contender.update_seconds,
+        hold=contender.update_seconds,
     )
     starts = simulate(program, costs).batch_starts()
     return (starts[-1] - starts[settling]) / num_batches
@@ -107,13 +109,23 @@ def warmup_rows(found: Found) -> list[Row]:
 
 
 def chain_rows(found: Found) -> list[Row]:
+    return _rows_over_first("chain", found, chain=lambda contender: contender.chain_seconds)
+
+
+def predictions_rows(found: Found) -> list[Row]:
+    return _rows_over_first("predictions", found, update=lambda contender: contender.update_seconds)
+
+
+def _rows_over_first(section: str, found: Found, **facts: Callable[[Contender], object]) -> list[Row]:
+    """At each m the first contender, then the others with that one as their reference and what is said of each."""
     rows = []
-    for m, (without, *others) in found.job.entries.items():
-        reference = found.row("chain", m, without)
+    for m, (first, *others) in found.job.entries.items():
+        reference = found.row(section, m, first)
         rows.append(reference)
         for contender in others:
-            row = found.row("chain", m, contender)
-            row |= {"chain": contender.chain_seconds, "reference": reference["measured"]}
+            row = found.row(section, m, contender)
+            row |= {name: fact(contender) for name, fact in facts.items()}
+            row |= {"reference": reference["measured"]}
             rows.append({**row, "predicted_ratio": row["predicted"] / reference["predicted"]})
     return rows
 
@@ -148,6 +160,7 @@ ROWS = {
     "ideal": ideal_rows,
     "warmup": warmup_rows,
     "chain": chain_rows,
+    "predictions": predictions_rows,
     "speedup": speedup_rows,
     "executor": executor_rows,
 }
@@ -178,8 +191,12 @@ def per_instruction(row: Row, name: str) -> str:
     return spread([1e6 * seconds / row["instructions"] for seconds in row[name]], 1)
 
 
-def chain_ratio(row: Row) -> str:
+def over_reference(row: Row) -> str:
     return spread([1 / ratio for ratio in reference_over(row)], 4) if "reference" in row else ""
+
+
+def predicted_ratio(row: Row) -> str:
+    return f"{row['predicted_ratio']:.4f}" if "predicted_ratio" in row else ""
 
 
 COMMON = {
@@ -212,8 +229,17 @@ TABLES = {
         COMMON
         | {
             "chain ms": lambda row: f"{1e3 * row['chain']:.0f}" if "chain" in row else "",
-            "over without": chain_ratio,
-            "predicted ratio": lambda row: f"{row['predicted_ratio']:.4f}" if "chain" in row else "",
+            "over without": over_reference,
+            "predicted ratio": predicted_ratio,
+        },
+    ),
+    "predictions": (
+        "2bw with predicted weights, over 2bw without",
+        COMMON
+        | {
+            "ms an update": lambda row: f"{1e3 * row['update']:.1f}" if "update" in row else "",
+            "over without": over_reference,
+            "predicted ratio": predicted_ratio,
         },
     ),
     "speedup": (

@@ -46,6 +46,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from thread_times import MAIN, ThreadTimes, thread_times
 
+CONTENDERS = ("limit", "2bw", "2bw provisional", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe")
+
 BALANCE = 0.03
 """Largest relative difference of the stages' own times."""
 
@@ -173,7 +175,7 @@ def compare(args) -> tuple[object, Result]:
     )
     if args.vocab_size is None:
         model = balance(model, args)
-    entrants = contenders(model)
+    entrants = contenders(model, args.contenders or CONTENDERS)
     gc.collect()
     gc.freeze()  # as in training: a collection of everything takes longer than a microbatch
     seconds: dict[int, dict[str, list[float]]] = {}
@@ -243,7 +245,12 @@ def report(model, result: Result, args) -> None:
     table.add_row("m / (m+1)", *(f"{m / (m + 1):.1%}" for m in result.seconds))
     table.add_row("a flush's ideal", *(f"{1 / ideal:.1%}" for ideal in ideals.values()))
     table.add_row("2bw over flush, ideal", *(f"{ideal:.2f}" for ideal in ideals.values()))
-    table.add_row("2bw over flush", *(f"{ratio(t['flush'], t['2bw']):.2f}" for t in result.seconds.values()))
+    for name, other, digits in (("2bw", "flush", 2), ("2bw provisional", "2bw", 3)):
+        if all({name, other} <= set(each) for each in result.seconds.values()):
+            table.add_row(
+                f"{name} over {other}",
+                *(f"{ratio(each[other], each[name]):.{digits}f}" for each in result.seconds.values()),
+            )
     console.print(table)
     console.print(table_of_threads(result))
     console.print("loss of the first batch: " + ", ".join(f"{k} {v:.6f}" for k, v in result.first_losses.items()))
@@ -297,9 +304,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--vocab-size", type=int, help="default: adjusted until the stages are balanced")
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME", help='only these and the limit, such as 2bw "2bw provisional"'
+    )
     parser.add_argument("--balance-batches", type=int, default=5, help="batches for each trial of a vocabulary")
     parser.add_argument("--json", type=Path, help="file for every measured time")
-    return parser.parse_args()
+    args = parser.parse_args()
+    unknown = [name for name in args.contenders or () if name not in CONTENDERS]
+    if unknown:
+        parser.error(f"there is no contender {', '.join(unknown)}; the contenders are {', '.join(CONTENDERS)}")
+    if args.contenders and "limit" not in args.contenders:
+        args.contenders.append("limit")  # what all are compared with
+    return args
 
 
 def main() -> None:

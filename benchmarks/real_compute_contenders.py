@@ -7,7 +7,7 @@
 import abc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from real_compute_model import (
@@ -90,11 +90,11 @@ class StageAlone(Contender):
 class Engine(Contender):
     """This project's engine."""
 
-    def __init__(self, model: Model, preset: str) -> None:
+    def __init__(self, model: Model, preset: str, *, predict: bool = False) -> None:
         super().__init__(model)
-        self.name = preset
+        self.name = f"{preset} provisional" if predict else preset
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        schedule = Schedule.preset(preset, num_stages=2)
+        schedule = Schedule.preset(preset, num_stages=2, predict=predict)
         chunk, optimizer = chunk_with_optimizer(model)
         update = MegatronWeightUpdate([chunk], optimizer, weights=schedule.weights, num_stages=2, stage=rank)
         stage = MegatronStage(
@@ -191,13 +191,18 @@ class _TorchStage(torch.nn.Module):
         return apply(self.gpt, self._model, Data(labels, labels))
 
 
-def contenders(model: Model) -> list[Contender]:
-    """All of them, in the order of the table; collective, since the engines connect to their peers."""
-    return [
-        StageAlone(model),
-        Engine(model, "2bw"),
-        Engine(model, "flush"),
-        MegatronCore(model),
-        TorchPipelining(model, Schedule1F1B),
-        TorchPipelining(model, ScheduleGPipe),
-    ]
+CONTENDERS: dict[str, Callable[[Model], Contender]] = {
+    "limit": StageAlone,
+    "2bw": lambda model: Engine(model, "2bw"),
+    "2bw provisional": lambda model: Engine(model, "2bw", predict=True),
+    "flush": lambda model: Engine(model, "flush"),
+    "megatron.core 1F1B": MegatronCore,
+    "torch 1F1B": lambda model: TorchPipelining(model, Schedule1F1B),
+    "torch GPipe": lambda model: TorchPipelining(model, ScheduleGPipe),
+}
+"""All that can be compared, in the order of the table."""
+
+
+def contenders(model: Model, names: Collection[str]) -> list[Contender]:
+    """Those with these names; collective, since the engines connect to their peers."""
+    return [make(model) for name, make in CONTENDERS.items() if name in names]

@@ -84,6 +84,20 @@ def flush_and_2bw() -> None:
     )
 
 
+def provisional() -> None:
+    """2bw with predicted weights: from what each stage has done, and from one microbatch on every stage."""
+    costs = Costs(step=0.2, predict=0.3, hold=0.15)
+    uniform = {"predict": True, "provisional_microbatches": 1}
+    draw_timeline(
+        [
+            timeline("2bw", 4, (4,) * 3, costs=costs, predict=True).named("2bw --provisional: 4 stages, batches of 4"),
+            timeline("2bw", 4, (4,) * 3, costs=costs, **uniform).named("2bw --provisional-microbatches 1"),
+        ],
+        IMAGES / "provisional.png",
+        time_label=FORWARDS,
+    )
+
+
 def extra_warmup() -> None:
     """Slow links without and with the longer warm-up."""
     costs = Costs(latency=0.4)
@@ -166,8 +180,8 @@ def placement() -> None:
 
 
 DRAWINGS = (
-    figure_1, figure_2, figure_3, bpipe, flush_and_2bw, extra_warmup, chain, recompute, critical, interleaved,
-    placement,
+    figure_1, figure_2, figure_3, bpipe, flush_and_2bw, provisional, extra_warmup, chain, recompute, critical,
+    interleaved, placement,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from megatron.pipeline.costs import Costs
 from megatron.pipeline.memory_curve import PARTS, MemorySizes
 
 NAMES = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
-         "reduce_grad", "reduce_embed", "reduce_norm")  # fmt: skip
+         "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold")  # fmt: skip
 SIZES = tuple(f"{part}_size" for part in PARTS)
 
 
@@ -18,6 +18,8 @@ def costs(options: argparse.Namespace) -> Costs:
         backward=options.backward,
         recompute=options.recompute_time,
         step=options.step,
+        predict=options.predict,
+        hold=options.hold,
         latency=options.latency,
         forward_bytes=options.transfer,
         bandwidth=1.0,
@@ -43,6 +45,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--backward", 2.0, "likewise, without the recompute (default: 2)"),
         ("--recompute-time", None, "of a recompute (default: as --forward)"),
         ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
+        ("--predict", None, "of a prediction of weights (default: as --step)"),
+        ("--hold", 0.0, "of keeping gradients for a prediction"),
         ("--transfer", 0.0, "for which a transfer occupies its edge"),
         ("--latency", 0.0, "from the end of the sending to the arrival"),
         ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),

@@ -11,10 +11,11 @@ from command_line import count, positive
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.orders import PRESETS
-from megatron.pipeline.weights import POLICIES, weight_policy
+from megatron.pipeline.weights import POLICIES, TWO_BW, weight_policy
 
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
-_PRESET_ONLY = ("stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
+_PREDICTIONS = ("provisional_microbatches", "reduce_partial")
+_PRESET_ONLY = ("provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
 _MOST = 20_000_000  # computations and transfers of a program; more do not fit into the memory of a common machine
 _JOB_ONLY = ("tensor", "data", "distributed_optimizer")
 _TEXT_ONLY = ("versions", "columns")
@@ -27,7 +28,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def schedule(options: argparse.Namespace) -> Schedule:
-    flags = {flag: getattr(options, flag) for flag in FLAGS}
+    flags = {flag: getattr(options, flag) for flag in (*FLAGS, *_PREDICTIONS)}
     num_virtual_stages = options.virtual_stages or (2 if PRESETS[options.schedule].interleaves else 1)
     num_stages = (options.stages or 4) * num_virtual_stages
     _require_memory(num_stages, 1)
@@ -36,8 +37,13 @@ def schedule(options: argparse.Namespace) -> Schedule:
         num_stages=num_stages,
         num_virtual_stages=num_virtual_stages,
         microbatch_group_size=options.microbatch_group_size,
+        predict=predicts(options),
         **flags,
     )
+
+
+def predicts(options: argparse.Namespace) -> bool:
+    return options.provisional or options.provisional_microbatches is not None
 
 
 def program(options: argparse.Namespace) -> Program:
@@ -86,6 +92,10 @@ def title(options: argparse.Namespace, program: Program) -> str:
     if options.schedule is None:
         return Path(options.file).name
     extras = "".join(f", {flag.replace('_', ' ')}" for flag in FLAGS if getattr(options, flag))
+    if predicts(options):
+        num_read = options.provisional_microbatches
+        extras += ", provisional" + (f" from {num_read} microbatch{'es' * (num_read > 1)}" if num_read else "")
+        extras += " of all replicas" * options.reduce_partial
     sizes = ", ".join(map(str, program.batches)) if len(set(program.batches)) > 1 else str(program.batches[0])
     noun = "microbatch" if sizes == "1" else "microbatches"
     stages = f"{program.num_ranks} stages"
@@ -105,9 +115,10 @@ def parse(description: str, commands: dict[str, Command], arguments: list[str] |
     """The options of a command, or the end of the process with a message and status 2."""
     options = _parser(description, commands).parse_args(arguments)
     _require_one_source(options)
-    _require_effect(options)
     if options.command == "check" and options.schedule is not None and options.data > 1:
         options.data_parallel = True
+    _require_predictions(options)
+    _require_effect(options)
     return options
 
 
@@ -125,6 +136,20 @@ def _require_one_source(options: argparse.Namespace) -> None:
         options.parser.error(f"--{ignored[0].replace('_', '-')} says nothing about {source}; leave it out")
 
 
+def _require_predictions(options: argparse.Namespace) -> None:
+    """End with a message where there is nothing to predict, or nothing to reduce for it."""
+    if options.schedule is None:
+        return
+    error = options.parser.error
+    if predicts(options) and PRESETS[options.schedule].policy != TWO_BW:
+        flag = "provisional" if options.provisional else "provisional-microbatches"
+        error(f"--{flag} predicts the weights of 2bw, not of {options.schedule}; give --schedule 2bw, or leave it out")
+    if options.reduce_partial and not predicts(options):
+        error("--reduce-partial says nothing about a program without predictions; add --provisional")
+    if options.reduce_partial and not options.data_parallel:
+        error("--reduce-partial says nothing about a program without replicas; add --data-parallel")
+
+
 def _require_effect(options: argparse.Namespace) -> None:
     """End with a message where an option would be ignored, because nothing of its kind is printed or drawn."""
     parser, ignored = options.parser, []
@@ -139,6 +164,8 @@ def _require_effect(options: argparse.Namespace) -> None:
         ignored += [(name, "the program; add --hardware-queues N") for name in _JOB_ONLY]
     if options.schedule is not None and options.command != "check":
         without = {"recompute_time": "recompute", "reduce_grad": "data_parallel", "reduce_embed": "tied_embeddings"}
+        without |= {"predict": "provisional"} if not predicts(options) else {}
+        without |= {"hold": "provisional_microbatches"} if not options.reduce_partial else {}
         without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")
@@ -259,6 +286,21 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
     )
     preset.add_argument("--tied-embeddings", action="store_true", help="reduce the gradients of tied embeddings")
     preset.add_argument("--data-parallel", action="store_true", help="reduce gradients over replicas")
+    predictions = preset.add_mutually_exclusive_group()
+    predictions.add_argument(
+        "--provisional",
+        action="store_true",
+        help="2bw: compute each batch at predicted weights, from all microbatches that each stage has done",
+    )
+    predictions.add_argument(
+        "--provisional-microbatches",
+        type=count,
+        metavar="Q",
+        help="2bw: the same, from Q microbatches on every stage",
+    )
+    preset.add_argument(
+        "--reduce-partial", action="store_true", help="predict from the mean over the replicas, which is reduced first"
+    )
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,8 @@ class Costs:
         backward_input: the input half of a split backward; default half of `backward`. The weight half is the rest.
         recompute: default as long as a forward.
         step: the optimizer step of a stage; the STEP of a rank with several stages takes their sum.
+        predict: the provisional step of a stage; default as long as `step`.
+        hold: of keeping a stage's gradients as they are.
         latency: per edge, from the end of the sending to the arrival; both directions.
         bandwidth: per edge and direction.
         forward_bytes: of an activation, per edge.
@@ -33,8 +35,10 @@ class Costs:
             occupies its edge: the rank sends instead of computing.
         evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
             occupies its pair; `load` by default as long as `evict`.
-        reduce_grad: of the reduction of a stage's gradients; a rank with several stages reduces their sum.
-        reduce_embed, reduce_norm: of the reductions, once all members have reached them.
+        reduce_grad: of the reduction of a stage's gradients, whole or partial; a rank with several stages reduces
+            their sum.
+        reduce_embed, reduce_norm: of the reductions, once all members have reached them; that of partial embeddings
+            takes as long.
     """
 
     forward: PerStage = 1.0
@@ -42,6 +46,8 @@ class Costs:
     backward_input: PerStage | None = None
     recompute: PerStage | None = None
     step: PerStage = 0.0
+    predict: PerStage | None = None
+    hold: PerStage = 0.0
     latency: PerStage = 0.0
     bandwidth: PerStage = math.inf
     forward_bytes: PerStage = 0.0
@@ -80,9 +86,13 @@ class Costs:
             Kind.EVICT: evict,
             Kind.LOAD: load,
             Kind.STEP: spread("step", self.step, num_stages),
+            Kind.PREDICT: spread("predict", self.step if self.predict is None else self.predict, num_stages),
+            Kind.HOLD: spread("hold", self.hold, num_stages),
             Kind.REDUCE_GRAD: spread("reduce_grad", self.reduce_grad, num_stages),
             Kind.REDUCE_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
             Kind.REDUCE_NORM: spread("reduce_norm", self.reduce_norm, num_stages),
+            Kind.REDUCE_PARTIAL: spread("reduce_grad", self.reduce_grad, num_stages),
+            Kind.REDUCE_PARTIAL_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
         }
 
     def edges(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:

@@ -14,6 +14,7 @@ from itertools import groupby
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import (
+    AWAITS_REDUCTIONS,
     BUSY,
     MOVES,
     REDUCTIONS,
@@ -151,7 +152,7 @@ class _Waits:
 
     def _before_computed(self, rank: int, position: int, instruction: Instruction) -> Iterator[_Cause]:
         yield from self._before(rank, position)
-        if instruction.kind is Kind.STEP:
+        if instruction.kind in AWAITS_REDUCTIONS:
             yield from self._reductions_of(rank, position, instruction.version)
         needs = instruction.kind.row.needs
         if needs is not None and 0 <= instruction.stage - needs.value < self.timeline.num_stages:

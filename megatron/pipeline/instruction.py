@@ -37,6 +37,10 @@ class Kind(str, Enum):
     REDUCE_EMBED = "REDUCE_EMBED"
     REDUCE_NORM = "REDUCE_NORM"
     STEP = "STEP"  # waits for the chain, then makes the version
+    HOLD = "HOLD"  # keep the gradients as they are here, for the prediction that leads to a version
+    REDUCE_PARTIAL = "REDUCE_PARTIAL"  # what is kept, over the replicas
+    REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"
+    PREDICT = "PREDICT"  # takes the step to a version provisionally, from a part of its gradients
 
     @property
     def row(self) -> Word:
@@ -172,6 +176,14 @@ WORDS: dict[Kind, Word] = {
     ),
     Kind.REDUCE_NORM: Word(name="norm reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ALL),
     Kind.STEP: Word(name="step", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+    Kind.HOLD: Word(name="gradients kept", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+    Kind.REDUCE_PARTIAL: Word(
+        name="partial gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
+    ),
+    Kind.REDUCE_PARTIAL_EMBED: Word(
+        name="partial tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS
+    ),
+    Kind.PREDICT: Word(name="prediction", lane=Lane.COMPUTE, subject=Subject.UPDATE),
 }  # fmt: skip
 
 
@@ -183,6 +195,7 @@ def kinds(holds: Callable[[Word], object]) -> frozenset[Kind]:
 BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # what keeps a rank from computing anything else
 UPDATES = kinds(lambda word: word.subject is Subject.UPDATE)
 COMPUTATIONS = BUSY - UPDATES
+AWAITS_REDUCTIONS = BUSY & UPDATES  # of its version, as far as they stand before it
 MOVES = kinds(lambda word: word.lane is Lane.MOVES)
 OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # of the evictor
 SENDS = kinds(lambda word: word.sends)

@@ -5,9 +5,11 @@ a timeline, simulated or measured, so that one sees when memory is short and wha
 
 - activations: of each microbatch from the start of its forward, or of its LOAD or ACCEPT, to the end of its backward
   (of its weight half, where it is split), or of its EVICT or RETURN;
-- weights: a buffer for each version that the weight policy keeps. A STEP writes its version into one that is free, or
-  takes another; buffers are kept, as in the runtime;
-- gradients: a buffer for each batch from its first backward to the end of its STEP; they are kept, too;
+- weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
+  writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
+  beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
+- gradients: a buffer for each batch from its first backward to the end of its STEP; they are kept, too. One more from
+  the start of a HOLD to the end of its PREDICT, which is freed. What is kept of tied embeddings alone is not counted;
 - transfers: what is received, from when the receive is posted to the start of the computation that takes it, and what
   is sent, until it has arrived;
 - optimizer: what stays from the beginning.
@@ -100,7 +102,7 @@ class _Rank:
         events = {
             "optimizer": [(self.start, self._of_rank("optimizer"))],
             "weights": self._kept("weights", self._versions()),
-            "gradients": self._kept("gradients", self._open_batches()),
+            "gradients": [*self._kept("gradients", self._open_batches()), *self._held_gradients()],
             "activations": list(self._activations()),
             "transfers": list(self._transfers()),
         }
@@ -135,7 +137,7 @@ class _Rank:
                 last_use[each.version] = end
         known, older = deque(sorted(last_use)), []
         for each, time, _ in self.spans:
-            if each.kind is Kind.STEP:
+            if each.kind is self.rule.maker:
                 while known and known[0] < each.version:
                     older.append(known.popleft())
                 if self.rule.updates_alone:
@@ -158,6 +160,16 @@ class _Rank:
         over = sorted(ends[batch] for batch in begins if batch in ends)
         for begun, start in enumerate(sorted(begins.values()), start=1):
             yield start, begun - bisect_right(over, start)
+
+    def _held_gradients(self) -> Iterator[_Event]:
+        size, held = self._of_rank("gradients"), False
+        for each, start, end in self.spans:
+            if each.kind is Kind.HOLD:
+                yield start, size
+                held = True
+            elif each.kind is Kind.PREDICT and held:
+                yield end, -size
+                held = False
 
     def _activations(self) -> Iterator[_Event]:
         sizes = self.sizes["activations"]

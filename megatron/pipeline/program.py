@@ -35,6 +35,10 @@ class Program:
         first_batch, first_microbatch: index, over the whole run, of its first batch and first microbatch.
         recompute: whether backwards are preceded by a recompute.
         tied_embeddings, data_parallel, global_norm: which links the update chain has.
+        unread: where the weights predict, for each stage how many backwards of a batch stand behind the prediction from
+            it; empty where `provisional_microbatches` says how many each prediction reads.
+        provisional_microbatches: of a batch, that each stage's prediction reads; None: all but the `unread` ones.
+        reduce_partial: whether predictions read the sum over the replicas.
         forward_only: the program evaluates: forwards with the newest entry version, no backwards, no updates.
     """
 
@@ -48,6 +52,9 @@ class Program:
     tied_embeddings: bool = False
     data_parallel: bool = False
     global_norm: bool = True
+    unread: tuple[int, ...] = ()
+    provisional_microbatches: int | None = None
+    reduce_partial: bool = False
     forward_only: bool = False
 
     # --- extent
@@ -109,6 +116,16 @@ class Program:
         if not first <= batch < end:
             raise ValueError(f"batch {batch} is not in this program, which has {first} to {end - 1}")
         return range(self._batch_starts[batch - first], self._batch_starts[batch - first + 1])
+
+    def num_read(self, stage: int, batch: int) -> int:
+        """How many backwards of a batch the prediction from it reads at a stage: the first ones in its row."""
+        if self.provisional_microbatches is not None:
+            return self.provisional_microbatches
+        return self.batches[batch - self.first_batch] - self.unread[stage]
+
+    def num_read_of_ties(self, batch: int) -> int:
+        """The same for embeddings that the first and the last stage share: as many as both have."""
+        return min(self.num_read(0, batch), self.num_read(self.num_stages - 1, batch))
 
     @property
     def returns_to_batches(self) -> bool:

@@ -71,8 +71,14 @@ _READ: dict[str, Callable[[str], Any]] = {
     "tied_embeddings": _flag,
     "data_parallel": _flag,
     "global_norm": _flag,
+    "unread": _integers,
+    "provisional_microbatches": _integer,
+    "reduce_partial": _flag,
     "forward_only": _flag,
 }
+
+
+_OF_PREDICTIONS = ("unread", "provisional_microbatches", "reduce_partial")  # written where there are any
 
 
 def _write_value(value: Any) -> str:
@@ -88,7 +94,8 @@ def _write_value(value: Any) -> str:
 
 def to_csv(program: Program) -> str:
     """The text from which `from_csv` reads an equal program."""
-    facts = [f"# {name}: {_write_value(getattr(program, name))}" for name in _READ]
+    names = [name for name in _READ if name not in _OF_PREDICTIONS or getattr(program, name)]
+    facts = [f"# {name}: {_write_value(getattr(program, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in program.rows)]) + "\n"
 
 
@@ -212,6 +219,7 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
         "tied_embeddings": Kind.REDUCE_EMBED in kinds,
         "data_parallel": Kind.REDUCE_GRAD in kinds,
         "global_norm": Kind.REDUCE_NORM in kinds or Kind.STEP not in kinds,
+        "reduce_partial": Kind.REDUCE_PARTIAL in kinds,
         "forward_only": not kinds & (BEGINS_BACKWARD | ENDS_BACKWARD),
     }
 

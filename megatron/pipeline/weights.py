@@ -9,9 +9,15 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     2bw      max(j-1, 0)                  the first forward of batch v+1        2                PipeDream-2BW, 3.1
     delay k  max(j-k, 0)                  the first forward of batch v+k        k+1              flush, 2bw: k = 0, 1
     stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
+    2bw-provisional
+             j, predicted                 the first forward of batch v+1        2, and the true  docs/provisional.md
 
 The last one is PipeDream's: it goes with orders that have p-s microbatches in flight at stage s, as 1F1B has, so that
 the newest version there is always p-s-1 batches old, which is what the checker proves.
+
+The last row steps as 2bw does, so its weights are 2bw's; but batch j is computed at an estimate of version j: PREDICT@j
+takes the step to it before the first forward of batch j, from the gradients of those microbatches of batch j-1 that are
+done. So a version has two values: the predicted one, which computations use, and the true one, which STEP makes.
 
 What the planning rooms, the runtime and the checkpoints have to know of a policy follows from its row. To add one,
 enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2, 0), with 3 live versions.
@@ -20,6 +26,8 @@ enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from megatron.pipeline.instruction import Kind
 
 
 @dataclass(frozen=True)
@@ -31,19 +39,25 @@ class WeightPolicy:
         delay: batch j uses version max(j - delay, 0) at all stages, and the STEP that makes a version waits until the
             first forward that uses it is next. 0: a batch is through the pipeline before the next one begins. None:
             each stage uses its newest version, and steps as soon as it can.
+        predicts: batch j uses a prediction of version j instead; with a delay of 1.
 
     Raises:
-        ValueError: a delay that is no number of batches.
+        ValueError: a delay that is no number of batches, or one that nothing can be predicted over.
     """
 
     name: str
     delay: int | None
+    predicts: bool = False
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.delay, int) and not isinstance(self.delay, bool) and self.delay >= 0
         if self.delay is not None and not is_count:
             raise ValueError(
                 f"weights {self.name} cannot have a delay of {self.delay} batches; give 0, 1, 2, ... or None"
+            )
+        if self.predicts and self.delay != 1:
+            raise ValueError(
+                f"weights {self.name} predict the step to come, which is one where the delay is 1, not {self.delay}"
             )
 
     def __str__(self) -> str:
@@ -77,12 +91,24 @@ class WeightPolicy:
         """The most versions that a stage holds at once."""
         return num_stages - stage if self.delay is None else self.delay + 1
 
+    @property
+    def maker(self) -> Kind:
+        """The word that makes the weights which computations use."""
+        return Kind.PREDICT if self.predicts else Kind.STEP
+
     def version_of(self, batch: int, *, newest: int) -> int:
         """The version that the forward of `batch` uses at a stage whose newest version is `newest`."""
+        if self.predicts:
+            return batch
         return newest if self.delay is None else max(batch - self.delay, 0)
 
     def entry_versions(self, first_batch: int) -> tuple[int, ...]:
-        """The versions alive in a drained state before `first_batch`, ascending; all updates so far have been made."""
+        """The versions alive in a drained state before `first_batch`, ascending; all updates so far have been made.
+
+        Of predicted ones it is the one that the next batch uses.
+        """
+        if self.predicts:
+            return (first_batch,)
         return tuple(range(max(first_batch - (self.delay or 0), 0), first_batch + 1))
 
     def settling_batches(self, in_flight: int) -> int:
@@ -105,8 +131,18 @@ class WeightPolicy:
 FLUSH = WeightPolicy("flush", delay=0)
 TWO_BW = WeightPolicy("2bw", delay=1)
 STASH = WeightPolicy("stash", delay=None)
+PROVISIONAL = WeightPolicy("2bw-provisional", delay=1, predicts=True)
 
-POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in (FLUSH, TWO_BW, STASH)}
+POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in (FLUSH, TWO_BW, STASH, PROVISIONAL)}
+
+
+def predicting(policy: WeightPolicy) -> WeightPolicy:
+    """The policy that steps as this one does and predicts. Raises ValueError where there is none."""
+    if policy != TWO_BW:
+        raise ValueError(
+            f"weights {policy} are not predicted: only 2bw's are, since their batches are computed one step behind"
+        )
+    return PROVISIONAL
 
 
 def weight_policy(name: str | WeightPolicy) -> WeightPolicy:

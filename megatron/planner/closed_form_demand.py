@@ -54,14 +54,21 @@ def has_closed_form(schedule: Schedule, num_microbatches: int) -> bool:
 def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
     """The most that each rank holds in a run of batches with so many microbatches. Raises ValueError as `validate`."""
     schedule.validate(num_microbatches)
+    holds = schedule.holds(num_microbatches)
     if schedule.max_in_flight is not None:  # full with so many, and holds no more of a larger batch
         full = 3 * schedule.num_ranks
         num_microbatches = min(num_microbatches, full + num_microbatches % schedule.num_ranks)
-    return _demand(schedule, num_microbatches)
+    return _demand(schedule, num_microbatches, holds)
+
+
+def _ends_of_ties(schedule: Schedule) -> set[int]:
+    """The ranks whose predictions read a gradient of tied embeddings that another one has a part of."""
+    ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
+    return ends if schedule.weights.predicts and schedule.tied_embeddings and len(ends) > 1 else set()
 
 
 @lru_cache(maxsize=4096)
-def _demand(schedule: Schedule, num_microbatches: int) -> Demand:
+def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) -> Demand:
     rule, num_ranks, receives = schedule.weights, schedule.num_ranks, RECEIVES[schedule.order_class]
     batches = (num_microbatches,) if rule.drains else (num_microbatches,) * (2 * num_ranks + 1)
     plain = replace(schedule, balance=False)
@@ -85,6 +92,11 @@ def _demand(schedule: Schedule, num_microbatches: int) -> Demand:
             for stages in stages_by_rank(schedule.rank_of_stage)
         ),
         gradient_buffers=(rule.max_gradient_buffers,) * num_ranks,
+        held_gradients=tuple(
+            sum(holds[stage] for stage in stages) for stages in stages_by_rank(schedule.rank_of_stage)
+        ),
+        held_embeddings=tuple(int(rank in _ends_of_ties(schedule)) for rank in range(num_ranks)),
+        predicts=(rule.predicts,) * num_ranks,
         receives_ahead=tuple(0 if num_ranks == 1 else receives(schedule, rank) for rank in range(num_ranks)),
         evicts=tuple(rank in evicting for rank in range(num_ranks)),
         accepts=tuple(rank in accepting for rank in range(num_ranks)),

@@ -3,9 +3,12 @@
 from dataclasses import dataclass, replace
 
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
+from megatron.pipeline.weights import TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
+
+PROVISIONAL_MODES = ("off", "stage", "uniform")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,14 @@ class Configuration:
         distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
         rank_mapping: a name in `placement.mapping.NAMES`.
         layers: how many layers each of the p * v stages has; None: equally many, as Megatron deals them out.
+        provisional: where 2bw predicts weights, what from: "stage" (what each stage has done) or "uniform" (as many
+            microbatches at all); "off": it does not.
+        provisional_microbatches: how many microbatches, with "uniform".
+        provisional_reduce: replicas predict from the mean of all.
 
     Raises:
-        ValueError: a number below 1, an unknown name, or a batch that does not divide into microbatches.
+        ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, or predictions
+            of which something is missing or cannot be.
     """
 
     tensor: int = 1
@@ -43,6 +51,9 @@ class Configuration:
     distributed_optimizer: bool = False
     rank_mapping: str = "standard"
     layers: tuple[int, ...] | None = None
+    provisional: str = "off"
+    provisional_microbatches: int | None = None
+    provisional_reduce: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
@@ -60,6 +71,24 @@ class Configuration:
                 f"a global batch of {self.global_batch_size} sequences does not divide into microbatches of "
                 f"{self.micro_batch_size} on {self.data} replicas; change one of them"
             )
+        self._check_predictions()
+
+    def _check_predictions(self) -> None:
+        if self.provisional not in PROVISIONAL_MODES:
+            raise ValueError(f"provisional is {self.provisional!r}; choose from {', '.join(PROVISIONAL_MODES)}")
+        if self.provisional == "off" and (self.provisional_microbatches is not None or self.provisional_reduce):
+            raise ValueError("provisional is off, so nothing is read for predictions; choose stage or uniform")
+        if self.provisional != "off" and PRESETS[self.schedule].policy != TWO_BW:
+            raise ValueError(f"provisional {self.provisional} goes with the weights of 2bw, not {self.schedule}")
+        if (self.provisional == "uniform") != (self.provisional_microbatches is not None):
+            raise ValueError(
+                f"provisional_microbatches is {self.provisional_microbatches} with provisional {self.provisional}; "
+                "uniform needs a number, and nothing else takes one"
+            )
+        if self.provisional_microbatches is not None and self.provisional_microbatches < 1:
+            raise ValueError(f"provisional_microbatches {self.provisional_microbatches} is below 1; give 1 or more")
+        if self.provisional_reduce and self.data == 1:
+            raise ValueError("provisional_reduce needs replicas, and there is one; leave it out")
 
     @property
     def num_gpus(self) -> int:
@@ -73,6 +102,11 @@ class Configuration:
     @property
     def num_stages(self) -> int:
         return self.pipeline * self.virtual
+
+    @property
+    def predicts(self) -> bool:
+        """Whether batches are computed at predicted weights."""
+        return self.provisional != "off"
 
     @property
     def degrees(self) -> Degrees:
@@ -89,4 +123,6 @@ class Configuration:
         return Schedule.preset(
             self.schedule, num_stages=self.num_stages, num_virtual_stages=self.virtual, balance=self.balance,
             tied_embeddings=tied_embeddings and self.num_stages > 1, data_parallel=self.data > 1,
+            predict=self.predicts, provisional_microbatches=self.provisional_microbatches,
+            reduce_partial=self.provisional_reduce,
         )  # fmt: skip

@@ -25,6 +25,9 @@ class Demand:
         saved_on_rank: by rank, over all its stages.
         live_versions: by rank.
         gradient_buffers: by rank: batches between their first backward and their STEP.
+        held_gradients: by rank: copies of gradients between HOLD and PREDICT.
+        held_embeddings: by rank: the same of tied embeddings alone.
+        predicts: by rank, whether the live versions are predictions, beside which the true weights are kept.
         receives_ahead: by rank: receives that are posted and not yet used.
         evicts, accepts: by rank, whether activations move away from it, or to it.
     """
@@ -35,6 +38,9 @@ class Demand:
     saved_on_rank: tuple[int, ...]
     live_versions: tuple[int, ...]
     gradient_buffers: tuple[int, ...]
+    held_gradients: tuple[int, ...]
+    held_embeddings: tuple[int, ...]
+    predicts: tuple[bool, ...]
     receives_ahead: tuple[int, ...]
     evicts: tuple[bool, ...]
     accepts: tuple[bool, ...]
@@ -59,6 +65,9 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         saved_on_rank=report.peak_saved_on_rank,
         live_versions=tuple(max(versions[stage] for stage in program.stages_of(rank)) for rank in ranks),
         gradient_buffers=tuple(_gradient_buffers(program, rank) for rank in ranks),
+        held_gradients=tuple(_held(program, rank, Kind.HOLD) for rank in ranks),
+        held_embeddings=tuple(_held(program, rank, Kind.REDUCE_PARTIAL_EMBED) for rank in ranks),
+        predicts=(program.weights.predicts,) * program.num_ranks,
         receives_ahead=tuple(_receives_ahead(program, rank) for rank in ranks),
         evicts=tuple(evicts),
         accepts=tuple(evicts[pair_of(rank, program.num_ranks)] for rank in ranks),
@@ -95,6 +104,19 @@ def _gradient_buffers(program: Program, rank: int) -> int:
             peak = max(peak, len(open_batches))
         elif instruction.kind is Kind.STEP:
             open_batches.discard(instruction.version - 1)
+    return peak
+
+
+def _held(program: Program, rank: int, keeps: Kind) -> int:
+    """The most copies at once that a word makes for a prediction, and the prediction drops."""
+    held: set[int] = set()
+    peak = 0
+    for instruction in program.rows[rank]:
+        if instruction.kind is keeps:
+            held.add(instruction.version)
+            peak = max(peak, len(held))
+        elif instruction.kind is Kind.PREDICT:
+            held.discard(instruction.version)
     return peak
 
 

@@ -12,7 +12,7 @@ from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.closed_form_demand import closed_form_demand, has_closed_form
 from megatron.planner.demand import Demand, demand_of
-from megatron.planner.sizes import alike
+from megatron.planner.sizes import alike, resized
 
 _MOST_PROVED = 4_000  # computations of an order without a closed form; beyond, two sizes have to say the same
 
@@ -26,7 +26,8 @@ def schedule_demand(schedule: Schedule, num_microbatches: int) -> Demand:
     if schedule.max_in_flight is None:
         return closed_form_demand(schedule, num_microbatches)
     if schedule.num_ranks == 2 or (schedule.balance and schedule.num_virtual_stages > 1):
-        return _proved(schedule, min(num_microbatches, 2 * full + num_microbatches % schedule.num_ranks))
+        fewer = min(num_microbatches, 2 * full + num_microbatches % schedule.num_ranks)
+        return _proved(resized(schedule, num_microbatches, fewer), fewer)
     if schedule.balance and num_microbatches < full:
         return _proved(schedule, num_microbatches)
     return closed_form_demand(schedule, num_microbatches)
@@ -48,8 +49,9 @@ def _read_off(schedule: Schedule, num_microbatches: int) -> Demand:
     if num_microbatches * schedule.num_stages > _MOST_PROVED and schedule.max_in_flight is not None:
         full = schedule.max_in_flight + 2 * p
         sizes = alike(schedule, num_microbatches, least=full, step=p, count=2)
-        if sizes and _proved(schedule, sizes[0]) == _proved(schedule, sizes[1]):
-            return _proved(schedule, sizes[1])
+        found = [_proved(resized(schedule, num_microbatches, size), size) for size in sizes]
+        if found and found[0] == found[1]:
+            return found[1]
     return _proved(schedule, num_microbatches)
 
 

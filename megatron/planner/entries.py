@@ -109,6 +109,9 @@ class _Settings(_Record):
     sequence_parallel: bool = False
     zero1: bool = False
     zero: int = 0
+    provisional: str = "off"
+    provisional_microbatches: Count | None = None
+    provisional_reduce: bool = False
     framework: str | None = None
     flash_attention: bool | None = None
 
@@ -257,6 +260,9 @@ class _Reader:
             sequence_parallel=settings.sequence_parallel and settings.t > 1,
             distributed_optimizer=settings.zero1 or settings.zero == 1,
             rank_mapping="pair-adjacent" if moves else "standard",
+            provisional=settings.provisional,
+            provisional_microbatches=settings.provisional_microbatches,
+            provisional_reduce=settings.provisional_reduce,
         )
 
     def _micro_batch(self) -> int:

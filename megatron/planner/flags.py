@@ -13,6 +13,16 @@ _RECOMPUTE = {
 }  # fmt: skip
 
 
+def prediction_words(configuration: Configuration) -> tuple[str, ...]:
+    """How 2bw predicts its weights as words of a command line; none where it does not."""
+    words = ["--2bw-provisional", configuration.provisional] if configuration.predicts else []
+    if configuration.provisional_microbatches is not None:
+        words += ["--2bw-provisional-microbatches", str(configuration.provisional_microbatches)]
+    if configuration.provisional_reduce:
+        words.append("--2bw-provisional-reduce")
+    return tuple(words)
+
+
 def configuration_words(configuration: Configuration) -> tuple[str, ...]:
     """Degrees, batches, recompute scope, schedule and mapping as words of a command line."""
     sizes = {
@@ -35,4 +45,4 @@ def configuration_words(configuration: Configuration) -> tuple[str, ...]:
         words.append("--sequence-parallel")
     if configuration.distributed_optimizer:
         words.append("--use-distributed-optimizer")
-    return (*words, *_RECOMPUTE[configuration.recompute])
+    return (*words, *prediction_words(configuration), *_RECOMPUTE[configuration.recompute])

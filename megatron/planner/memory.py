@@ -16,7 +16,7 @@ from megatron.planner.activations import Activations, ActivationSetting
 from megatron.planner.architecture import Architecture
 from megatron.planner.communicators import communicator_bytes
 from megatron.planner.demand import Demand
-from megatron.planner.parameters import stage_parameters
+from megatron.planner.parameters import largest_parameter, stage_parameters
 from megatron.planner.state import TrainingState
 
 GIB = 2**30
@@ -27,11 +27,12 @@ class MemoryParts:
     """Bytes on one GPU.
 
     Attributes:
-        weights: all live versions.
-        gradients: all gradient buffers.
+        weights: all live versions; where they are predictions, also the true weights that no masters hold.
+        gradients: all gradient buffers, and copies that predictions read.
         optimizer: masters, FP32 copies of gradients, moments.
         activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
-        workspace: what a backward recomputes, and the gradient of the logits.
+        workspace: what a backward recomputes, and the gradient of the logits; or what a prediction copies, if it is
+            more.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
         communicators: NCCL's buffers for the communicators of this project's runtime; 0 where they are not counted.
     """
@@ -100,6 +101,7 @@ def estimate_memory(
     workspace_by = {kind: activations.workspace(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
     saved, workspace = [saved_by[kind] for kind in kinds], [workspace_by[kind] for kind in kinds]
     boundary = activations.boundary
+    embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(
@@ -114,6 +116,10 @@ def estimate_memory(
         # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
         sides = _num_sides(stages, demand.rank_of_stage)
         moving = max(saved[stage] for stage in stages) if demand.evicts[rank] else 0.0
+        copies = 0.0
+        if demand.predicts[rank]:
+            ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
+            copies = state.prediction(count, largest=largest_parameter(shape, setting.tensor, **ends))
         result.append(
             RankMemory(
                 rank=rank,
@@ -123,11 +129,12 @@ def estimate_memory(
                 saved_microbatches=demand.saved_on_rank[rank],
                 bytes_per_microbatch=max(saved[stage] for stage in stages),
                 parts=MemoryParts(
-                    weights=state.weights(count, num_versions=versions),
-                    gradients=state.gradients(count, num_buffers=buffers),
+                    weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank]),
+                    gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
+                    + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
                     optimizer=state.optimizer(count, num_versions=versions),
                     activations=_saved_on_rank(rank, saved, demand),
-                    workspace=max(workspace[stage] for stage in stages),
+                    workspace=max(copies, *(workspace[stage] for stage in stages)),
                     transfers=(demand.receives_ahead[rank] + sides) * boundary + moving,
                     communicators=communicators[rank],
                 ),

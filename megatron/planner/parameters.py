@@ -43,6 +43,15 @@ def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) 
     return count
 
 
+def largest_parameter(shape: Architecture, tensor: int, *, is_first: bool, is_last: bool) -> int:
+    """Elements of the largest parameter that one of `tensor` ranks has of a stage."""
+    wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
+    projected = max(shape.query_width + 2 * shape.key_width, wide)
+    of_layer = shape.hidden_size * projected // tensor
+    rows = max(shape.vocabulary_size // tensor, shape.num_positions if is_first else 0)
+    return max(of_layer, rows * shape.hidden_size if is_first or is_last else 0)
+
+
 def stage_parameters(shape: Architecture, tensor: int, layers: Sequence[int]) -> tuple[int, ...]:
     """Parameters of one tensor rank of each stage. `layers`: how many layers each stage has."""
     last, of_layer = len(layers) - 1, layer_parameters(shape, tensor)

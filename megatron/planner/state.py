@@ -4,6 +4,7 @@ Mixed precision with Adam takes 20 bytes a parameter (Smith et al. 2022; BPipe, 
 gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since each changes with a flag:
 
     weights        weight_bytes, for each weight version that is alive at once (2bw: 2)
+    true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
     gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag)
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
     FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones
@@ -15,6 +16,8 @@ The distributed optimizer (ZeRO-1) divides the last three by the number of repli
 from dataclasses import dataclass
 
 _FP32 = 4
+PREDICTION_CHUNK = 64 * 2**20
+"""Bytes of the masters from which a prediction steps at a time: as many as reach them first (provisional_step.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +30,10 @@ class TrainingState:
     distributed_optimizer: bool = False
     data: int = 1
 
-    def weights(self, num_parameters: int, *, num_versions: int) -> float:
-        """Of all weight versions."""
-        return float(num_parameters * self.weight_bytes * num_versions)
+    def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
+        """Of all weight versions. `predicts`: they are predictions."""
+        steps_weights = self.weight_bytes == _FP32 and not self.distributed_optimizer  # there are no masters
+        return float(num_parameters * self.weight_bytes * (num_versions + (predicts and steps_weights)))
 
     def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
         """Of all gradient buffers."""
@@ -40,4 +44,16 @@ class TrainingState:
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
         copies_gradients = self.gradient_bytes < _FP32
         per_parameter = _FP32 * (keeps_masters + copies_gradients + self.num_moments)
-        return num_parameters * per_parameter / (self.data if self.distributed_optimizer else 1)
+        return num_parameters * per_parameter / self._num_shards
+
+    def prediction(self, num_parameters: int, *, largest: int) -> float:
+        """The most that a provisional step copies at once: masters, moments and gradients, all in FP32.
+
+        `largest`: elements of the largest parameter.
+        """
+        masters = min(_FP32 * num_parameters / self._num_shards, PREDICTION_CHUNK + _FP32 * largest)
+        return masters * (2 + self.num_moments)
+
+    @property
+    def _num_shards(self) -> int:
+        return self.data if self.distributed_optimizer else 1

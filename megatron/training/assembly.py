@@ -23,7 +23,7 @@ from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.schedules import Schedule
-from megatron.training import config, plan
+from megatron.training import config, plan, provisional
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint.ownership import OwnerMark
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
@@ -146,6 +146,7 @@ def _build(
     update = MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=own_stages[0],
         loss_names=loss_names(args), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        reduce_partial=schedule.reduce_partial,
         timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
@@ -251,11 +252,13 @@ def _describe(
     for index, count in (pair for pairs in gathered for pair in pairs):
         totals[index] = totals.get(index, 0) + count // args.data_parallel_size
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
+    num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
+    predictions = provisional.description(args, num_microbatches)
     reporter.say(
         f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
         f"{args.data_parallel_size}, schedule {args.pipeline_schedule}, "
-        f"{args.batch_sizes.num_microbatches(position.consumed_train_samples)} microbatches of {args.micro_batch_size} "
-        f"a batch\n"
-        f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
+        f"{num_microbatches} microbatches of {args.micro_batch_size} a batch\n"
+        + (f"{predictions}\n" if predictions else "")
+        + f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
     )

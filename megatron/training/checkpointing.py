@@ -26,6 +26,7 @@ from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
 from megatron.training.checkpoint.older_versions import OlderVersions, WeightVersions
+from megatron.training.checkpoint.predicted_version import PredictedVersion
 from megatron.training.checkpoint.random_state import restore_random_state, sharded_random_state
 from megatron.training.checkpoint.state import (
     FORMAT_VERSION,
@@ -62,6 +63,7 @@ class WeightUpdate(Protocol):
 
     versions: WeightVersions
     weights: WeightPolicy
+    replicas_predict_apart: bool
 
     def state_dict(self) -> dict: ...
 
@@ -95,7 +97,7 @@ def save_checkpoint(
     """
     metadata = sharding_metadata(args)
     if update is not None:
-        update.versions.load(update.versions.newest)
+        update.versions.show_newest()
     model = model_state(chunks, metadata)
     state = {
         "args": arguments.saved_arguments(
@@ -118,7 +120,7 @@ def save_checkpoint(
     if not args.no_save_rng:
         state["rng_state"] = sharded_random_state()
     if update is not None:
-        state |= OlderVersions(chunks, update.versions, update.weights, position.iteration).to_save(model)
+        state |= _other_versions(chunks, update, position.iteration).to_save(model)
     writer.write(
         state,
         position.iteration,
@@ -158,6 +160,8 @@ def load_checkpoint(
     starts_anew = args.finetune or location.is_release
     position = CheckpointPosition() if starts_anew else _position(common)
     metadata = {**sharding_metadata(args), **(common.get("content_metadata") or {})}
+    if update is not None:
+        update.versions.show_newest()
     model = model_state(chunks, metadata)
     _judge_what_is_left_over(reader, model, args.dist_ckpt_strictness)
     request: dict = dict(model)
@@ -173,7 +177,7 @@ def load_checkpoint(
     elif with_random:
         _log_once("random number generators start from the seed: the checkpoint has none for these parallel degrees")
     if update is not None:
-        older = OlderVersions(chunks, update.versions, update.weights, position.iteration)
+        older = _other_versions(chunks, update, position.iteration)
         request |= older.to_load(model, reader.holds_prefix)
     state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
     for entry, chunk in zip(model, chunks, strict=True):
@@ -196,6 +200,15 @@ def load_checkpoint(
     if "rng_state" in request:
         restore_random_state(state["rng_state"])
     return position
+
+
+def _other_versions(chunks: Sequence[torch.nn.Module], update: WeightUpdate, iteration: int) -> OlderVersions:
+    """What a drained run needs besides the newest weights."""
+    if update.weights.predicts:
+        return PredictedVersion(
+            chunks, update.versions, update.weights, iteration, apart=update.replicas_predict_apart
+        )  # fmt: skip
+    return OlderVersions(chunks, update.versions, update.weights, iteration)
 
 
 def apply_checkpoint_arguments(args: argparse.Namespace) -> argparse.Namespace:

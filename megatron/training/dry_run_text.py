@@ -10,7 +10,7 @@ from megatron.placement.report import PlacementReport
 from megatron.placement.text import tables
 from megatron.planner import GIB, RankMemory, Verdict
 from megatron.planner.text import memory_as_dict, memory_table
-from megatron.training import plan
+from megatron.training import plan, provisional
 from megatron.training.throughput import flops_per_sample
 
 _MOST_NODES = 16  # that are shown
@@ -100,6 +100,8 @@ def _program_lines(result: DryRun) -> list[str]:
         f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
         f"{', '.join(map(str, report.live_versions))}",
     ]
+    if predictions := provisional.description(result.args, counts[0]):
+        lines.append(predictions)
     if any(report.evicted_microbatches):
         lines.append(
             f"evicted microbatches by stage, in {report.num_batches} batches: "

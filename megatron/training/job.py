@@ -26,6 +26,9 @@ PROGRAMS = {
 }
 """By architecture: the program and its defaults."""
 
+_PREDICTIONS = frozenset({
+    "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
+})  # fmt: skip
 CHOSEN_GROUPS = frozenset({"recompute", "dry run"})
 CHOSEN = frozenset({
     "micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -36,6 +39,7 @@ CHOSEN = frozenset({
     "rank_mapping", "rank_topology", "use_distributed_optimizer", "overlap_param_gather", "pipeline_schedule",
     "use_mp_args_from_checkpoint_args",
     "pipeline_extra_warmup", "pipeline_recompute", "balance_activations", "pipeline_2bw_single_gradient_buffer",
+    *_PREDICTIONS,
 })  # fmt: skip
 """Destinations of flags that a configuration decides, or that only fit one."""
 
@@ -58,6 +62,7 @@ class Job:
         words: flags that stay, in the order of docs/flags.md.
         dropped: flags of the user that a configuration decides, as written.
         global_batch_size: the user's, or None.
+        provisional, provisional_microbatches, provisional_reduce: how 2bw shall predict its weights.
         platform: the machines as the flags are checked for them.
     """
 
@@ -66,6 +71,9 @@ class Job:
     dropped: tuple[str, ...]
     global_batch_size: int | None
     platform: Platform
+    provisional: str = "off"
+    provisional_microbatches: int | None = None
+    provisional_reduce: bool = False
 
     @classmethod
     def read(cls, words: Sequence[str], *, architecture: str, platform: Platform) -> "Job":
@@ -78,6 +86,8 @@ class Job:
         kept, dropped = [], []
         for group, flag in _flags():
             if flag.dest in given.given:
+                if flag.dest in _PREDICTIONS and given.pipeline_2bw_provisional != "off":
+                    continue
                 chosen = flag.dest in CHOSEN or group in CHOSEN_GROUPS
                 (dropped if chosen else kept).append(written(flag, given))
         job = cls(
@@ -86,6 +96,9 @@ class Job:
             dropped=tuple(" ".join(each) for each in dropped if each[:1] != ("--global-batch-size",)),
             global_batch_size=given.global_batch_size,
             platform=platform,
+            provisional=given.pipeline_2bw_provisional,
+            provisional_microbatches=given.pipeline_2bw_provisional_microbatches,
+            provisional_reduce=given.pipeline_2bw_provisional_reduce,
         )
         assert job._alone  # so that what is wrong in any case is said at once
         return job

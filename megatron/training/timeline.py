@@ -40,6 +40,8 @@ def measured_costs(measured: Timeline) -> Costs:
         backward=mean(Kind.BACKWARD),
         recompute=mean(Kind.RECOMPUTE),
         step=mean(Kind.STEP),
+        predict=mean(Kind.PREDICT),
+        hold=mean(Kind.HOLD),
         reduce_grad=mean(Kind.REDUCE_GRAD),
         reduce_embed=least(Kind.REDUCE_EMBED),
         reduce_norm=least(Kind.REDUCE_NORM),

@@ -54,6 +54,22 @@ def test_emulated_stages_execute_the_program(tmp_path):
 
 
 @pytest.mark.full
+def test_emulated_predictions(tmp_path):
+    """`2bw` with predicted weights stands beside `2bw` without, on every rank as in the program; the simulator adds to
+    a batch what a prediction takes, and keeping gradients for it where the first stage has more than one done."""
+    rows = rows_of("emulated", f"--stages 2 --only predictions {TINY}", tmp_path)
+    assert_measured(rows, 2)
+    found = [row for row in rows if row["section"] == "predictions"]
+    names = ["without", "from all that is done", "from one microbatch"]
+    assert [(row["microbatches"], row["contender"]) for row in found] == [(m, name) for m in (2, 4) for name in names]
+    for kept, (without, stage, uniform) in ((0, found[:3]), (1, found[3:])):
+        for row, num_updates in ((stage, 1), (uniform, 1 + kept)):
+            assert row["reference"] == without["measured"] and math.isclose(row["update"], 5e-5)
+            assert math.isclose(row["predicted"] - without["predicted"], num_updates * 5e-5, rel_tol=1e-6)
+            assert math.isclose(row["predicted_ratio"], row["predicted"] / without["predicted"])
+
+
+@pytest.mark.full
 def test_emulated_chains_and_instructions(tmp_path):
     """Reductions of four sizes stand beside a run without them, and the simulator says that only the one that exceeds
     the slack stalls; instructions are counted with tracing off and on, for one stage and two."""

@@ -24,9 +24,19 @@ def test_contenders_compute_the_same(tmp_path):
     subprocess.run(command, check=True, timeout=300)
     measured = json.loads(result.read_text())["result"]
     first, last = measured["first_losses"], measured["last_losses"]
-    assert set(first) == {"2bw", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe"}
+    assert set(first) == {"2bw", "2bw provisional", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe"}
     assert all(math.isclose(loss, first["flush"], rel_tol=1e-6) for loss in first.values())
-    assert all(math.isclose(loss, last["flush"], rel_tol=1e-5) for name, loss in last.items() if name != "2bw")
+    assert all(math.isclose(loss, last["flush"], rel_tol=1e-5) for name, loss in last.items() if "2bw" not in name)
     for seconds in measured["seconds"].values():
         assert set(seconds) == {"limit", *first}
         assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
+
+
+@pytest.mark.full
+def test_some_contenders_alone(tmp_path):
+    """--contenders leaves the others out, in the table too; a name that nobody has is one sentence."""
+    command = [sys.executable, str(ROOT / "benchmarks/real_compute.py"), *TINY.split(), "--contenders"]
+    done = subprocess.run([*command, "limit", "2bw", "2bw provisional"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "2bw provisional over 2bw" in done.stdout and "GPipe" not in done.stdout
+    done = subprocess.run([*command, "limit", "2BW"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "there is no contender 2BW" in done.stderr

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.critical_path import critical_path
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import SHARED_REDUCTIONS, UPDATES, Kind
 from megatron.pipeline.simulate import simulate
 from tests.pipeline.simulate.programs import build, without_transfers
 
@@ -40,6 +40,25 @@ def test_the_path_names_transfers_reductions_and_steps():
     )  # fmt: skip
 
 
+def test_a_prediction_is_on_the_path():
+    """One stage does nothing else meanwhile: two predictions of half a second and two kept gradients of a quarter."""
+    costs = Costs(predict=0.5, hold=0.25)
+    path = path_of(build("2bw", 1, (2, 2), predict=True, provisional_microbatches=1), costs)
+    found = Counter()
+    for span in path:
+        found[span.instruction.kind] += span.end - span.start
+    assert found == pytest.approx({Kind.FORWARD: 4, Kind.BACKWARD: 8, Kind.PREDICT: 1, Kind.HOLD: 0.5})
+
+
+def test_a_late_partial_reduction_is_on_the_path():
+    """What replicas add up before they predict holds up the next batch, and the path goes through it."""
+    costs = Costs(reduce_grad=8.0)
+    flags = {"predict": True, "provisional_microbatches": 1, "data_parallel": True}
+    assert Kind.REDUCE_PARTIAL in {
+        span.instruction.kind for span in path_of(build("2bw", 2, (4, 4), reduce_partial=True, **flags), costs)
+    }
+
+
 def test_a_late_move_is_on_the_path():
     """A LOAD that takes longer than the forward beside it delays its backward, and the path goes through the move."""
     path = path_of(build("bpipe", 4, (8,)), Costs(evict=0.5, load=3.0))
@@ -58,7 +77,7 @@ def test_a_timeline_on_other_costs_is_refused():
 
 # --- against the derivative of the makespan
 
-PER_STAGE = ("forward", "backward", "recompute", "step", "reduce_grad", "evict", "load")
+PER_STAGE = ("forward", "backward", "recompute", "step", "predict", "hold", "reduce_grad", "evict", "load")
 PER_EDGE = ("latency", "forward_bytes", "backward_bytes")
 STEP = 1e-6
 CASES = (
@@ -69,6 +88,8 @@ CASES = (
     ("2bw", 4, (7, 7), {"extra_warmup": True, "recompute": True}),
     ("2bw", 5, (7, 7), {"balance": True}),
     ("bpipe", 6, (8, 8), {}),
+    ("2bw", 4, (5, 6, 5), {"predict": True, "provisional_microbatches": 1, "tied_embeddings": True}),
+    ("2bw", 3, (4, 4, 4), {"predict": True, "reduce_partial": True, "data_parallel": True, "tied_embeddings": True}),
     ("pipedream", 3, (1,) * 7, {"data_parallel": True}),
     ("interleaved", 6, (6, 3), {"num_virtual_stages": 2, "data_parallel": True}),
     ("interleaved", 8, (8,), {"num_virtual_stages": 2, "balance": True}),
@@ -114,6 +135,8 @@ NAMES = {
     Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "recompute", Kind.STEP: "step",
     Kind.REDUCE_GRAD: "reduce_grad", Kind.REDUCE_EMBED: "reduce_embed", Kind.REDUCE_NORM: "reduce_norm",
     Kind.EVICT: "evict", Kind.LOAD: "load", Kind.ACCEPT: "evict", Kind.RETURN: "load",
+    Kind.PREDICT: "predict", Kind.HOLD: "hold", Kind.REDUCE_PARTIAL: "reduce_grad",
+    Kind.REDUCE_PARTIAL_EMBED: "reduce_embed",
 }  # fmt: skip
 
 
@@ -125,10 +148,10 @@ def _count(counted, span, rank_of_stage, values):
         name = "forward_bytes" if kind is Kind.SEND_F else "backward_bytes"
         counted[name, edge] += 1
         counted["latency", edge] += span.end - span.start > values[name][edge] + 1e-9
-    elif kind in (Kind.STEP, Kind.REDUCE_GRAD):  # a rank's, for all its stages
+    elif kind in UPDATES - SHARED_REDUCTIONS:  # a rank's, for all its stages
         for each in range(num_stages):
             counted[NAMES[kind], each] += rank_of_stage[each] == span.rank
-    elif kind in (Kind.REDUCE_EMBED, Kind.REDUCE_NORM):
+    elif kind in SHARED_REDUCTIONS:
         counted[NAMES[kind], 0] += 1
     else:
         evictor = num_stages - 1 - stage if kind in (Kind.ACCEPT, Kind.RETURN) else stage

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline, timeline_text
-from megatron.pipeline.draw.cells import cells_of, steps_of
+from megatron.pipeline.draw.cells import cells_of, predictions_of, steps_of
 from megatron.pipeline.memory_curve import MemorySizes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -44,6 +44,52 @@ def test_steps_and_borders_are_marked():
     assert [line.get_gid() for line in axes.lines] == ["batch"] * 3
     border = axes.lines[2]  # of batch 2, at each stage's first forward with new weights
     assert list(border.get_xdata()[::2]) == [24.0, 25.0, 26.0, 27.0]
+
+
+def test_predictions_are_marked():
+    """Each stage has a thin mark for each prediction, where a batch begins or could, beside the marks of the steps."""
+    predicted = timeline(predict=True)
+    figure = draw_timeline(predicted)
+    axes = figure.axes[0]
+    assert (shapes(axes, "prediction"), shapes(axes, "step"), shapes(axes, "hold")) == (12, 12, 0)
+    assert sorted(texts(axes, "predicted")) == ["~1"] * 4 + ["~2"] * 4 + ["~3"] * 4
+    assert sorted(texts(axes, "made")) == ["W1"] * 4 + ["W2"] * 4 + ["W3"] * 4
+    begins = {(cell.rank, cell.version): cell.start for cell in cells_of(predicted) if cell.begins_batch}
+    for each in predictions_of(predicted):
+        assert begins.get((each.rank, each.version), each.end) == each.end
+    entries = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "prediction ~n of weights Wn" in entries and "gradients kept" not in entries
+    plain = draw_timeline(timeline())
+    assert shapes(plain.axes[0], "prediction") == 0
+    assert not [text for text in plain.legends[0].get_texts() if "prediction" in text.get_text()]
+
+
+def test_predictions_are_as_wide_as_they_took():
+    """Predicting, and keeping gradients for it, is no bubble where it takes time; a mark is thinner than a step's."""
+    costs = Costs(predict=0.5, hold=0.25)
+    figure = draw_timeline(timeline(num_stages=2, costs=costs, predict=True, provisional_microbatches=1))
+    axes = figure.axes[0]
+    for gid, seconds in (("prediction", 0.5), ("hold", 0.25)):
+        (drawn,) = [each for each in axes.collections if each.get_gid() == gid]
+        widths = [path.get_extents().width for path in drawn.get_paths()]
+        assert widths == pytest.approx([seconds] * 6)
+    assert "gradients kept" in [text.get_text() for text in figure.legends[0].get_texts()]
+    at_once = draw_timeline(timeline(predict=True)).axes[0]
+    of = {each.get_gid(): each for each in at_once.collections}
+    widths = {gid: of[gid].get_paths()[0].get_extents().width for gid in ("prediction", "step")}
+    assert 0 < widths["prediction"] < widths["step"]
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_versions_made_and_predicted_do_not_cover_each_other(num_stages):
+    """A step and a prediction at one time: what they make is legible for both."""
+    figure = draw_timeline(timeline(num_stages=num_stages, predict=True))
+    axes, renderer = figure.axes[0], figure.canvas.get_renderer()
+    labels = [text for text in axes.texts if text.get_gid() in ("made", "predicted", "microbatch")]
+    boxes = [text.get_window_extent(renderer) for text in labels]
+    assert len(boxes) == (6 + 24) * num_stages
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
 
 
 def test_figure_2():
@@ -215,6 +261,19 @@ def test_text_shows_moves():
     assert [computations[moves.index(word) :][:3] for word in (">1", "<1", ">5", "<3")] == ["|F2", "|F4", "|B2", "|F6"]
     at_once = timeline_text(timeline("interleaved", 8, (8,), num_virtual_stages=2, balance=True), width=400).plain
     assert at_once.splitlines()[1].split() == ["moves", ">0:3", ">0:4", "<0:3", "<0:4"]
+
+
+def test_text_shows_predictions():
+    """Below each row, which version is predicted, from when to when; # is a step there, too."""
+    lines = timeline_text(timeline("2bw", 2, (2, 2), predict=True), width=200).plain.splitlines()
+    assert [line.rstrip() for line in lines] == [
+        "stage 0 |F0|F1......|B0---|F2|B1---|F3|B2---#..|B3---#",
+        "weights                   ~1                ~2",
+        "stage 1 ...|F0|B0---|F1|B1---|F2|B2---|F3|B3---#.....#",
+        "weights                      ~1                ~2",
+    ]
+    slow = timeline_text(timeline("2bw", 2, (2, 2), Costs(predict=2.0), predict=True), width=200).plain
+    assert slow.splitlines()[1].split() == ["weights", "~1----", "~2----"]
 
 
 def test_long_text_goes_on_in_blocks():

@@ -1,14 +1,16 @@
 """The programs of the papers' figures, instruction for instruction, and what the papers say about them.
 
-Figures 1 to 3 are those of PipeDream-2BW, which numbers inputs from 1, so its input k is microbatch k-1.
+Figures 1 to 3 are those of PipeDream-2BW, which numbers inputs from 1, so its input k is microbatch k-1. Two programs
+more are 2bw's with predicted weights, which no paper draws.
 """
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from megatron.pipeline.check import check
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import UPDATES, Instruction, Kind
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.strategies import kinds_of
@@ -22,8 +24,14 @@ FILES = {
     "figure3_flush": ("flush", 2, (4, 4)),
     "bpipe_figure4": ("bpipe", 4, (8,)),
     "bpipe_figure10": ("interleaved", 8, (8,)),
+    "provisional_p2_m4": ("2bw", 2, (4, 4, 4)),
+    "provisional_uniform_p2_m4": ("2bw", 2, (4, 4, 4)),
 }
-CHOICES = {"bpipe_figure10": {"num_virtual_stages": 2, "balance": True}}
+CHOICES = {
+    "bpipe_figure10": {"num_virtual_stages": 2, "balance": True},
+    "provisional_p2_m4": {"predict": True, "tied_embeddings": True},
+    "provisional_uniform_p2_m4": {"predict": True, "tied_embeddings": True, "provisional_microbatches": 1},
+}
 
 # The figures' rows, read off by hand: f is a forward, b a backward, inputs counted from 1.
 FIGURES = {
@@ -156,3 +164,37 @@ def test_bpipe_figure_10():
     report = check(golden("bpipe_figure10"), max_saved_on_rank=[9, 9, 7, 9])
     assert report.peak_saved_on_rank == (9, 9, 7, 7)
     assert report.evicted_microbatches == (2, 0, 0, 0, 0, 0, 0, 0)
+
+
+# What stands between the last backward that is read of the first batch and the first forward of the second; * stands
+# for computations and transfers.
+READING = {
+    "provisional_p2_m4": [
+        "0B2@0 0REDUCE_PARTIAL_EMBED@1 0PREDICT@1 * 0F4@1",
+        "1B2@0 * 1REDUCE_PARTIAL_EMBED@1 * 1PREDICT@1 1REDUCE_EMBED@1 1REDUCE_NORM@1 * 1F4@1",
+    ],
+    "provisional_uniform_p2_m4": [
+        "0B0@0 0HOLD@1 0REDUCE_PARTIAL_EMBED@1 * 0PREDICT@1 * 0F4@1",
+        "1B0@0 * 1HOLD@1 1REDUCE_PARTIAL_EMBED@1 * 1PREDICT@1 1REDUCE_EMBED@1 1REDUCE_NORM@1 * 1F4@1",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_predictions_stand_behind_what_they_read(name: str):
+    """Three of four microbatches on the first stage and all on the last one, whose chain waits; or one on both, which
+    is kept. Both read as many of the embedding, and no forward of a batch precedes its prediction.
+    """
+    program = golden(name)
+    for row, expected in zip(program.rows, READING[name], strict=True):
+        first, *_, last = expected.split()
+        between = row[row.index(Instruction.parse(first)) : row.index(Instruction.parse(last)) + 1]
+        words = ["*" if each.kind not in UPDATES else str(each) for each in between[1:-1]]
+        assert [first, *(word for word, _ in groupby(words)), last] == expected.split()
+    for row in program.rows:
+        for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD):
+            assert each.version == each.microbatch // 4
+        for version in (1, 2):
+            predicted = row.index(next(each for each in kinds_of(row, Kind.PREDICT) if each.version == version))
+            assert kinds_of(row[predicted:], Kind.FORWARD)[0].microbatch == 4 * version
+    assert check(program).live_versions == (2, 2)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.costs import Costs
+from megatron.pipeline.instruction import Kind
 from megatron.pipeline.memory_curve import MemorySizes, memory_curves
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.weights import FLUSH
@@ -22,6 +23,9 @@ CASES = (
     ("pipedream", 4, (1,) * 9, {}),
     ("interleaved", 6, (6, 3), {"num_virtual_stages": 2}),
     ("interleaved", 8, (8,), {"num_virtual_stages": 2, "balance": True}),
+    ("2bw", 4, (6, 6, 6), {"predict": True}),
+    ("2bw", 4, (5, 6, 5), {"predict": True, "provisional_microbatches": 2, "tied_embeddings": True}),
+    ("2bw", 3, (4, 4, 4), {"predict": True, "reduce_partial": True, "data_parallel": True, "recompute": True}),
 )
 
 
@@ -39,6 +43,7 @@ def test_peaks_are_what_the_checker_proves(case, data):
         backward=data.draw(seconds),
         evict=data.draw(seconds),
         latency=data.draw(seconds)[1:],
+        predict=0.1,  # what is kept for a prediction is there for a while
     )
     report = check(lowered)
     demand = demand_of(lowered, report)
@@ -47,7 +52,8 @@ def test_peaks_are_what_the_checker_proves(case, data):
         stages = len(lowered.stages_of(rank))
         peaks = {name: max(values) for name, values in curve.parts.items()}
         assert peaks["weights"] == stages * demand.live_versions[rank]
-        assert peaks["gradients"] == stages * demand.gradient_buffers[rank]
+        holds = any(each.kind is Kind.HOLD for each in lowered.rows[rank])  # one more, beside those of two batches
+        assert peaks["gradients"] == stages * demand.gradient_buffers[rank] + holds
         assert peaks["optimizer"] == stages
         moves = any(demand.evicts) or any(demand.accepts)
         assert peaks["activations"] <= demand.saved_on_rank[rank]
@@ -80,6 +86,27 @@ def test_the_curve_of_two_stages_by_hand():
     assert set(held["weights"].values()) == {100}
     # while F1 runs, the receive of the first gradient waits and the first activation is under way
     assert held["transfers"][1] == 2 and held["transfers"][10.0] == 0
+
+
+def test_kept_gradients_are_there_until_they_are_read():
+    """Two stages, 4 microbatches, one read: 10 bytes more from each HOLD, behind the first backward of a batch, to the
+    end of its PREDICT; nothing where all that is done is read.
+    """
+    costs, sizes = Costs(predict=0.5, hold=0.25), MemorySizes(gradients=10, weights=100)
+    lowered = build("2bw", 2, (4, 4), predict=True, provisional_microbatches=1)
+    timeline = simulate(lowered, costs)
+    for rank, curve in enumerate(memory_curves(timeline, sizes, lowered.weights)):
+        spans = {str(span.instruction): span for span in timeline.spans if span.rank == rank}
+        kept = [(spans[f"{rank}HOLD@{each}"].start, spans[f"{rank}PREDICT@{each}"].end) for each in (1, 2)]
+        second = spans[f"{rank}B4@1"].start  # the first backward of batch 1
+        for time, held in zip(curve.times, curve.parts["gradients"], strict=True):
+            batches = (time >= spans[f"{rank}B0@0"].start) + (time >= second)
+            assert held == 10 * (batches + any(start <= time < end for start, end in kept))
+        assert max(curve.parts["gradients"]) == 30
+        assert curve.parts["weights"][-1] == 200
+    lowered = build("2bw", 2, (4, 4), predict=True)
+    for curve in memory_curves(simulate(lowered, costs), sizes, lowered.weights):
+        assert max(curve.parts["gradients"]) == 20
 
 
 def test_whole_and_split_backwards_may_stand_in_one_row():

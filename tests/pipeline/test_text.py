@@ -39,6 +39,8 @@ def test_flags_follow_from_the_instructions(run: Run):
     program = run.build()
     rows = "".join(line + "\n" for line in program.to_csv().splitlines() if not line.startswith("#"))
     given = {"weights": program.weights, "batches": program.batches, "first_batch": program.first_batch}
+    if program.weights.predicts:
+        given |= {"unread": program.unread, "provisional_microbatches": program.provisional_microbatches}
     read = Program.from_csv(rows, **given)
     if program.num_ranks == 1:  # it ties its embeddings within the rank, and no instruction shows it
         program = dataclasses.replace(program, tied_embeddings=False)

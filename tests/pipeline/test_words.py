@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline.instruction import (
+    AWAITS_REDUCTIONS,
     BEGINS_BACKWARD,
     BUSY,
     COMPUTATIONS,
@@ -37,8 +38,9 @@ def test_every_word_has_a_row():
     """The table is complete, and every word is in one lane, about one subject."""
     assert set(WORDS) == set(Kind)
     assert set(Kind) == COMPUTATIONS | SENDS | RECEIVES | MOVES | UPDATES
-    assert {Kind.STEP} == BUSY - COMPUTATIONS
-    assert UPDATES - {Kind.STEP} == REDUCTIONS
+    assert AWAITS_REDUCTIONS == BUSY - COMPUTATIONS
+    assert UPDATES - AWAITS_REDUCTIONS == REDUCTIONS
+    assert {Kind.STEP, Kind.HOLD, Kind.PREDICT} == AWAITS_REDUCTIONS
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind.row.other_end])

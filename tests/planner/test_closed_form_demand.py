@@ -24,6 +24,21 @@ def proved(schedule: Schedule, num_microbatches: int) -> Demand:
     return demand_of(periodic.unroll(1), check_periodic(periodic))
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"tied_embeddings": True}, {"reduce_partial": True, "data_parallel": True}, {"provisional_microbatches": 1},
+    {"provisional_microbatches": 2},
+])  # fmt: skip
+def test_closed_form_of_predictions(options):
+    """What is held is that of the proved program, exactly."""
+    compared = 0
+    for ranks in (1, 2, 4, 5):
+        schedule = Schedule.preset("2bw", num_stages=ranks, predict=True, **options)
+        for num_microbatches in filter(schedule.runs, (ranks, ranks + 1, 3 * ranks, 4 * ranks + 1)):
+            compare(schedule, num_microbatches)
+            compared += 1
+    assert compared > 8
+
+
 def schedules(name: str, virtual: int, balance: bool, sizes: tuple[int, ...], most: int):
     """The schedule on so many ranks, with every batch that it runs up to `most` times as many microbatches."""
     for ranks in sizes:

@@ -8,7 +8,7 @@ import pytest
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import Demand, demand_of
-from megatron.planner.demands import schedule_demand
+from megatron.planner.demands import schedule_demand, stated_demand
 
 CHOICES = [
     (name, p, v, balance)
@@ -27,6 +27,48 @@ def proved(schedule: Schedule, num_microbatches: int) -> Demand:
         return demand_of(program, check(program))
     periodic = schedule.build_periodic(num_microbatches)
     return demand_of(periodic.unroll(1), check_periodic(periodic))
+
+
+PREDICTING = {
+    "stage": {},
+    "uniform": {"provisional_microbatches": 1},
+    "uniform, all but what the first stage leaves": {"provisional_microbatches": "most"},
+    "reduced": {"reduce_partial": True, "data_parallel": True},
+    "tied": {"tied_embeddings": True},
+    "balanced": {"balance": True},
+}
+
+
+@pytest.mark.parametrize("mode", PREDICTING)
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_predictions_keep_what_the_proved_program_keeps(p, mode):
+    """Also of batches that are larger than those that are proved."""
+    for m in (p, p + 1, 3 * p, 5 * p, 5 * p + 1, 11 * p):
+        options = dict(PREDICTING[mode])
+        if options.get("provisional_microbatches") == "most":
+            options["provisional_microbatches"] = m - p + 1
+        schedule = Schedule.preset("2bw", predict=True, num_stages=p, **options)
+        assert schedule_demand(schedule, m) == proved(schedule, m), m
+        assert stated_demand(schedule, m).held_gradients == proved(schedule, m).held_gradients
+    assert all(proved(schedule, m).predicts) and not any(proved(Schedule.preset("2bw", num_stages=p), m).predicts)
+
+
+def test_who_holds_gradients():
+    """Nobody where each stage reads what it has done; all but the first where all read what the first has done; all
+    where replicas reduce them, or fewer are read. The ends hold a tied embedding's.
+    """
+
+    def held(num_microbatches: int = 9, **options) -> tuple[int, ...]:
+        return schedule_demand(Schedule.preset("2bw", predict=True, num_stages=4, **options), num_microbatches)
+
+    assert held().held_gradients == held().held_embeddings == (0, 0, 0, 0)
+    assert held(provisional_microbatches=6).held_gradients == (0, 1, 1, 1)
+    assert held(60, provisional_microbatches=57).held_gradients == (0, 1, 1, 1)
+    assert held(provisional_microbatches=5).held_gradients == (1, 1, 1, 1)
+    assert held(reduce_partial=True, data_parallel=True).held_gradients == (1, 1, 1, 1)
+    assert held(reduce_partial=True).held_gradients == (0, 0, 0, 0)
+    assert held(tied_embeddings=True).held_embeddings == (1, 0, 0, 1)
+    assert held().live_versions == held().gradient_buffers == (2, 2, 2, 2)
 
 
 @pytest.mark.parametrize(("name", "p", "v", "balance"), CHOICES)

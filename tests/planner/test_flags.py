@@ -31,6 +31,9 @@ def test_the_training_programs_parse_what_was_meant(configuration):
         assert bool(args.balance_activations) == configuration.balance
     assert args.sequence_parallel == configuration.sequence_parallel
     assert args.use_distributed_optimizer == configuration.distributed_optimizer
+    assert args.pipeline_2bw_provisional == configuration.provisional
+    assert args.pipeline_2bw_provisional_microbatches == configuration.provisional_microbatches
+    assert args.pipeline_2bw_provisional_reduce == configuration.provisional_reduce
     scopes = {None: RecomputeScope.NONE, "selective": RecomputeScope.ATTENTION, "full": RecomputeScope.LAYER}
     assert scopes[args.recompute_granularity] is configuration.recompute
     assert args.recompute_num_layers in (None, 1) and args.recompute_method in (None, "uniform")

@@ -79,6 +79,26 @@ def test_two_versions_and_the_flag_that_saves_a_buffer():
     assert single[0].parts.gradients == flush[0].parts.gradients
 
 
+def test_predictions_keep_and_copy():
+    """The weights of 2bw where masters are the true ones; a gradient buffer more where HOLD stands; and copies of
+    masters, moments and gradients while a prediction is made, a chunk at a time.
+    """
+    plain, stage, reduced = (
+        estimate("2bw", **more)
+        for more in ({}, {"predict": True}, {"predict": True, "reduce_partial": True, "data_parallel": True})
+    )
+    for rank in range(4):
+        assert plain[rank].parts.weights == stage[rank].parts.weights == reduced[rank].parts.weights
+        assert plain[rank].parts.gradients == stage[rank].parts.gradients == reduced[rank].parts.gradients / 3 * 2
+        assert plain[rank].parts.optimizer == stage[rank].parts.optimizer
+        assert stage[rank].parts.workspace == 16 * stage[rank].num_parameters > plain[rank].parts.workspace
+    tied = estimate("2bw", predict=True, tied_embeddings=True)
+    more = [each.parts.gradients - other.parts.gradients for each, other in zip(tied, stage, strict=True)]
+    assert more == [4 * 1024 * 256, 0, 0, 4 * 1024 * 256]
+    many = TrainingState().prediction(10**9, largest=10**8)
+    assert many == 4 * (64 * 2**20 + 4 * 10**8) < TrainingState().prediction(10**9, largest=10**9) == 16 * 10**9
+
+
 def test_on_how_many_sides_a_rank_exchanges_tensors():
     """The ends of a model have one; a stage between others of its rank has none, and another of them counts."""
     for rank_of_stage, sides in (

@@ -37,6 +37,21 @@ def test_bytes_of_a_parameter(state, versions, buffers, expected):
     assert per_parameter(state, versions, buffers) == expected
 
 
+@pytest.mark.parametrize(
+    "state, copies",
+    [
+        (TrainingState(), 2),  # 16 bits: the masters are the true weights
+        (TrainingState(distributed_optimizer=True, data=4), 2),
+        (TrainingState(weight_bytes=4), 3),  # FP32: the optimizer steps the weights themselves
+        (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4), 2),  # masters of their own
+    ],
+)
+def test_true_weights_beside_predictions(state, copies):
+    """Two predicted versions, and a third copy where no masters are there."""
+    assert state.weights(PARAMETERS, num_versions=2, predicts=True) == copies * state.weight_bytes * PARAMETERS
+    assert state.weights(PARAMETERS, num_versions=2) == 2 * state.weight_bytes * PARAMETERS
+
+
 def test_replicas_do_not_matter_without_the_distributed_optimizer():
     """Only ZeRO-1 divides anything by the number of replicas."""
     assert per_parameter(TrainingState(data=8)) == per_parameter(TrainingState(data=1))

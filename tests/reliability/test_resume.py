@@ -109,6 +109,18 @@ def test_killed_run_goes_on_again_and_again(uninterrupted, tmp_path, flags):
     _killed_and_resumed(tmp_path, uninterrupted, *flags)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [[], ["--async-save"]])
+@pytest.mark.parametrize(
+    "mode", [["stage"], ["uniform", "--2bw-provisional-microbatches", 2]], ids=lambda mode: mode[0]
+)
+def test_killed_run_with_provisional_weights_goes_on(tmp_path, mode, flags):
+    """The same with the prediction that the checkpoint has for the next batch."""
+    predicts = ["--2bw-provisional", *mode]
+    launch.train(2, *TWO_BW, *predicts, "--metrics-file", "whole.jsonl", directory=tmp_path).assert_succeeded()
+    _killed_and_resumed(tmp_path, launch.losses(tmp_path / "whole.jsonl"), *predicts, *flags)
+
+
 LONG = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000]
 
 

@@ -72,6 +72,26 @@ def test_estimate_by_simulation(run, tmp_path):
     assert results[0] == pytest.approx(results[1], rel=0.01)
 
 
+def test_estimate_of_predicted_weights(run, tmp_path):
+    """`provisional` in an entry: a batch takes the prediction longer, and what is held takes memory."""
+    entry = measured.BPIPE_TABLE_7[0]
+    base = {key: value for key, value in entry["config"].items() if key != "schedule"} | {"schedule": "2bw"}
+    modes = {
+        "off": {}, "stage": {"provisional": "stage"},
+        "uniform": {"provisional": "uniform", "provisional_microbatches": 1},
+        "wrong": {"provisional": "uniform"},
+    }  # fmt: skip
+    path = tmp_path / "modes.json"
+    path.write_text(json.dumps([entry | {"id": name, "config": base | more} for name, more in modes.items()]))
+    lines = [json.loads(line) for line in run("estimate", "--entries", path, "--json")[1].splitlines()]
+    found = {line["id"]: line for line in lines}
+    times = [found[name]["iteration_seconds"] for name in ("off", "stage", "uniform")]
+    assert times[0] < times[1] < times[2] < 1.1 * times[0]
+    assert found["stage"]["memory_gib"] > found["off"]["memory_gib"]  # the ends hold the tied embedding's gradient
+    assert found["uniform"]["memory_gib"][1] > found["stage"]["memory_gib"][1]
+    assert "uniform needs a number" in found["wrong"]["reason"]
+
+
 def test_validate(run, entries, feasibility):
     """The bars that these runs belong to are reached, but that of all runs, of which the one under pressure makes half
     of the error; the table says so, and JSON has the numbers.

@@ -44,6 +44,30 @@ def test_a_table_and_json(run):
     assert content["num_kept"] > 3 < content["num_rejected"]
 
 
+def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
+    """The configurations without, but for those that leave no room for copies; no faster, and with the flag in the
+    script. Without it a note names the flag."""
+    common = [*CLUSTER, *GPT, "--schedules", "flush,2bw", "--recompute", "none", "--distributed-optimizer", "no"]
+    plain, predicted = (run(*common, *more, "--json", "--top", 1000) for more in ([], ["--2bw-provisional", "stage"]))
+    assert "2bw-provisional" not in predicted[2]
+    before, after = (json.loads(out) for _, out, _ in (plain, predicted))
+    assert "2bw-provisional stage" in before["notes"][0] and not after["notes"]
+    modes = {(each["schedule"], each["provisional"]) for each in after["best"]}
+    assert modes == {("flush", "off"), ("2bw", "stage")}
+    names = ("schedule", "tensor", "pipeline", "data", "micro_batch_size", "rank_mapping")
+    found = [{tuple(str(each[name]) for name in names): each for each in result["best"]} for result in (before, after)]
+    assert found[1].keys() <= found[0].keys()
+    assert all(found[0][key]["spare_gib"] < 1.0 for key in found[0].keys() - found[1].keys())
+    seconds = [{key: each["iteration_seconds"] for key, each in result.items()} for result in found]
+    for key in seconds[1]:
+        assert seconds[1][key] > seconds[0][key] if key[0] == "2bw" else seconds[1][key] == seconds[0][key]
+    only = [*CLUSTER, *GPT, *QUICK, "--schedules", "2bw", "--pipeline", "2", "--2bw-provisional", "uniform"]
+    status, out, _ = run(*only, "--2bw-provisional-microbatches", 1, "--output", tmp_path / "plan")
+    assert status == 0 and "2bw (uniform)" in out and "note: 2bw computes" not in out
+    script = (tmp_path / "plan" / "best.sh").read_text()
+    assert "--2bw-provisional uniform --2bw-provisional-microbatches 1" in script
+
+
 def test_progress_is_for_terminals(run, monkeypatch):
     """A bar on standard error while that is a terminal; standard output stays what it is."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

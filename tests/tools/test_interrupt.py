@@ -13,6 +13,7 @@ from tests.training.arguments_helper import words
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {  # a library that each imports, and the words with which it does
+    "compare_runs": ("megatron.training.metrics", ["--help"]),
     "environment": ("pip", []),
     "grid_search": ("grid_search_commands.search", ["search", "--help"]),
     "plot_memory": ("rich", ["--help"]),

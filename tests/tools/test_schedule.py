@@ -46,6 +46,17 @@ def test_show_prints_the_program(run):
         (["--microbatches", "4,6,9"], {}, (4, 6, 9)),
         (["--batches", "2"], {}, (4, 4)),
         (["--balance", "--microbatches", "6"], {"balance": True}, (6, 6, 6)),
+        (["--provisional"], {"predict": True}, (4, 4, 4)),
+        (
+            ["--provisional-microbatches", "2", "--tied-embeddings"],
+            {"predict": True, "provisional_microbatches": 2, "tied_embeddings": True},
+            (5, 5, 5),  # as few as the first stage has two of when the next batch begins
+        ),
+        (
+            ["--provisional", "--data-parallel", "--reduce-partial"],
+            {"predict": True, "data_parallel": True, "reduce_partial": True},
+            (4, 4, 4),
+        ),
     ],
 )
 def test_csv_is_the_program(run, tmp_path, options, flags, batches):
@@ -76,6 +87,22 @@ def test_check_reports_what_it_proved(run):
     assert "peak saved microbatches 4, 3, 2, 1" in lines
     assert "live weight versions 2, 2, 2, 2" in lines
     assert lines[-1].startswith("proved for every number of batches")
+
+
+def test_check_proves_predictions(run):
+    """For any number of batches, and in a file, whose header says what is read; wrongly placed ones are told."""
+    status, out, _ = run("check", *TWO_BW, "--provisional-microbatches", "1", "--data-parallel", "--reduce-partial")
+    assert status == 0 and out.splitlines()[-1].startswith("proved for every number of batches")
+    assert "live weight versions     2, 2, 2, 2" in out
+
+
+def test_a_wrong_prediction_ends_with_status_1(run, tmp_path):
+    """A prediction one backward early is refused, with what it reads."""
+    path = tmp_path / "wrong.csv"
+    path.write_text(build(predict=True).to_csv().replace("1B1@0,1SEND_B1,1PREDICT@1", "1PREDICT@1,1B1@0,1SEND_B1", 1))
+    status, _, err = run("check", path)
+    assert status == 1
+    assert err.startswith("error: rank 1") and "1PREDICT@1: it reads 2 backwards of batch 0, and 1 stand before" in err
 
 
 def test_check_says_what_moves(run):
@@ -200,6 +227,36 @@ def test_binary_and_missing_files(run, tmp_path):
         (["draw", "--schedule", "2bw", "--text", "--recompute-time", "2"], "without it; add --recompute"),
         (["simulate", "--schedule", "2bw", "--reduce-embed", "1"], "without it; add --tied-embeddings"),
         (["simulate", "--schedule", "2bw", "--load", "1"], "--load says nothing about a program without it; add --bal"),
+        (
+            ["check", "--schedule", "flush", "--provisional"],
+            "--provisional predicts the weights of 2bw, not of flush; give --schedule 2bw, or leave it out",
+        ),
+        (
+            ["check", "--schedule", "pipedream", "--provisional-microbatches", "1"],
+            "--provisional-microbatches predicts the weights of 2bw, not of pipedream; give --schedule 2bw",
+        ),
+        (
+            ["check", "--schedule", "2bw", "--provisional", "--provisional-microbatches", "1"],
+            "argument --provisional-microbatches: not allowed with argument --provisional",
+        ),
+        (["check", "a.csv", "--provisional"], "--provisional says nothing about a CSV file"),
+        (["check", "a.csv", "--reduce-partial"], "--reduce-partial says nothing about a CSV file"),
+        (
+            ["check", "--schedule", "2bw", "--reduce-partial", "--data-parallel"],
+            "--reduce-partial says nothing about a program without predictions; add --provisional",
+        ),
+        (
+            ["check", "--schedule", "2bw", "--reduce-partial", "--provisional"],
+            "--reduce-partial says nothing about a program without replicas; add --data-parallel",
+        ),
+        (
+            ["simulate", "--schedule", "2bw", "--predict", "1"],
+            "--predict says nothing about a program without it; add --provisional",
+        ),
+        (
+            ["simulate", "--schedule", "2bw", "--provisional", "--hold", "1"],
+            "--hold says nothing about a program without it; add --provisional-microbatches",
+        ),
         (["show", "--schedule", "2bw", "--csv", "-", "--one-based"], "--one-based says nothing about the rows"),
     ],
 )
@@ -214,6 +271,10 @@ def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
     ("arguments", "reason"),
     [
         (["check", "--schedule", "2bw", "--microbatches", "3"], "at least 4"),
+        (
+            ["check", "--schedule", "2bw", "--provisional-microbatches", "2", "--microbatches", "4"],
+            "the first stage has done 1 when the next batch begins; give 1 to 1, or larger batches",
+        ),
         (["draw", "--schedule", "2bw", "--output", "x.txt"], "no image"),
         (["simulate", "--schedule", "2bw", "--forward", "1,2,3"], "forward has 3 numbers"),
         (["simulate", "--schedule", "bpipe", "--evict", "1e308"], "more than a number can hold; give smaller costs"),

@@ -36,6 +36,25 @@ def test_a_move_that_is_late_takes_time(run):
     assert spans[:2] == ["33", "33"] and float(spans[2]) > 33
 
 
+def test_predictions_take_time(run, tmp_path):
+    """--predict and --hold are costs of the simulation, of each batch on each stage; a prediction is a step by default.
+    The picture marks them and its title says so.
+    """
+    uniform = [*TWO_BW[:2], "--stages", "1", "--microbatches", "4", "--provisional-microbatches", "1"]
+    for costs, seconds in (
+        ([], 12),
+        (["--step", "1"], 14),
+        (["--step", "1", "--predict", "0.5", "--hold", "0.25"], 13.75),
+    ):
+        out = run("simulate", *uniform, "--batches", "4", *costs)[1]
+        assert re.search(rf"time per batch, steady +{seconds}\n", out)
+    status, _, _ = run("draw", *TWO_BW, "--provisional", "--output", tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text()
+    assert status == 0 and "<!-- 2bw: 4 stages, batches of 4 microbatches, provisional -->" in text
+    assert text.count('id="predicted"') == 12 and '"prediction"' in text
+    assert "~3" in run("draw", *TWO_BW, "--provisional", "--text")[1]
+
+
 def test_simulate_prints_and_writes_the_timeline(run, tmp_path):
     """Makespan and steady time of the closed form, and a file that `draw --measured` reads."""
     status, out, _ = run("simulate", *TWO_BW, "--json", tmp_path / "t.json")

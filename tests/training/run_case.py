@@ -90,7 +90,9 @@ def train_case(
         _stop_after(run.reporter, stop, stop_after[rank])
     try:
         run_to_the_end(run, stop, started=time.time() - 60 * minutes_ago)
+        run.update.show_newest()
         records = read_metrics(str(metrics)) if metrics.exists() else []
+        run.update.show_newest()
         return {
             "records": records,
             "losses": {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record},

@@ -282,6 +282,7 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed",
     "checkpoint_activations", "grad_reduce_in_bf16", "recompute_activations",
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
+    "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
 }  # fmt: skip
 
 

@@ -191,6 +191,23 @@ def test_schedules_that_stash(dry):
     assert [rank["weights_bytes"] / rank["num_parameters"] for rank in found["memory"]] == [16, 12, 8, 4]
 
 
+def test_predicted_weights(dry):
+    """In FP32 without the distributed optimizer the true weights are a copy more; what is held is counted."""
+    common = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8 --pipeline-schedule 2bw "
+    common += "--dry-run 2 --untie-embeddings-and-output-weights"
+    plain, stage, uniform = (
+        dry(f"{common} {mode}")[3]["memory"]
+        for mode in ("", "--2bw-provisional stage", "--2bw-provisional uniform --2bw-provisional-microbatches 7")
+    )
+    for rank in range(2):
+        weights = [each[rank]["weights_bytes"] for each in (plain, stage, uniform)]
+        assert weights[1] == weights[2] == weights[0] / 2 * 3
+        gradients = [each[rank]["gradients_bytes"] for each in (plain, stage, uniform)]
+        assert gradients == [gradients[0], gradients[0], gradients[0] / 2 * (2 + rank)]
+    half = [dry(f"{common} --bf16 {mode}")[3]["memory"][0] for mode in ("", "--2bw-provisional stage")]
+    assert all(half[0][f"{part}_bytes"] == half[1][f"{part}_bytes"] for part in ("weights", "gradients", "optimizer"))
+
+
 def test_many_nodes_are_cut_short(dry):
     """A thousand GPUs do not print a thousand places; the JSON has them."""
     status, out, _, found = dry("--dry-run 1024 --pipeline-model-parallel-size 4 --global-batch-size 1024")
@@ -229,3 +246,9 @@ def test_estimate_of_a_real_run(schedule):
     )  # fmt: skip
     for rank, num_bytes in zip(memory, measured, strict=True):
         assert num_bytes == pytest.approx(rank.parts.activations, rel=0.1), rank.rank
+
+
+def test_provisional_weights_are_named(dry):
+    """With what each stage reads of the smallest batch."""
+    _, out, _, _ = dry("--pipeline-schedule 2bw --2bw-provisional stage --pipeline-model-parallel-size 2 --dry-run 2")
+    assert "2bw with provisional weights: stages read 7, 8 of 8 microbatches" in out

@@ -9,6 +9,7 @@ import json
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.timeline import Timeline
 from megatron.training.timeline import last_stretch, measured_costs, planned_timeline
 from tests.training.run_case import train
 
@@ -41,11 +42,30 @@ def test_plan_shows_the_same_batches_with_the_measured_times():
     assert abs(plan.makespan - shown.makespan) < 1e-9
 
 
+def test_plan_and_measurement_agree_on_predictions():
+    """What predicting and keeping gradients took is in the plan, stage by stage, and so the two are as long."""
+    schedule = Schedule.preset("2bw", num_stages=2, predict=True, provisional_microbatches=1)
+    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 2.5], step=0.25, predict=[0.5, 0.75], hold=[0.125, 0.0625])
+    timeline = simulate(schedule.build((3, 3, 3, 3), first_batch=4, first_microbatch=12), costs)
+    found = measured_costs(timeline)
+    assert (list(found.predict), list(found.hold), list(found.step)) == ([0.5, 0.75], [0.125, 0.0625], [0.25, 0.25])
+    plan = planned_timeline(schedule, timeline, range(5, 7), [4, 8])
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
 def test_files_of_a_run(tmp_path):
-    """A run with an evaluation leaves picture, trace and timeline."""
+    """A run with an evaluation and predicted weights leaves picture, trace and timeline."""
     folder = tmp_path / "timeline"
-    train(2, f"--pipeline-schedule 2bw --pipeline-timeline {folder} --eval-iters 1 --eval-interval 4")
+    train(
+        2,
+        "--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 --eval-iters 1 "
+        f"--eval-interval 4 --pipeline-timeline {folder}",
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
+    costs = measured_costs(Timeline.load(folder / "measured.json"))
+    assert min(costs.predict) > 0 and min(costs.hold) > 0

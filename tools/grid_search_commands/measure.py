@@ -118,7 +118,7 @@ def _configuration(text: str) -> Configuration:
         name, _, value = pair.partition("=")
         if name not in kinds:
             raise argparse.ArgumentTypeError(f"{name!r} is no field; choose from {', '.join(kinds)}")
-        if kinds[name] is int:
+        if kinds[name] is int or name == "provisional_microbatches":
             values[name] = command_line.count(value)
         elif kinds[name] is bool:
             if value not in ("true", "false"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.planner import Cluster
+from megatron.planner.flags import prediction_words
 from megatron.planner.search import Kept
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
@@ -38,7 +39,8 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         "DISTRIBUTED_OPTIMIZER": int(choice.distributed_optimizer), "RANK_MAPPING": choice.rank_mapping,
     }  # fmt: skip
     memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
-    training = [*_others(job), *places.others, *_defaults(job)]
+    predictions = prediction_words(estimate.configuration)
+    training = [*_others(job), *([predictions] if predictions else []), *places.others, *_defaults(job)]
     lines = [
         "#!/usr/bin/env bash",
         *_comment(f"{describe(choice)}: {cluster.num_gpus} x {cluster.gpu}, {memory}."),

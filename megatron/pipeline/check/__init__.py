@@ -9,6 +9,7 @@ proof a file:
     transfers      sends and receives pair up in order on every channel
     balance        evicted activations come back before their backward; both ends of a move agree
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
+    predictions    where a policy predicts: from the gradients that the program says, before the batch begins
     versions       each computation uses the version that the policy says and finds it live; few are live
     memory         saved activations stay within their bound
     progress       no deadlock, even where a send completes only once its receive is posted
@@ -32,6 +33,7 @@ from megatron.pipeline.check.computations import prove_computations
 from megatron.pipeline.check.error import ProgramError
 from megatron.pipeline.check.memory import prove_memory
 from megatron.pipeline.check.periods import Origin, Periodic, prove_periods, prove_repetition
+from megatron.pipeline.check.predictions import prove_predictions
 from megatron.pipeline.check.progress import prove_progress
 from megatron.pipeline.check.report import CheckReport
 from megatron.pipeline.check.transfers import prove_transfers
@@ -79,6 +81,7 @@ def _prove(
         live_versions = prove_evaluation(compacted)
     elif compacted.versioned:
         prove_updates(compacted)
+        prove_predictions(compacted)
         live_versions = prove_versions(compacted)
     if not evaluates:
         peak_saved, peak_recomputed, peak_on_rank = prove_memory(compacted, max_saved, max_saved_on_rank)

@@ -10,8 +10,8 @@ way, proves what concerns one instruction alone:
 - the peer of a transfer, where it is given, is the neighbouring stage; that of a move, the pair stage.
 
 Every instruction becomes a *code* (its kind) and a *place*: `stage * num_microbatches + (microbatch -
-first_microbatch)`. Places index flat arrays over (stage, microbatch). An instruction of the update chain has its
-stage's first place.
+first_microbatch)`. Places index flat arrays over (stage, microbatch). An instruction of an update has its stage's
+first place.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from megatron.pipeline.check.error import ProgramError, error_at
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction, Kind
 from megatron.pipeline.moves import awaited_moves, pair_of, partner_of_rank
 from megatron.pipeline.program import Program
 
@@ -30,17 +30,20 @@ _PROVED = {  # the words that have a proof, by what is proved of them
     "transfers": (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
     "moves": (Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD),
     "updates": (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP),
+    "predictions": (Kind.HOLD, Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED, Kind.PREDICT),
 }  # fmt: skip
 KIND_OF_CODE = tuple(kind for group in _PROVED.values() for kind in group)  # so a bound tells the group
-_CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
+CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
 NUM_CODES = len(KIND_OF_CODE)
-FIRST_TRANSFER, FIRST_MOVE, FIRST_UPDATE, _ = accumulate(map(len, _PROVED.values()))
+FIRST_TRANSFER, FIRST_MOVE, FIRST_UPDATE, FIRST_PREDICTION, _ = accumulate(map(len, _PROVED.values()))
 (
     F, B, I, W, R,  # noqa: E741
     SEND_F, RECV_F, SEND_B, RECV_B,
     EVICT, ACCEPT, RETURN, LOAD,
     REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP,
+    HOLD, REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED, PREDICT,
 ) = range(NUM_CODES)  # fmt: skip
+AWAITS = frozenset(CODE_OF_KIND[kind] for kind in AWAITS_REDUCTIONS)
 _PEER_OFFSET = [kind.row.neighbour for kind in KIND_OF_CODE]
 
 
@@ -137,7 +140,7 @@ def compact(program: Program) -> CompactProgram:
     for rank, row in enumerate(program.rows):
         codes, places, versions = [], [], []
         for position, instruction in enumerate(row):
-            code = _CODE_OF_KIND.get(instruction.kind)
+            code = CODE_OF_KIND.get(instruction.kind)
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version
             if code is None or not 0 <= stage < num_stages or rank_of_stage[stage] != rank:
                 raise error_at(program, rank, position, _explain_owner(instruction, rank_of_stage))
@@ -186,7 +189,7 @@ def compact(program: Program) -> CompactProgram:
 
 
 def _explain_owner(instruction: Instruction, rank_of_stage: tuple[int, ...]) -> str:
-    if instruction.kind not in _CODE_OF_KIND:
+    if instruction.kind not in CODE_OF_KIND:
         return f"the checker proves nothing about {instruction.kind.value}, so it accepts no program with it"
     if not 0 <= instruction.stage < len(rank_of_stage):
         return f"there is no stage {instruction.stage}: the program has stages 0 to {len(rank_of_stage) - 1}"

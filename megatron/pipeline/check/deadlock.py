@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.check.balance import moves_of_rank
-from megatron.pipeline.check.compact import KIND_OF_CODE, SEND_B, SEND_F, STEP, B, F
+from megatron.pipeline.check.compact import AWAITS, KIND_OF_CODE, SEND_B, SEND_F, B, F
 from megatron.pipeline.check.error import ProgramError
 from megatron.pipeline.moves import counterpart
 
@@ -51,7 +51,7 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
     if position == execution.ends[rank]:
         return f"rank {rank} has executed all that stands before the border", None
     here = f"rank {rank} waits at {compact.program.rows[rank][position]}"
-    if compact.codes[rank][position] == STEP:
+    if compact.codes[rank][position] in AWAITS:
         return f"{here} for its chain of reductions", (_QUEUE, rank)
     if execution.awaited_moves[rank]:
         partner = execution.partners[rank]

@@ -15,13 +15,17 @@ Solution: each row is lowered once. Rows are the same for all tensor and data ra
     SEND, RECV       main     a transfer on the link's own stream, after what compute was given before
     REDUCE_*         chain    on the chain's stream, after what compute was given before it was posted; then on its
                               group's stream a collective, for which the chain's stream waits
-      REDUCE_GRAD             over the replicas (d > 1)
-      REDUCE_EMBED            over the ranks of the first and the last stage
+      REDUCE_GRAD             over the replicas (d > 1); REDUCE_PARTIAL alike
+      REDUCE_EMBED            over the ranks of the first and the last stage; REDUCE_PARTIAL_EMBED alike,
+                              and before over the replicas where their mean is read (d > 1)
       REDUCE_NORM             over the tensor group (t > 1: sequence parallelism); the host reads the rank's norm, so it
                               waits; over the whole job (more than one rank); the host reads the result, so it waits
     STEP             main     the host waits until the chain has returned from its calls of the version; then a kernel
                               on compute, after the chain's last operation for it; with the distributed optimizer and
                               d > 1 an all-gather on its own stream, and a kernel on compute after it
+    PREDICT          main     as STEP, after the chain's calls of its version so far; with t > 1 a collective of the
+                              tensor group first. It gathers, and STEP does not, where the weights are predicted
+    HOLD             main     a kernel on compute
     EVICT, ...       moves    on the stream of the moves, after what it may not run ahead of; both hosts meet; then the
                               transfer on a stream of its own, for which the stream of the moves waits
       EVICT                   not ahead of what compute was given before the request
@@ -41,16 +45,21 @@ A reduction that stands after its STEP has a thread and a stream of its own, the
 from dataclasses import dataclass, field
 
 from megatron.pipeline.check.compact import (
+    AWAITS,
+    CODE_OF_KIND,
     EVICT,
     FIRST_MOVE,
     FIRST_TRANSFER,
     FIRST_UPDATE,
     LOAD,
+    PREDICT,
     RECV_B,
     RECV_F,
     REDUCE_EMBED,
     REDUCE_GRAD,
     REDUCE_NORM,
+    REDUCE_PARTIAL,
+    REDUCE_PARTIAL_EMBED,
     RETURN,
     SEND_B,
     SEND_F,
@@ -119,6 +128,7 @@ class _Lowering:
     def __init__(self, compact: CompactProgram, rank: int, tensor: int, data: int, distributed_optimizer: bool) -> None:
         self.compact, self.rank = compact, rank
         self.tensor, self.data = tensor, data
+        self._maker = CODE_OF_KIND[compact.program.weights.maker]
         self.gathers = distributed_optimizer and data > 1
         self.num_ranks = len(compact.codes)
         self._pair = f"moves {sorted((rank, compact.partners[rank]))}" if compact.moves else ""
@@ -145,8 +155,8 @@ class _Lowering:
                 self._transfer(code, place)
             elif code < FIRST_UPDATE:
                 self._move(code, place)
-            elif code == STEP:
-                self._step(version)
+            elif code in AWAITS:
+                self._step(code, version)
             else:
                 self._reduce(code, version)
         return self.made
@@ -239,9 +249,11 @@ class _Lowering:
         own = THREADS[thread]
         self._post(thread)
         last = self._launch(thread, own, self._given("compute"))
-        if code == REDUCE_GRAD and self.data > 1:
+        if code in (REDUCE_GRAD, REDUCE_PARTIAL) and self.data > 1:
             last = self._collective(thread, own, "chain's data group", DATA, f"data {self.rank}")
-        elif code == REDUCE_EMBED:
+        elif code in (REDUCE_EMBED, REDUCE_PARTIAL_EMBED):
+            if code == REDUCE_PARTIAL_EMBED and self.compact.program.reduce_partial and self.data > 1:
+                last = self._collective(thread, own, "chain's data group", DATA, f"data {self.rank}")
             last = self._collective(thread, own, "chain's embedding group", SAME_PLACE, "embedding", 2)
         elif code == REDUCE_NORM:
             if self.tensor > 1:
@@ -254,13 +266,16 @@ class _Lowering:
         if thread == CHAIN:
             self._chain_of_version[version] = self._num_calls[CHAIN], last
 
-    def _step(self, version: int) -> None:
-        self._stepped = version
+    def _step(self, code: int, version: int) -> None:
+        if code == STEP:
+            self._stepped = version
         num_calls, last = self._chain_of_version.pop(version, (0, NONE))
         if num_calls:
             self._do(MAIN, AWAIT, (CHAIN, num_calls))
         self._launch(MAIN, "compute", last)
-        if self.gathers:
+        if code == PREDICT and self.tensor > 1:
+            self._collective(MAIN, "compute", "tensor group", TENSOR, f"tensor {self.rank}")
+        if self.gathers and code == self._maker:
             self._collective(MAIN, "compute", "optimizer's data group", DATA, f"parameters {self.rank}")
 
     def _move(self, code: int, place: int) -> None:

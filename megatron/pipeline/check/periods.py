@@ -32,10 +32,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from megatron.pipeline.check.balance import moves_of_rank
-from megatron.pipeline.check.compact import FIRST_UPDATE, KIND_OF_CODE, NUM_CODES, STEP, CompactProgram, F
+from megatron.pipeline.check.compact import (
+    CODE_OF_KIND,
+    FIRST_UPDATE,
+    HOLD,
+    KIND_OF_CODE,
+    NUM_CODES,
+    PREDICT,
+    CompactProgram,
+    F,
+)
 from megatron.pipeline.check.computations import complete_facts, stage_rules
 from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.memory import hold
+from megatron.pipeline.check.predictions import codes_of_predictions
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_rank
@@ -153,6 +163,7 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
     added = {stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage)] for stage in stages}
     forward_version: dict[int, int | None] = {}
     posted = [0] * NUM_CODES
+    keeps = False
     row = zip(compact.codes[rank][:end], compact.places[rank][:end], compact.versions[rank][:end], strict=True)
     for code, place, version in row:
         stage, index = divmod(place, width)
@@ -161,7 +172,9 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
             forward_version[place] = version
         elif code >= FIRST_UPDATE:
             posted[code] += 1
-    state: _RankState = {}
+            if code in (HOLD, PREDICT):
+                keeps = code == HOLD
+    state: _RankState = {"whether gradients are kept for a prediction": keeps}
     for stage in stages:
         complete = complete_facts(stage_rules(compact, stage))
         begun = len(facts[stage].rstrip(b"\0"))
@@ -173,10 +186,12 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         ]
         if not compact.versioned:
             continue
-        oldest, next_version = _versions_at(compact, stage, facts[stage], posted[STEP])
+        num_made = posted[CODE_OF_KIND[compact.program.weights.maker]]
+        oldest, next_version = _versions_at(compact, stage, facts[stage], num_made)
         state[f"the oldest version of stage {stage}"] = oldest - origin.batch
         state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
-    for code in chain_of_rank(compact, rank) if compact.versioned else ():
+    codes = (*chain_of_rank(compact, rank), *codes_of_predictions(compact, rank))
+    for code in codes if compact.versioned else ():
         state[f"how many {KIND_OF_CODE[code].value} stand on the rank"] = posted[code] - origin.batch
     return state
 
@@ -208,13 +223,13 @@ def _minus(version: int | None, batches: int) -> int | None:
     return None if version is None else version - batches
 
 
-def _versions_at(compact: CompactProgram, stage: int, facts: bytearray, num_steps: int) -> tuple[int, int]:
-    """The oldest version that a stage keeps after so many STEPs, and the version that the policy gives its next batch.
+def _versions_at(compact: CompactProgram, stage: int, facts: bytearray, num_made: int) -> tuple[int, int]:
+    """The oldest version that a stage keeps after so many were made, and the one that the policy gives its next batch.
 
     Where stages use their newest version, it is also the oldest; what else is kept is what is under way.
     """
     program, index = compact.program, facts.find(0)
-    newest = program.first_batch + num_steps
+    newest = program.first_batch + num_made
     delay = program.weights.delay or 0
     end = program.first_batch + len(program.batches)
     next_batch = end if index < 0 else program.batch_of(program.first_microbatch + index)

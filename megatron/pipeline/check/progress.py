@@ -1,7 +1,7 @@
 """Proof: the program runs to its end, even where a send completes only once its receive is posted.
 
 The model. A rank executes its row in order. SEND, RECV and REDUCE only post and never block. F waits for its input, B
-and I for the gradient of their output, STEP for the reductions of its version that stand before it. A transfer
+and I for the gradient of their output, STEP and PREDICT for the reductions of their version before them. A transfer
 completes when both ends have posted it and all earlier ones of its channel have completed. What waits for moves of
 saved activations is said in `megatron.pipeline.moves`; a rank and its partner have completed as many as the one of them
 that has requested fewer. When a reduction completes is said in `reductions`.
@@ -18,12 +18,12 @@ a transfer that an F or B waits for is complete as soon as it is sent.
 """
 
 from megatron.pipeline.check.compact import (
+    AWAITS,
     FIRST_MOVE,
     FIRST_UPDATE,
     KIND_OF_CODE,
     SEND_B,
     SEND_F,
-    STEP,
     B,
     CompactProgram,
     F,
@@ -125,7 +125,7 @@ class Execution:
                     arrived[place + offset] = True
                     if place + offset in rank_awaiting:
                         runnable.append(rank_awaiting.pop(place + offset))
-            elif code == STEP:
+            elif code in AWAITS:
                 if not self.reductions.is_done(rank, versions[position]):
                     self.position[rank] = position
                     return

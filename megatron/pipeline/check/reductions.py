@@ -9,7 +9,7 @@ beside the chain: in the same one, the gradients of the next microbatch would st
 ended the microbatch before, and the pipeline would do one microbatch at a time.
 """
 
-from megatron.pipeline.check.compact import REDUCE_EMBED, REDUCE_NORM, CompactProgram
+from megatron.pipeline.check.compact import REDUCE_EMBED, REDUCE_NORM, REDUCE_PARTIAL_EMBED, CompactProgram
 
 Reduction = tuple[int, int]  # code, version
 
@@ -25,6 +25,7 @@ class Reductions:
         self._groups = {
             REDUCE_NORM: [rank + self._norm_queue for rank in range(self.num_ranks)],  # all
             REDUCE_EMBED: sorted(ends),
+            REDUCE_PARTIAL_EMBED: sorted(ends),
         }
         self._queues: list[list[Reduction]] = [[] for _ in range(2 * self.num_ranks)]
         self._num_started = [0] * (2 * self.num_ranks)
@@ -34,7 +35,7 @@ class Reductions:
         self._awaited = [0] * self.num_ranks  # how many of its chain a rank waits for
 
     def post(self, rank: int, code: int, version: int) -> list[int]:
-        """Post a reduction; run what can run. Returns the ranks whose STEP need not wait any longer."""
+        """Post a reduction; run what can run. Returns the ranks that need not wait any longer."""
         queue = rank + (self._norm_queue if code == REDUCE_NORM else 0)
         self._queues[queue].append((code, version))
         if queue == rank:

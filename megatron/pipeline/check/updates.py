@@ -17,6 +17,7 @@ groups do not wait for one another in a circle is proved with the progress.
 """
 
 from megatron.pipeline.check.compact import (
+    FIRST_PREDICTION,
     FIRST_UPDATE,
     KIND_OF_CODE,
     NUM_CODES,
@@ -75,7 +76,7 @@ def prove_updates(compact: CompactProgram) -> None:
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             if code in (B, W):
                 unfinished[batch_of[place % num_microbatches]] -= 1
-            elif code >= FIRST_UPDATE:
+            elif FIRST_UPDATE <= code < FIRST_PREDICTION:
                 stage, index = place // num_microbatches, version - program.first_batch - 1
                 reason = ""
                 if stage != lowest:

@@ -10,6 +10,9 @@ its rank have made since, less those that the policy has retired.
     stash    the newest at this stage, which    the newest, and each that a microbatch saved here ran its forward with
              is max(first batch, j - (p-1-s))
 
+Where the weights predict, these are predicted versions, which PREDICT makes in place of STEP; batch j uses j, and the
+newest and the one before are live. The true version is one more value, that nothing computes with.
+
 Recompute and backward use the version of their forward. They find it live, because STEP@v comes after all backwards of
 batch v-1 (which is proved with the updates), and no other batch in flight uses a version that it retires.
 
@@ -18,9 +21,9 @@ computes follows from the policy alone, here as for the others.
 """
 
 from megatron.pipeline.check.compact import (
+    CODE_OF_KIND,
     FIRST_TRANSFER,
     FIRST_UPDATE,
-    STEP,
     B,
     CompactProgram,
     F,
@@ -39,10 +42,11 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
         The largest number of live versions at each stage.
 
     Raises:
-        ProgramError: naming the first computation with a wrong version, or the STEP that makes one too many.
+        ProgramError: naming the first computation with a wrong version, or what makes one too many.
     """
     program, num_microbatches = compact.program, compact.num_microbatches
     batch_of = [batch for batch, size in enumerate(program.batches, start=program.first_batch) for _ in range(size)]
+    maker = CODE_OF_KIND[program.weights.maker]
     forward_version = [0] * (compact.num_stages * num_microbatches)
     stages = [_StageVersions(program, stage) for stage in range(compact.num_stages)]
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
@@ -60,7 +64,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
                     reason = f"its forward ran with version {forward_version[place]}, so it has to use that one too"
                 elif code in (B, W):
                     stages[place // num_microbatches].release(version)
-            elif code == STEP:
+            elif code == maker:
                 reason = next(filter(None, [stage.step(version) for stage in stages_here]), "")
             if reason:
                 raise compact.error(rank, position, reason)
@@ -83,6 +87,7 @@ class _StageVersions:
     def __init__(self, program: Program, stage: int) -> None:
         rule = program.weights
         self.program, self.stage = program, stage
+        self.maker = rule.maker.value
         self.stashes = rule.updates_alone
         self.bound = rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
@@ -96,7 +101,8 @@ class _StageVersions:
             return f"{self.program.weights.name} runs batch {batch} here with version {wanted}"
         if version > self.newest:
             lowest = self.program.stages_of(self.program.rank_of_stage[self.stage])[0]
-            return f"version {version} does not exist yet at this stage: no {lowest}STEP@{version} stands before it"
+            made = f"{lowest}{self.maker}@{version}"
+            return f"version {version} does not exist yet at this stage: no {made} stands before it"
         if self.stashes and version < self.newest:
             return f"the newest version at this stage is {self.newest} already"
         self.live[version] += 1
@@ -110,7 +116,7 @@ class _StageVersions:
 
     def step(self, version: int) -> str:
         """Make a version, retire what the policy keeps no longer; a stashed version that nobody uses is not kept."""
-        assert version == self.newest + 1, "STEPs stand in order"
+        assert version == self.newest + 1, "versions are made in order"
         retired = self.newest if self.stashes else version - self.bound
         if not self.live.get(retired):
             self.live.pop(retired, None)

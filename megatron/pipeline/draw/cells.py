@@ -1,8 +1,8 @@
 """What a drawing shows of a timeline, before any picture: cells, marks and borders.
 
 The picture and the text of a timeline show the same things, and a test wants to count them without looking at pixels.
-So they are derived here once: each computation is a cell; each STEP a mark; each batch begins at a border in every
-row.
+So they are derived here once: each computation is a cell; each STEP and each PREDICT a mark; each batch begins at a
+border in every row.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,10 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """An optimizer step, which makes weight version `version` of all stages of a rank."""
+class Update:
+    """A STEP, a PREDICT or a HOLD of a rank: an optimizer step makes weight version `version` of all its stages, a
+    prediction says what it will be, and gradients are kept for that.
+    """
 
     rank: int
     stage: int
@@ -83,12 +85,26 @@ def cells_of(timeline: Timeline) -> list[Cell]:
     return cells
 
 
-def steps_of(timeline: Timeline) -> list[Step]:
+def steps_of(timeline: Timeline) -> list[Update]:
     """All optimizer steps, rank by rank in the order of the rows."""
+    return _updates_of(timeline, Kind.STEP)
+
+
+def predictions_of(timeline: Timeline) -> list[Update]:
+    """All predictions of weights, likewise."""
+    return _updates_of(timeline, Kind.PREDICT)
+
+
+def holds_of(timeline: Timeline) -> list[Update]:
+    """Where gradients are kept for a prediction and that takes time, likewise."""
+    return [hold for hold in _updates_of(timeline, Kind.HOLD) if hold.end > hold.start]
+
+
+def _updates_of(timeline: Timeline, kind: Kind) -> list[Update]:
     return [
-        Step(span.rank, span.instruction.stage, span.instruction.version, span.start, span.end)
+        Update(span.rank, span.instruction.stage, span.instruction.version, span.start, span.end)
         for span in timeline.computations()
-        if span.instruction.kind is Kind.STEP
+        if span.instruction.kind is kind
     ]
 
 

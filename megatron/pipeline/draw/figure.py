@@ -3,9 +3,10 @@
 One row per rank, time to the right. Forwards are blue, backwards green, recomputations violet, bubbles grey; the
 number in a cell is its microbatch, and the lightness its weight version, which stands below the number where there is
 room. On a rank with several stages the lightness is the stage, dark for the first. The hatched backward completes the
-gradient of a batch; the red mark is the optimizer step that makes the version written beside it. A dashed line follows
-the first forward of each batch down the stages. Arrows between the rows of a pair are moves of saved activations.
-Several timelines stand below one another on one scale of time, so that a plan can be compared with its measurement.
+gradient of a batch; the red mark is the optimizer step that makes the version written beside it, and the thin line
+with ~n the prediction of version n. A dashed line follows the first forward of each batch down the stages. Arrows
+between the rows of a pair are moves of saved activations. Several timelines stand below one another on one scale of
+time, so that a plan can be compared with its measurement.
 
 matplotlib takes longer to import than all the rest of the room, so it is imported only when something is drawn.
 """
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.draw.cells import Cell, cells_of, steps_of
+from megatron.pipeline.draw.cells import Cell, cells_of, holds_of, predictions_of, steps_of
 from megatron.pipeline.draw.critical import draw_critical_path
 from megatron.pipeline.draw.legend import draw_legend, legend_entries, more_entries
 from megatron.pipeline.draw.memory import draw_memory
@@ -25,6 +26,7 @@ from megatron.pipeline.draw.rows import (
     draw_labels,
     draw_lanes,
     draw_moves,
+    draw_predictions,
     draw_rows,
     draw_saved,
     draw_steps,
@@ -74,7 +76,8 @@ def draw_timeline(
         width: inches; default: as wide as the labels need, 7 to 22.
 
     Returns:
-        The figure. Its collections have gids: "F@1" for the cells of a kind and version, "step", "bubble", and others.
+        The figure. Its collections have gids: "F@1" for the cells of a kind and version, "step", "prediction",
+        "bubble", and others.
 
     Raises:
         ValueError: there is nothing to draw, no image holds it, or the suffix is no image format.
@@ -140,6 +143,7 @@ def draw_timeline(
             draw_lanes(axes, timeline)
         if len(timeline.batches) > 1:
             draw_batches(axes, timeline, cells, points=points)
+        draw_predictions(axes, predictions_of(timeline), holds_of(timeline), points=points)
         draw_steps(axes, steps_of(timeline), points=points)
         if len(timelines) > 1:
             axes.set_title(timeline.name or f"timeline {index}", loc="left", fontsize=9, fontweight="bold", pad=12)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.draw.cells import Cell, steps_of
+from megatron.pipeline.draw.cells import Cell, holds_of, predictions_of, steps_of
 from megatron.pipeline.instruction import COMPUTATIONS, OWN_MOVES, REDUCTIONS, SENDS, Kind
 from megatron.pipeline.memory_curve import MemoryCurve
 from megatron.pipeline.timeline import Timeline
@@ -20,6 +20,7 @@ SHADES = {  # by a word's colour, lightest to darkest; weight versions, or the s
 }
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 STEP, HATCH, BORDER = "#c8102e", "#1f5c22", "#222222"
+PREDICTION, HOLD = "#00727a", "#63b5ba"
 TRANSFER, REDUCTION = "#555555", "#e58a00"
 SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # of all stages of a rank, then of fewer and fewer
 CRITICAL = "#a3009a"
@@ -68,6 +69,11 @@ def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, la
         entries.append(((hatched,), "completes the batch's gradient"))
     if any(map(steps_of, timelines)):
         entries.append(((Patch(facecolor=STEP),), "optimizer step; makes weights Wn"))
+    if any(map(predictions_of, timelines)):
+        line = Line2D([], [], color=PREDICTION, marker="|", markersize=8, markeredgewidth=1.6, linestyle="none")
+        entries.append(((line,), "prediction ~n of weights Wn"))
+    if any(map(holds_of, timelines)):
+        entries.append(((Patch(facecolor=HOLD),), Kind.HOLD.row.name))
     entries.append(((Patch(facecolor=BUBBLE),), "bubble"))
     moving = {span.instruction.kind for timeline in timelines for span in timeline.spans} & OWN_MOVES
     for kind in (each for each in Kind if each in moving):

@@ -7,7 +7,7 @@ carry a gid, so that tests and tools can find what they show.
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
-from megatron.pipeline.draw.cells import Cell, Step, names_of_rows
+from megatron.pipeline.draw.cells import Cell, Update, names_of_rows
 from megatron.pipeline.instruction import MOVES, OWN_MOVES, REDUCTIONS, SENDS, Kind
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.timeline import Timeline
@@ -79,7 +79,7 @@ def draw_batches(axes: "Axes", timeline: Timeline, cells: list[Cell], *, points:
             free_from = across[0] + (4.4 * len(name) + 4) / points
 
 
-def draw_steps(axes: "Axes", steps: list[Step], *, points: float) -> None:
+def draw_steps(axes: "Axes", steps: list[Update], *, points: float) -> None:
     """A red bar at the end of each optimizer step, as wide as the step took, with the version that it makes."""
     from matplotlib.collections import PolyCollection
     from matplotlib.patheffects import withStroke
@@ -93,6 +93,29 @@ def draw_steps(axes: "Axes", steps: list[Step], *, points: float) -> None:
     for start, step in zip(starts, steps, strict=True):
         place = (start - 1.5 / points, step.rank - 0.42)
         axes.text(*place, f"W{step.version}", ha="right", va="top", gid="made", zorder=6, **small)
+
+
+def draw_predictions(axes: "Axes", predictions: list[Update], holds: list[Update], *, points: float) -> None:
+    """A thin line from where each prediction begins, as wide as it took, with the version that it predicts at its foot;
+    a pale bar where gradients are kept for one.
+
+    A step may end where a prediction begins, so the line goes to the right and its version below the step's. A batch
+    begins where a prediction ends, so the dashed line of the batch stays above it.
+    """
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patheffects import withStroke
+
+    kept = [box(hold.start, hold.end, hold.rank) for hold in holds]
+    axes.add_collection(PolyCollection(kept, facecolors=legend.HOLD, edgecolors="none", gid="hold", zorder=3))
+    least = 1.6 / points
+    boxes = [box(each.start, max(each.end, each.start + least), each.rank) for each in predictions]
+    style = {"facecolors": legend.PREDICTION, "edgecolors": "none", "gid": "prediction", "zorder": 3.5}
+    axes.add_collection(PolyCollection(boxes, **style))
+    halo = [withStroke(linewidth=1.5, foreground="white")]
+    small = {"fontsize": _SMALL, "fontweight": "bold", "color": legend.PREDICTION, "path_effects": halo}
+    for each in predictions:
+        place = (each.start - 1.0 / points, each.rank + 0.43)
+        axes.text(*place, f"~{each.version}", ha="right", va="bottom", gid="predicted", zorder=6, **small)
 
 
 def draw_lanes(axes: "Axes", timeline: Timeline) -> None:

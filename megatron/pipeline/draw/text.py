@@ -13,6 +13,11 @@ microbatch 1 begins and `<1` where its load does, and dashes until either is com
 
     stage 0 |F0|F1|F2|F3..................|B0---|F4|B1---
       moves       >1 >3                         <1
+
+One that predicts its weights has `~2` there where the prediction of version 2 begins, and dashes while it takes time:
+
+    stage 0 |F0|F1......|B0---|F2|B1---|F3|B2---#..|B3---#
+    weights                   ~1                ~2
 """
 
 import math
@@ -20,7 +25,7 @@ import math
 from rich.style import Style
 from rich.text import Text
 
-from megatron.pipeline.draw.cells import Cell, cells_of, names_of_rows, steps_of
+from megatron.pipeline.draw.cells import Cell, Update, cells_of, names_of_rows, predictions_of, steps_of
 from megatron.pipeline.instruction import OWN_MOVES
 from megatron.pipeline.timeline import Timeline
 
@@ -31,7 +36,7 @@ _COLOURS = {  # by a word's colour; weight versions take them in turn
     "purple": ("purple", "magenta", "dark_violet", "medium_orchid"),
     "grey": ("grey37", "grey50", "grey30", "grey58"),
 }
-_MOVES = "moves"  # the head of a rank's second line
+_MOVES, _WEIGHTS = "moves", "weights"  # the heads of a rank's further lines
 _MOVE_SIGNS = {-1: (">", "red"), +1: ("<", "blue")}  # by what the move does to what the rank saves
 _LONGEST = 20_000  # characters of a line before it is cut into blocks; a longer drawing helps nobody
 
@@ -49,7 +54,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
         ValueError: the timeline is too long for its shortest computation to be legible.
     """
     timeline = timeline.shifted(-timeline.start)
-    cells, steps = cells_of(timeline), steps_of(timeline)
+    cells, steps, predictions = cells_of(timeline), steps_of(timeline), predictions_of(timeline)
     stages = {rank: timeline.stages_of(rank) for rank in range(timeline.num_ranks)}
     labels = [_label(cell, one_based=one_based, versions=versions, stage=len(stages[cell.rank]) > 1) for cell in cells]
     lengths = [cell.end - cell.start for cell in cells if cell.end > cell.start]
@@ -71,6 +76,9 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
         moves = _moves(timeline, rank, scale, total, one_based=one_based)
         if moves is not None:
             lines.append((_MOVES, moves))
+        predicted = [each for each in predictions if each.rank == rank]
+        if predicted:
+            lines.append((_WEIGHTS, _predictions(predicted, scale, total)))
     return _blocks(lines, total, width)
 
 
@@ -89,6 +97,15 @@ def _moves(timeline: Timeline, rank: int, scale: float, total: int, *, one_based
         first = max(first, free)  # one that takes no time, behind the one before it
         free = max(last, first + len(label) + 1)
         line.write(first, label.ljust(last - first, "-"), Style(color=colour, bold=True))
+    return line
+
+
+def _predictions(predictions: list[Update], scale: float, total: int) -> "_Row":
+    """The predictions of a rank's weights."""
+    line = _Row(total + max(len(str(each.version)) for each in predictions), blank=" ")
+    for each in predictions:
+        first, last = (round(time * scale) for time in (each.start, each.end))
+        line.write(first, f"~{each.version}".ljust(last - first, "-"), Style(color="dark_cyan", bold=True))
     return line
 
 
@@ -130,7 +147,7 @@ def _blocks(lines: list[tuple[str, _Row]], total: int, width: int) -> Text:
         if begin:
             text.append("\n")
         for head, row in lines:
-            text.append((head.rjust(margin - 1) if head == _MOVES else head).ljust(margin))
+            text.append((head.rjust(margin - 1) if head in (_MOVES, _WEIGHTS) else head).ljust(margin))
             for place in range(begin, min(begin + span, total)):
                 text.append(row.characters[place], row.styles[place])
             text.append("\n")

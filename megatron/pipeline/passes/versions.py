@@ -9,16 +9,16 @@ from megatron.pipeline.program import Program
 
 
 def set_versions(legs: Legs, outline: Program) -> Legs:
-    """The legs of a rank, which hold their STEPs already, with a version for each computation."""
+    """The legs of a rank, which hold their updates already, with a version for each computation."""
     rule = outline.weights
-    newest = max(outline.entry_versions)  # of the rank: a STEP makes a version for all its stages
+    newest = max(outline.entry_versions)  # of the rank: what makes a version makes it for all its stages
     version_of: dict[tuple[int, int], int] = {}
     result = []
     for leg in legs:
         versioned: Leg = []
         for instruction in leg:
             kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
-            if kind is Kind.STEP:
+            if kind is rule.maker:
                 newest = instruction.version
             elif kind is Kind.FORWARD:
                 version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest)

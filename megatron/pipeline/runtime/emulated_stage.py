@@ -160,7 +160,8 @@ class EmulatedReduction:
 
 
 class EmulatedUpdate:
-    """A weight update that only moves bytes: `grad` and `embed` are reduced where the program says so, `step` sleeps.
+    """A weight update that only moves bytes: `grad` and `embed` are reduced where the program says so, `step`,
+    `predict` and `hold` sleep.
 
     `job_group`: all ranks of the job, for the norm reduction; None skips it.
     """
@@ -172,11 +173,15 @@ class EmulatedUpdate:
         embed: EmulatedReduction | None = None,
         job_group: Any = None,
         step_seconds: float = 0.0,
+        predict_seconds: float = 0.0,
+        hold_seconds: float = 0.0,
     ) -> None:
         self._grad, self._grad_buffer = grad, self._buffer(grad)
         self._embed, self._embed_buffer = embed, self._buffer(embed)
         self._job_group = job_group
         self._step_seconds = step_seconds
+        self._predict_seconds = predict_seconds
+        self._hold_seconds = hold_seconds
         self._reports: dict[int, BatchReport] = {}
         self._unfinished: dict[int, int] = {}  # version -> how many of step and norm are to come
 
@@ -221,6 +226,21 @@ class EmulatedUpdate:
     def step(self, version: int) -> BatchReport:
         sleep_for(self._step_seconds)
         return self._report(version)
+
+    def show_newest(self) -> None:
+        """No weights."""
+
+    def hold(self, version: int, num_microbatches: int) -> None:
+        sleep_for(self._hold_seconds)
+
+    def hold_embed(self, version: int, num_microbatches: int) -> None:
+        """No gradients."""
+
+    reduce_partial = reduce_grad
+    reduce_partial_embed = reduce_embed
+
+    def predict(self, version: int, num_microbatches: int) -> None:
+        sleep_for(self._predict_seconds)
 
     def _report(self, version: int) -> BatchReport:
         """The report that the step and the norm share, whichever comes last."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
@@ -264,7 +264,7 @@ class PipelineEngine:
             move, peer = self._transfers.waiting
             return f"{instruction} waiting for {move}", peer
         if waiting is None:
-            if instruction.kind is Kind.STEP and reduction is not None:
+            if instruction.kind in AWAITS_REDUCTIONS and reduction is not None:
                 return f"{instruction} waiting for {reduction}", None
             return str(instruction), None
         kind, stage, microbatch = waiting

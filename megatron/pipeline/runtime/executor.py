@@ -10,6 +10,7 @@ themselves leave behind (posted receives, outputs to send or to hand to the rank
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -19,7 +20,15 @@ from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Microbatch, Stage, WeightUpdate
+from megatron.pipeline.runtime.stage import (
+    EVALUATION_BATCH,
+    BatchInfo,
+    BatchReport,
+    Microbatch,
+    PredictingUpdate,
+    Stage,
+    WeightUpdate,
+)
 from megatron.pipeline.runtime.trace import Tracer
 
 
@@ -44,7 +53,7 @@ class Executor:
     def __init__(
         self,
         stages: Sequence[Stage],
-        update: WeightUpdate,
+        update: WeightUpdate | PredictingUpdate,
         channels: Channels,
         chain: Chain,
         late_chain: Chain,
@@ -67,7 +76,7 @@ class Executor:
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._with_forwards: set[int] = set()  # batches that have begun
-        self._with_backwards: set[int] = set()  # batches whose backwards have begun
+        self._num_backwards: Counter[int] = Counter()  # of each batch
         self._accumulating: int | None = None  # the batch that the last backward belonged to
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._input_grads: dict[tuple[int, int], Tensor] = {}
@@ -89,6 +98,10 @@ class Executor:
             Kind.REDUCE_EMBED: self._reduce_embed,
             Kind.REDUCE_NORM: self._reduce_norm,
             Kind.STEP: self._step,
+            Kind.HOLD: self._hold,
+            Kind.REDUCE_PARTIAL: self._reduce_partial,
+            Kind.REDUCE_PARTIAL_EMBED: self._reduce_partial_embed,
+            Kind.PREDICT: self._predict,
         }
         if transfers is not None:
             self._training |= {
@@ -115,6 +128,7 @@ class Executor:
 
     def run_evaluation(self, row: Sequence[Instruction]) -> None:
         """Execute a row of forwards only; nothing is saved. Only between drained rows."""
+        self._update.show_newest()
         training_microbatches, self._microbatches = self._microbatches, {}
         try:
             self.add_batch(BatchInfo(EVALUATION_BATCH, self._count_forwards(row), 0), self._first_microbatch(row))
@@ -196,7 +210,6 @@ class Executor:
 
     def _forward_only(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
-        stage.load_version(instruction.version)
         microbatch = self._microbatches[instruction.microbatch]
         output = stage.forward_only(microbatch, self._input_of(stage, instruction))
         if output is not None:
@@ -223,6 +236,7 @@ class Executor:
             output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
             self._waited()
         input_grad = stage.backward(microbatch, output_grad)
+        self._num_backwards[microbatch.batch] += 1
         self._saved.remove(index)
         if self._transfers is not None:
             self._transfers.end_backward(index, instruction.microbatch)
@@ -231,10 +245,9 @@ class Executor:
 
     def _accumulate_for(self, batch: int) -> None:
         """Have the backwards that follow add to the gradients of `batch`, which others may have interrupted."""
-        if batch in self._with_backwards:
+        if self._num_backwards[batch]:
             self._update.resume_backward(self._batches[batch])
         else:
-            self._with_backwards.add(batch)
             self._update.begin_backward(self._batches[batch])
         self._accumulating = batch
 
@@ -297,10 +310,31 @@ class Executor:
         self._newest[instruction.stage] = instruction.version
         self._forget_batch(instruction.version - 1)
 
+    # -- predictions --------------------------------------------------------------------------------------------------
+
+    def _num_done(self, instruction: Instruction) -> int:
+        """How many backwards are done of the batch that leads to the instruction's version."""
+        return self._num_backwards[instruction.version - 1]
+
+    def _hold(self, instruction: Instruction) -> None:
+        self._update.hold(instruction.version, self._num_done(instruction))
+
+    def _reduce_partial(self, instruction: Instruction) -> None:
+        self._post_reduction(instruction, lambda: self._update.reduce_partial(instruction.version))
+
+    def _reduce_partial_embed(self, instruction: Instruction) -> None:
+        self._update.hold_embed(instruction.version, self._num_done(instruction))
+        self._post_reduction(instruction, lambda: self._update.reduce_partial_embed(instruction.version))
+
+    def _predict(self, instruction: Instruction) -> None:
+        self._chain.wait(instruction.version)
+        self._waited()
+        self._update.predict(instruction.version, self._num_done(instruction))
+
     def _forget_batch(self, batch: int) -> None:
         info = self._batches.pop(batch)
         self._with_forwards.discard(batch)
-        self._with_backwards.discard(batch)
+        del self._num_backwards[batch]
         first = next(index for index, microbatch in self._microbatches.items() if microbatch.batch == batch)
         for index in range(first, first + info.num_microbatches):
             del self._microbatches[index]

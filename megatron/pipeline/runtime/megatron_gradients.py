@@ -58,6 +58,10 @@ class GradientBuffers:
         self._busy.add(slot)
         return slot
 
+    def copy_of(self, slot: int) -> GradientSlot:
+        """What a slot holds now, in memory of its own."""
+        return self._slot([flat.clone() for flat in self._slots[slot].flats])
+
     def release(self, slot: int) -> None:
         """The gradients in `slot` are no longer needed."""
         self._busy.discard(slot)

@@ -36,7 +36,7 @@ class GradientReduction:
         self._buffers = gradients.buffers
         self._groups = groups
         self._embeddings = tied_embeddings(chunks)
-        summed, averaged = _tensor_parallel_parameters(chunks)
+        summed, averaged = tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
         self._counted = self._find_counted(chunks)
 
@@ -61,6 +61,28 @@ class GradientReduction:
         [embedding] = self._embeddings
         gradient = self._owned(embedding, slot)
         if gradient is not None:
+            self._groups.embedding.all_reduce(gradient)
+
+    @property
+    def tied_embedding(self) -> Parameter:
+        """The rank's copy of the word embedding that another stage shares."""
+        [embedding] = self._embeddings
+        return embedding
+
+    def over_partial_embedding(self, partial: Tensor | GradientSlot, *, over_data: bool) -> None:
+        """Add up what both stages give of its gradient; `over_data`: and average it over the replicas before.
+
+        `partial`: the gradient, or a slot that has it, if this rank has a copy of the embedding.
+        """
+        if isinstance(partial, GradientSlot):
+            if len(self._embeddings) != 1 or self._groups.embedding is None:
+                return
+            partial = partial.views[self.tied_embedding]
+        gradient = partial
+        if over_data and self._groups.data is not None:
+            self._groups.data.all_reduce(gradient)
+            gradient.div_(self._groups.data.size)
+        if self._groups.embedding is not None:
             self._groups.embedding.all_reduce(gradient)
 
     def over_embedding_copies(self, slot: GradientSlot) -> None:
@@ -119,7 +141,7 @@ class GradientReduction:
         return params if replica == 0 else []
 
 
-def _tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
+def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
     """Parameters whose gradients are summed, and averaged, over the tensor-parallel group; megatron.core's rules."""
     summed, averaged = [], []
     for chunk in chunks:

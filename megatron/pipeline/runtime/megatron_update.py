@@ -29,6 +29,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
 from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
 from megatron.pipeline.runtime.megatron_loss_scale import LossScales
+from megatron.pipeline.runtime.megatron_prediction import MegatronPrediction, PartialEmbedding, PartialGradients
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.megatron_warm_up import warm_up
 from megatron.pipeline.runtime.megatron_weights import (
@@ -51,6 +52,8 @@ class _Batch:
     gradients_ready: Milestone
     norm_reduced: Milestone
     slot: int | None = None
+    partial: PartialGradients | None = None  # what a prediction reads, where that is not the slot
+    partial_embedding: PartialEmbedding | None = None
     norm_squared: Tensor | None = None  # of this rank's scaled gradients; None until they have been made ready
     applied: bool = False
     stepped: bool = False
@@ -73,6 +76,7 @@ class MegatronWeightUpdate:
             next batch's first backward needs the buffer, clipped with the norm of the batch before (the very first
             batch waits for its own norm). So that first backward waits until the gradients of the batch before are
             reduced: the time of these reductions is not hidden, and the program does not show this wait.
+        reduce_partial: of the schedule, whose weights are predicted.
         timeout: of the chain's collectives; default: ten minutes.
         gauges: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of all
             ranks come with the batch's report. The same names on all ranks.
@@ -92,6 +96,7 @@ class MegatronWeightUpdate:
         stage: int = 0,
         loss_names: tuple[str, ...] = ("lm loss",),
         single_gradient_buffer: bool = False,
+        reduce_partial: bool = False,
         timeout: timedelta | None = None,
         gauges: Mapping[str, Callable[[], float]] | None = None,
     ) -> None:
@@ -107,7 +112,14 @@ class MegatronWeightUpdate:
         self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
         self._check(chunks)
-        self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
+        self._prediction: MegatronPrediction | None = None
+        if rule.predicts:
+            self._prediction = MegatronPrediction(
+                chunks, self._inner, lambda: self._reduction, reduce_partial=reduce_partial
+            )
+            self.versions = self._prediction.versions
+        else:
+            self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._gradients = GradientBuffers(chunks)
         self._streams = streams_of(backend.device())
@@ -118,7 +130,10 @@ class MegatronWeightUpdate:
         self._batches: dict[int, _Batch] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
         shards = isinstance(self._inner, DistributedOptimizer)
-        warm_up(chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards)
+        warm_up(
+            chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
+            reduces_partial_ties=self._prediction is not None and self._prediction.reduces,
+        )  # fmt: skip
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:
@@ -134,6 +149,11 @@ class MegatronWeightUpdate:
                 )
             if chunk.expert_parallel_buffers:
                 raise ValueError("Expert parallelism is not supported: set its size to 1.")
+        if self._single_gradient_buffer and self.weights.predicts:
+            raise ValueError(
+                "A single gradient buffer cannot be combined with predicted weights, which read the gradients that it "
+                "gives away early: keep both buffers, or do not predict."
+            )
         if self._single_gradient_buffer and self.weights.delay > 1:
             raise ValueError(
                 f"A single gradient buffer goes with a delay of one batch, and {self.weights} has one of "
@@ -272,16 +292,20 @@ class MegatronWeightUpdate:
         report = batch.report
         report.learning_rate = self.learning_rate
         report.skipped = report.overflow
-        if report.overflow:
+        if report.overflow and self._prediction is None:
             self.versions.alias(version, of=version - 1)
-        else:
+        elif not report.overflow:
             running = self._gradients.shown
             self._gradients.show(batch.slot)
             _copy_gradients(self._inner)
             if coefficient != 1.0:
                 torch._foreach_mul_(_gradients_of(self._inner), coefficient)
-            with self.versions.making(version, copy=self._copy_newest):
-                self._inner.step_with_ready_grads()
+            if self._prediction is None:
+                with self.versions.making(version, copy=self._copy_newest):
+                    self._inner.step_with_ready_grads()
+            else:
+                self._prediction.step()
+                self._prediction.clip_factor = coefficient * batch.scale
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
             if self.scheduler is not None:
@@ -289,6 +313,51 @@ class MegatronWeightUpdate:
         self._scales.step(batch.info.index, scale=batch.scale, overflow=report.overflow)
         self._gradients.release(batch.slot)
         batch.applied = True
+
+    # Predictions.
+
+    def hold(self, version: int, num_microbatches: int) -> None:
+        """Keep the gradients of the batch before `version` as they are after so many of its backwards."""
+        batch = self._batches[version - 1]
+        batch.partial = PartialGradients(self._gradients.copy_of(batch.slot), num_microbatches)
+
+    def hold_embed(self, version: int, num_microbatches: int) -> None:
+        """The same for the tied embeddings of the first and the last stage alone."""
+        batch = self._batches[version - 1]
+        batch.partial_embedding = self._prediction.hold_embedding(self._gradients[batch.slot], num_microbatches)
+
+    def reduce_partial(self, version: int) -> None:
+        """Average what is kept over the data-parallel replicas."""
+        self._prediction.reduce(self._batches[version - 1].partial)
+
+    def reduce_partial_embed(self, version: int) -> None:
+        """Add up what is kept of the tied embeddings."""
+        self._prediction.reduce_embedding(self._batches[version - 1].partial_embedding)
+
+    def predict(self, version: int, num_microbatches: int) -> None:
+        """Make the predicted weights of `version` from what is kept, else from so many microbatches' gradients."""
+        batch = self._batches[version - 1]
+        self._prediction.predict(
+            version,
+            batch.partial or PartialGradients(self._gradients[batch.slot], num_microbatches),
+            batch.partial_embedding,
+            num_microbatches=batch.info.num_microbatches,
+            loss_scale=batch.scale,
+            can_overflow=self._scaler is not None,
+        )
+        batch.partial = batch.partial_embedding = None
+
+    @property
+    def replicas_predict_apart(self) -> bool:
+        """Whether each replica predicts weights of its own."""
+        shards = isinstance(self._inner, DistributedOptimizer)
+        return self._prediction is not None and not shards and not self._prediction.reduces
+
+    def show_newest(self) -> None:
+        """Drained: show the newest weights in the parameters, for an evaluation or a checkpoint. Collective over the
+        replicas where they are predicted.
+        """
+        self.versions.show_newest()
 
     @property
     def learning_rate(self) -> float:
@@ -306,12 +375,15 @@ class MegatronWeightUpdate:
 
     def state_dict(self) -> dict:
         """What is beyond megatron.core's optimizer, scheduler and the weights; plain numbers, the same on all ranks."""
-        return {"loss_scales": self._scales.state_dict(), "last_grad_norm": self._last_norm}
+        state = {"loss_scales": self._scales.state_dict(), "last_grad_norm": self._last_norm}
+        return state if self._prediction is None else {**state, "clip_factor": self._prediction.clip_factor}
 
     def load_state_dict(self, state: dict | None) -> None:
         """Restore `state_dict`, after the optimizer's own; None where a checkpoint has none."""
         self._scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None
+        if self._prediction is not None and state and "clip_factor" in state:
+            self._prediction.clip_factor = state["clip_factor"]
 
 
 def _single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:

@@ -35,14 +35,18 @@ def warm_up(
     world: ChainGroup | None,
     *,
     distributed_optimizer: bool,
+    reduces_partial_ties: bool = False,
 ) -> None:
     """Use the chain's groups, and those of megatron.core's that forwards, backwards and steps use. Collective.
 
-    `zeros`: gradients that no batch has begun to add to.
+    `zeros`: gradients that no batch has begun to add to. `reduces_partial_ties`: predictions read the mean of tied
+    embeddings over the replicas.
     """
     reduction.over_data(zeros)
     reduction.over_embedding(zeros)
     reduction.over_tensor(zeros)
+    if reduces_partial_ties:
+        reduction.over_partial_embedding(zeros, over_data=True)
     if world is not None:
         world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)

@@ -9,7 +9,7 @@ stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
 from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.provisional_step import ProvisionalStep, all_finite, is_scale_invariant
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.versions import WeightVersions
 
@@ -37,12 +39,23 @@ class TiedParameter:
 
 
 @dataclass
+class _Partial:
+    """Gradients of a part of a batch: by name, what so many microbatches add up to."""
+
+    gradients: dict[str, Tensor]
+    num_microbatches: int
+
+
+@dataclass
 class _Pending:
     """A batch between its first forward and its report."""
 
+    info: BatchInfo
     report: BatchReport
     buffer: GradientBuffer | None = None
     norm_squared: Tensor | None = None  # of a batch that is stepped before its norm is reduced
+    partial: _Partial | None = None  # what a prediction reads, where that is not the buffer
+    partial_embed: _Partial | None = None
     reduced: bool = False
     norm: float = math.nan
     losses: dict[str, float] = field(default_factory=dict)
@@ -56,7 +69,8 @@ class ModuleUpdate:
     `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
     but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
     nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate
-    scheduler over `optimizer`.
+    scheduler over `optimizer`. `reduce_partial`: of the schedule, whose weights are predicted; `versions` are
+    `PredictedVersions` then.
     """
 
     def __init__(
@@ -73,6 +87,7 @@ class ModuleUpdate:
         job_group: Any = None,
         tied: TiedParameter | None = None,
         loss_names: tuple[str, ...] = ("loss",),
+        reduce_partial: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         self.versions = versions
@@ -86,9 +101,14 @@ class ModuleUpdate:
         self._job_group = job_group
         self._tied = tied
         self._uncounted = frozenset(tied.names[1 if tied.counts_in_norm else 0 :] if tied is not None else ())
+        self._reduces_partial = reduce_partial
         self._loss_names = loss_names
         self._device = torch.device(device)
         self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
+        self._predicts = isinstance(versions, PredictedVersions)
+        self._provisional = ProvisionalStep(optimizer)
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -103,7 +123,8 @@ class ModuleUpdate:
         streams.finish(streams.record())
 
     def begin_batch(self, info: BatchInfo) -> None:
-        self._pending[info.index + 1] = _Pending(BatchReport(batch=info.index, num_samples=info.num_samples))
+        report = BatchReport(batch=info.index, num_samples=info.num_samples)
+        self._pending[info.index + 1] = _Pending(info, report)
 
     def begin_backward(self, info: BatchInfo) -> None:
         self._accumulating = self._pending[info.index + 1].buffer = self._buffers.take()
@@ -167,10 +188,10 @@ class ModuleUpdate:
             raise ValueError("clipping needs the global norm before the step, which this weight policy takes after it")
         report.learning_rate = self.optimizer.param_groups[0]["lr"]
         report.skipped = pending.reduced and report.overflow
-        if report.skipped:
-            self.versions.alias(version, of=version - 1)
-        else:
+        if not report.skipped:
             self._write(version, pending)
+        elif not self._predicts:
+            self.versions.alias(version, of=version - 1)
         buffer, pending.buffer = pending.buffer, None
         if pending.reduced:
             del self._pending[version]
@@ -181,15 +202,87 @@ class ModuleUpdate:
 
     def _write(self, version: int, pending: _Pending) -> None:
         if self._clip_grad:
-            factor = self._clip_grad / (pending.report.grad_norm + 1e-6)
-            if factor < 1.0:
-                pending.buffer.scale(factor)
+            self.clip_factor = min(1.0, self._clip_grad / (pending.report.grad_norm + 1e-6))
+            if self.clip_factor < 1.0:
+                pending.buffer.scale(self.clip_factor)
         self._buffers.show(pending.buffer)
-        with self.versions.making(version):
+        with self.versions.true_weights() if self._predicts else self.versions.making(version):
             self.optimizer.step()
         self._buffers.show(self._accumulating if self._accumulating is not pending.buffer else None)
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def show_newest(self) -> None:
+        self.versions.show_newest()
+
+    # --- predictions
+
+    def hold(self, version: int, num_microbatches: int) -> None:
+        pending = self._pending[version]
+        kept = {name: view.clone() for name, view in pending.buffer.views.items()}
+        pending.partial = _Partial(kept, num_microbatches)
+
+    def hold_embed(self, version: int, num_microbatches: int) -> None:
+        pending = self._pending[version]
+        (name,) = self._tied.names  # its stages are on two ranks
+        pending.partial_embed = _Partial({name: pending.buffer.views[name].clone()}, num_microbatches)
+
+    def reduce_partial(self, version: int) -> None:
+        self._average(self._pending[version].partial.gradients.values())
+
+    def reduce_partial_embed(self, version: int) -> None:
+        gradients = self._pending[version].partial_embed.gradients.values()
+        if self._reduces_partial:
+            self._average(gradients)
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient, group=self._tied.group)
+
+    def _average(self, gradients: Iterable[Tensor]) -> None:
+        for gradient in gradients if self._data_parallel_group is not None else ():
+            torch.distributed.all_reduce(gradient, group=self._data_parallel_group)
+            gradient.div_(torch.distributed.get_world_size(self._data_parallel_group))
+
+    def predict(self, version: int, num_microbatches: int) -> None:
+        pending = self._pending[version]
+        gradients = self._partial_gradients(pending, num_microbatches)
+        kept_of_ties = pending.partial_embed.gradients if pending.partial_embed is not None else {}
+        pending.partial = pending.partial_embed = None
+        with self.versions.predicting(version) as target:
+
+            def write(parameter: Tensor, value: Tensor) -> None:
+                target[self._names[parameter]].copy_(value)
+
+            with self.versions.true_weights():
+                if gradients is None:
+                    for parameter in self._names:
+                        write(parameter, parameter)
+                else:
+                    where = self._finite(gradients, tied=set(kept_of_ties))
+                    self._provisional.take(
+                        lambda parameter: gradients[self._names[parameter]], write,
+                        where=lambda parameter: where[self._names[parameter]],
+                    )  # fmt: skip
+
+    @staticmethod
+    def _finite(gradients: Mapping[str, Tensor], *, tied: set[str]) -> dict[str, Tensor]:
+        """By name, whether to step: a tied parameter is judged by the sum that all its copies have, the others of the
+        stage together.
+        """
+        of_stage = all_finite(each for name, each in gradients.items() if name not in tied)
+        return {name: all_finite([each]) if name in tied else of_stage for name, each in gradients.items()}
+
+    def _partial_gradients(self, pending: _Pending, num_microbatches: int) -> dict[str, Tensor] | None:
+        """What stands for the batch's gradients; None where nobody knows yet how they will be clipped, and the step
+        depends on it."""
+        if self.clip_factor is None and not is_scale_invariant(self.optimizer):
+            return None
+        partial = pending.partial or _Partial(pending.buffer.views, num_microbatches)
+        share = pending.info.num_microbatches / partial.num_microbatches * (self.clip_factor or 1.0)
+        gradients = {name: gradient * share for name, gradient in partial.gradients.items()}
+        if pending.partial_embed is not None:
+            share = pending.info.num_microbatches / pending.partial_embed.num_microbatches * (self.clip_factor or 1.0)
+            gradients |= {name: gradient * share for name, gradient in pending.partial_embed.gradients.items()}
+        return gradients
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._uncounted)

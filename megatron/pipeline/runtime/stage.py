@@ -16,6 +16,15 @@ Order of the calls on one rank, for one batch::
     reduce_norm(version, ..) chain thread
     step(version)            main thread, after what was posted before it: makes `version` = batch + 1
 
+Where the weights are predicted, these come between the batch's backwards and its reductions::
+
+    hold(version, n)             main thread, after n of its backwards: keep their gradients
+    hold_embed(version, n)       main thread: the same of tied embeddings, where their stages are on two ranks
+    reduce_partial(version)      chain thread, after `hold`         (only if predictions read the sum over replicas)
+    reduce_partial_embed(version)    chain thread, after `hold_embed`
+    predict(version, n)          main thread, after what was posted for it, and after step(version - 1): makes the
+                                 weights that the next batch uses, from the n backwards that are done, or were kept
+
 Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only completes the report.
 """
 
@@ -142,7 +151,7 @@ class Stage(Protocol):
         """Show weight `version` in the parameters; called before every forward, recompute and backward."""
 
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        """Forward for evaluation: nothing is saved."""
+        """Forward for evaluation, with the weights that are shown: nothing is saved."""
 
     def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
         """Remove and return the loss sums of `batch`, name -> (numerator, denominator); {} but on the last stage.
@@ -180,4 +189,32 @@ class WeightUpdate(Protocol):
         """Make weight `version` from the gradients of batch ``version - 1``; the chain has been waited for.
 
         The report may be completed later, by a `reduce_norm` that the program places after the step.
+        """
+
+    def show_newest(self) -> None:
+        """Drained: show the newest weights in the parameters, for an evaluation or a checkpoint."""
+
+
+@runtime_checkable
+class PredictingUpdate(WeightUpdate, Protocol):
+    """A weight update that also predicts. The gradients of the first n of m microbatches, whose backwards are done,
+    stand for the whole batch: what was added up, times m/n.
+    """
+
+    def hold(self, version: int, num_microbatches: int) -> None:
+        """Keep the gradients of the batch before `version` as they are after so many of its backwards."""
+
+    def hold_embed(self, version: int, num_microbatches: int) -> None:
+        """The same for the tied embeddings of the first and the last stage alone."""
+
+    def reduce_partial(self, version: int) -> None:
+        """Chain thread: average what is kept over the data-parallel replicas."""
+
+    def reduce_partial_embed(self, version: int) -> None:
+        """Chain thread: add up what is kept of the tied embeddings."""
+
+    def predict(self, version: int, num_microbatches: int) -> None:
+        """Make the predicted weights of `version` from what is kept, else from the gradients of so many microbatches.
+
+        They are a copy of the true weights where that part of the gradients is not finite.
         """

@@ -87,6 +87,14 @@ class WeightVersions:
         if slot != self._shown_slot or slot is None:
             self._show(self.slot_of(version))
 
+    def show_newest(self) -> None:
+        """Show the newest weights: for an evaluation or a checkpoint."""
+        self.load(self.newest)
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """name -> tensor of the newest weights: the slot itself, not a copy."""
+        return self.tensors(self.newest)
+
     def _show(self, slot: int) -> None:
         tensors = self._slots[slot]
         for name, parameter in self._parameters.items():

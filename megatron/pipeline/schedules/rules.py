@@ -46,10 +46,36 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             f"{schedule.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop "
             "balance, or use flush or 2bw"
         )
+    if not schedule.weights.predicts and (schedule.provisional_microbatches is not None or schedule.reduce_partial):
+        raise ValueError(
+            f"weights {schedule.weights.name} predict nothing, so nothing is read for it; drop "
+            "provisional_microbatches and reduce_partial, or use weights 2bw-provisional"
+        )
+    if schedule.weights.predicts and schedule.num_virtual_stages > 1:
+        raise ValueError(
+            f"weights {schedule.weights.name} predict for one stage on each rank, not {schedule.num_virtual_stages}; "
+            "use weights 2bw, or one stage"
+        )
     if schedule.weights.updates_alone and schedule.tied_embeddings:
         raise ValueError(
             f"under {schedule.name_of_weights} every stage updates at its own time, so the first and the last one "
             "cannot share an embedding; untie the embeddings, or use flush or 2bw"
+        )
+
+
+def validate_predictions(schedule: Schedule, num_microbatches: int) -> None:
+    """Raises ValueError where a batch of this size has not enough backwards done for the prediction of the next."""
+    done = num_microbatches - max(schedule.unread(num_microbatches))
+    if done < 1:
+        raise ValueError(
+            f"{schedule.weights.name} predicts from the microbatches of a batch that are done when the next begins, "
+            f"and of {num_microbatches} a stage has done none; use larger batches, fewer stages, or weights 2bw"
+        )
+    wanted = schedule.provisional_microbatches
+    if wanted is not None and not 1 <= wanted <= done:
+        raise ValueError(
+            f"each stage shall predict from {wanted} microbatches, and with batches of {num_microbatches} the first "
+            f"stage has done {done} when the next batch begins; give 1 to {done}, or larger batches"
         )
 
 

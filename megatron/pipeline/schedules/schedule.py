@@ -8,12 +8,14 @@ the order, then one pass for each concern.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import ENDS_BACKWARD, Kind
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes import Legs
 from megatron.pipeline.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.passes.communication import add_communication
+from megatron.pipeline.passes.predictions import add_predictions
 from megatron.pipeline.passes.recompute import add_recompute
 from megatron.pipeline.passes.updates import add_updates
 from megatron.pipeline.passes.versions import set_versions
@@ -23,10 +25,10 @@ from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
-from megatron.pipeline.schedules.rules import validate_choices
+from megatron.pipeline.schedules.rules import validate_choices, validate_predictions
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.stages import stages_of
-from megatron.pipeline.weights import WeightPolicy, weight_policy
+from megatron.pipeline.weights import WeightPolicy, predicting, weight_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,9 @@ class Schedule:
         balance: move saved activations between the stages of a pair, so that all save about as much (BPipe).
         tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
+        provisional_microbatches: where the weights predict, how many microbatches of the batch before each stage reads.
+            None: each stage all that it has done.
+        reduce_partial: where they predict, each replica reads what all have done, for one more reduction a batch.
 
     Raises:
         ValueError: choices that do not go together.
@@ -63,6 +68,8 @@ class Schedule:
     balance: bool = False
     tied_embeddings: bool = False
     data_parallel: bool = False
+    provisional_microbatches: int | None = None
+    reduce_partial: bool = False
     order_class: type[Order] = field(init=False, repr=False)  # what `order` means; another meaning is another schedule
 
     def __post_init__(self) -> None:
@@ -91,8 +98,10 @@ class Schedule:
         object.__setattr__(self, "rank_of_stage", placement)
 
     @classmethod
-    def preset(cls, name: str, *, num_stages: int, **choices: bool | int | None) -> "Schedule":
+    def preset(cls, name: str, *, num_stages: int, predict: bool = False, **choices: bool | int | None) -> "Schedule":
         """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe or a registered one.
+
+        `predict`: with predicted weights, which go with 2bw's.
 
         Raises:
             ValueError: another name, or as the constructor.
@@ -105,7 +114,8 @@ class Schedule:
         if choices.get("rank_of_stage") is None and deals_out:
             num_ranks = num_stages // num_virtual_stages
             choices["rank_of_stage"] = rank_of_stage(preset.placement, num_ranks, num_virtual_stages)
-        return cls(order=preset.order, weights=preset.weights, num_stages=num_stages, **choices)
+        weights = predicting(preset.policy) if predict else preset.weights
+        return cls(order=preset.order, weights=weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
 
@@ -148,6 +158,8 @@ class Schedule:
                 "begin before its weights are made; use larger batches, fewer stages, or flush"
             )
         self._order.validate(num_microbatches)
+        if rule.predicts:
+            validate_predictions(self, num_microbatches)
 
     def runs(self, num_microbatches: int) -> bool:
         """Whether `validate` takes a batch of this size."""
@@ -195,6 +207,22 @@ class Schedule:
         pairs = enumerate(zip(self._in_flight_on_rank(batches), self._bounds_of_ranks, strict=True))
         return tuple(rank for rank, (own, bound) in pairs if own > bound)
 
+    def unread(self, num_microbatches: int) -> tuple[int, ...]:
+        """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
+        return _unread(self._order, self.rank_of_stage, num_microbatches)
+
+    def holds(self, num_microbatches: int) -> tuple[bool, ...]:
+        """For each stage, whether the prediction from a batch of this size reads a copy of its gradients.
+
+        It does where more of them are done than it reads, and where the replicas reduce what it reads.
+        """
+        if not self.weights.predicts or (self.reduce_partial and self.data_parallel):
+            return (self.weights.predicts,) * self.num_stages
+        if self.provisional_microbatches is None:
+            return (False,) * self.num_stages
+        done = (num_microbatches - unread for unread in self.unread(num_microbatches))
+        return tuple(self.provisional_microbatches < each for each in done)
+
     @property
     def report_lag(self) -> int:
         """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
@@ -237,6 +265,8 @@ class Schedule:
             if self.recompute:
                 legs = add_recompute(legs)
             legs = add_updates(legs, rank, outline)
+            if self.weights.predicts:
+                legs = add_predictions(legs, rank, outline)
             legs_of_rank.append(set_versions(legs, outline))
         return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline))
 
@@ -317,7 +347,29 @@ class Schedule:
             recompute=self.recompute,
             tied_embeddings=self.tied_embeddings,
             data_parallel=self.data_parallel,
+            **self._predictions(batches),
         )
+
+    def _predictions(self, batches: Sequence[int]) -> dict[str, Any]:
+        """What the program says about its predictions.
+
+        Raises:
+            ValueError: the batches begin where different numbers of backwards are left of the one before.
+        """
+        if not self.weights.predicts:
+            return {}
+        found = {self.unread(size) for size in batches}
+        if len(found) > 1 and self.provisional_microbatches is None:
+            raise ValueError(
+                f"{self.order} begins a batch where other numbers of backwards are left of the one before for each "
+                f"size of {batches}, so none can be said for all; give provisional_microbatches"
+            )
+        unread = next(iter(found)) if self.provisional_microbatches is None else ()
+        return {
+            "unread": unread,
+            "provisional_microbatches": self.provisional_microbatches,
+            "reduce_partial": self.reduce_partial and self.data_parallel,
+        }
 
     def _most_together(self, batches: Sequence[int]) -> int:
         """The most microbatches that can be under way at once in a program of these batches."""
@@ -343,6 +395,18 @@ def _order_of(
     order: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], group_size: int | None, extra_warmup: bool
 ) -> Order:
     return order(num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup)
+
+
+@lru_cache(maxsize=256)
+def _unread(order: Order, rank_of_stage: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
+    """Read off the rows of two batches: where the second begins on a rank, and what stands behind that of the first."""
+    batches, counts = [range(num_microbatches), range(num_microbatches, 2 * num_microbatches)], [0] * order.num_stages
+    for rank in range(max(rank_of_stage) + 1):
+        stages = stages_of(rank_of_stage, rank)
+        for leg in order.legs(rank if order.interleaves else stages[0], batches)[1:]:
+            for each in leg:
+                counts[each.stage] += each.kind in ENDS_BACKWARD and each.microbatch < num_microbatches
+    return tuple(counts)
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,15 @@
 import math
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import SHARED_REDUCTIONS, UPDATES, Kind, Lane, Subject, Tensor
+from megatron.pipeline.instruction import (
+    AWAITS_REDUCTIONS,
+    SHARED_REDUCTIONS,
+    UPDATES,
+    Kind,
+    Lane,
+    Subject,
+    Tensor,
+)
 from megatron.pipeline.program import Program
 from megatron.pipeline.simulate.channels import Channels
 from megatron.pipeline.simulate.pair_moves import PairMoves
@@ -147,7 +155,8 @@ class Simulation:
                 starts[position] = now = max(now, reduced)
                 now += of_stage[instruction.stage]
                 ends[position] = now
-                self.reductions.step(rank, instruction.version)
+                if instruction.kind is Kind.STEP:
+                    self.reductions.step(rank, instruction.version)
             else:
                 self.reductions.post(rank, position, now)
         else:
@@ -161,7 +170,9 @@ class Simulation:
             position = self.position[rank]
             if position == len(row):
                 continue
-            what = "the reductions of its version" if row[position].kind is Kind.STEP else "its input or gradient"
+            what = (
+                "the reductions of its version" if row[position].kind in AWAITS_REDUCTIONS else "its input or gradient"
+            )
             what = "the moves that it waits for" if self.moves.is_awaited(rank) else what
             raise state.error(rank, position, f"a deadlock: {what} can never come")
         for rank, ends in enumerate(state.ends):

@@ -48,6 +48,9 @@ class Entry:
                 ("sequence", configuration.sequence_parallel),
                 ("distributed", configuration.distributed_optimizer),
                 (configuration.rank_mapping, configuration.rank_mapping != "standard"),
+                (f"provisional-{configuration.provisional}", configuration.predicts),
+                (f"read{configuration.provisional_microbatches}", configuration.provisional_microbatches is not None),
+                ("reduced", configuration.provisional_reduce),
                 ("layers" + ".".join(map(str, configuration.layers or ())), configuration.layers is not None),
             )
             if is_on

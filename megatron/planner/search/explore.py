@@ -14,7 +14,9 @@ move, since over a slow link fewer of them may save more time than it takes to r
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+from megatron.pipeline.weights import TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
@@ -121,12 +123,23 @@ class _Degrees:
         if not virtual:
             yield Rejected(choice=choice, reason=self._no_stages(layers))
         for v in virtual:
-            stages = replace(choice, virtual=v)
+            stages = replace(choice, virtual=v, **self._predictions(choice))
             batch = self._batch_size(stages)
             if isinstance(batch, str):
                 yield Rejected(choice=stages, reason=batch)
             else:
                 yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes, missed, slow)
+
+    def _predictions(self, choice: Choice) -> dict[str, Any]:
+        """What is chosen of them: 2bw alone has any."""
+        space = self.space
+        if offer(choice.schedule).policy != TWO_BW or space.provisional == "off":
+            return {"provisional": "off", "provisional_reduce": False}
+        return {
+            "provisional": space.provisional,
+            "provisional_microbatches": space.provisional_microbatches,
+            "provisional_reduce": space.provisional_reduce and choice.data > 1,
+        }
 
     def _no_stages(self, layers: int) -> str:
         """Why a rank with so many layers has no v."""

@@ -22,15 +22,21 @@ class Choice:
     recompute: RecomputeScope | None = None
     distributed_optimizer: bool | None = None
     rank_mapping: str | None = None
+    provisional: str | None = None
+    provisional_microbatches: int | None = None
+    provisional_reduce: bool | None = None
 
     def configuration(self, *, sequence_parallel: bool) -> Configuration:
-        """The configuration; nothing is None but the mapping, which is then the standard one."""
+        """The configuration; nothing is None but the mapping, which is then the standard one, and what predictions are
+        made from, of which there are then none."""
         preset, balance = preset_of(self.schedule)
         return Configuration(
             tensor=self.tensor, pipeline=self.pipeline, data=self.data, virtual=self.virtual,
             micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size,
             recompute=self.recompute, schedule=preset, balance=balance, sequence_parallel=sequence_parallel,
             distributed_optimizer=self.distributed_optimizer, rank_mapping=self.rank_mapping or "standard",
+            provisional=self.provisional or "off", provisional_microbatches=self.provisional_microbatches,
+            provisional_reduce=bool(self.provisional_reduce),
         )  # fmt: skip
 
     @property

@@ -9,6 +9,7 @@ from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.picture import as_svg, describe, draw_outcome
 from megatron.planner.search.table import HEADINGS, cells, reasons
+from megatron.planner.sizes import resized
 
 _MANY_CELLS, _MOST_CELLS = 2_000, 8_000  # of a drawing: what can be read, and what can be drawn
 _STYLE = """
@@ -93,10 +94,11 @@ def _timeline(each: Kept, planner: Planner, salt: str) -> str:
     cells_of_microbatch = 2 * schedule.num_stages * num_batches
     step = 1 if drains and schedule.num_virtual_stages == 1 else schedule.num_ranks
     size = min(configuration.num_microbatches, max(_MANY_CELLS // cells_of_microbatch // step, 1) * step)
-    size = next(each for each in range(size, configuration.num_microbatches + 1) if schedule.runs(each))
+    whole = configuration.num_microbatches
+    size = next(each for each in range(size, whole + 1) if resized(schedule, whole, each).runs(each))
     if size * cells_of_microbatch > _MOST_CELLS:
         return f"<p>{schedule.num_stages} stages are too many to draw.</p>"
-    program = schedule.build((size,) * num_batches)
+    program = resized(schedule, whole, size).build((size,) * num_batches)
     layers = planner.layers(configuration)
     timeline = simulate(program, planner.cost_model.costs(configuration, layers))
     shortened = (

@@ -31,6 +31,8 @@ class Space:
         early_stopping: where a scope fits, those that recompute more are left out, and so is balance.
         needs_fused_softmax: configurations without Megatron's fused softmax are left out.
         avoids_pressure: configurations so near the limit of memory that they may be slower are left out.
+        provisional, provisional_microbatches, provisional_reduce: how 2bw predicts its weights, as in `Configuration`.
+            Where there are no replicas, none reduce.
     """
 
     num_gpus: int
@@ -48,6 +50,9 @@ class Space:
     early_stopping: bool = True
     needs_fused_softmax: bool = False
     avoids_pressure: bool = False
+    provisional: str = "off"
+    provisional_microbatches: int | None = None
+    provisional_reduce: bool = False
 
     def __post_init__(self) -> None:
         for known, names, what in (

@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.planner.search.outcome import Kept, Rejected
+from megatron.pipeline.weights import TWO_BW
+from megatron.planner.search.offers import offer
+from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,13 +25,28 @@ def cells(each: Kept, rank: int) -> tuple[str, ...]:
     """The texts under `HEADINGS`. A time with ~ is an estimate (`Kept.is_simulated`)."""
     choice, estimate = each.choice, each.estimate
     return (
-        str(rank), choice.schedule, str(choice.tensor), str(choice.pipeline), str(choice.data), str(choice.virtual),
+        str(rank), _schedule(choice), str(choice.tensor), str(choice.pipeline), str(choice.data), str(choice.virtual),
         str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,
         "yes" if choice.distributed_optimizer else "no", choice.rank_mapping,
         f"{'' if each.is_simulated else '~'}{_number(estimate.seconds)}", _number(each.sequences_per_second),
         f"{100 * estimate.mfu:.1f}", f"{100 * estimate.bubble:.1f}", f"{each.memory_gib:.1f}", estimate.verdict.word,
         "; ".join(each.notes),
     )  # fmt: skip
+
+
+def _schedule(choice: Choice) -> str:
+    predicts = choice.provisional not in (None, "off")
+    return f"{choice.schedule} ({choice.provisional})" if predicts else choice.schedule
+
+
+def notes(outcome: Outcome) -> tuple[str, ...]:
+    """What there is to know of schedules that were kept, a sentence each."""
+    if any(offer(each.choice.schedule).policy == TWO_BW and each.choice.provisional == "off" for each in outcome.kept):
+        return (
+            "2bw computes a batch at weights that are one batch old; with --2bw-provisional stage the delay is "
+            "predicted away; see docs/provisional.md",
+        )
+    return ()
 
 
 def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from megatron.pipeline.weights import POLICIES, WeightPolicy, weight_policy
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.planner.profile import Place, Profile
+from megatron.planner.profile import Place, Profile, UpdateTime
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,26 @@ class Blocks:
     ) -> float:
         """Seconds in which a stage's gradients are zeroed, measured, clipped and applied, the latter three divided
         among replicas."""
+        return self.part_of_update(
+            place, num_layers, tensor=tensor, weights=weights, working=working,
+            seconds=lambda found: found.seconds(replicas),
+        )  # fmt: skip
+
+    def part_of_update(
+        self,
+        place: Place,
+        num_layers: int,
+        *,
+        tensor: int,
+        weights: WeightPolicy | str,
+        working: int,
+        seconds: Callable[[UpdateTime], float],
+    ) -> float:
+        """What `seconds` makes of a stage's update."""
         few, many = self._layers
         weights = self._profiled_like(weight_policy(weights))
-        whole = self._timed_update(place, few, tensor, weights, working, replicas)
-        less, more = (
-            self._timed_update(Place.MIDDLE, each, tensor, weights, working, replicas) for each in (few, many)
-        )
+        whole = self._timed_update(place, few, tensor, weights, working, seconds)
+        less, more = (self._timed_update(Place.MIDDLE, each, tensor, weights, working, seconds) for each in (few, many))
         return whole + (num_layers - few) * (more - less) / (many - few)
 
     def _profiled_like(self, weights: WeightPolicy) -> str:
@@ -119,11 +133,17 @@ class Blocks:
         return weights.name if weights.name in known else next(alike, weights.name)
 
     def _timed_update(
-        self, place: Place, num_layers: int, tensor: int, weights: str, working: int, replicas: int
+        self,
+        place: Place,
+        num_layers: int,
+        tensor: int,
+        weights: str,
+        working: int,
+        seconds: Callable[[UpdateTime], float],
     ) -> float:
         asked = f"updates with {weights} weights, t={tensor}"
         found = {
-            each.working: each.seconds(replicas)
+            each.working: seconds(each)
             for each in self.profile.updates
             if (each.place, each.num_layers, each.tensor, each.weights) == (place, num_layers, tensor, weights)
         }

@@ -21,6 +21,11 @@ batches after batch j + q. So of the chain of stage s only what exceeds n (m w +
 n batches; and one chain runs at a time, so a batch takes as long as one at least. Of 2bw the window is
 (m - p + 1) w + s b; its last stage ends its batches before the wait (q = 0), which so makes room for its reductions as
 well, and what exceeds there shows in every other batch.
+
+Weights that predict add PREDICT to a stage's batch, and HOLD where it stands. The last stage's chain begins behind its
+PREDICT, so q = 1 and r = 0 there: n = 1 at all stages, and HOLD lies in the window, too. What replicas or both ends
+reduce for a prediction begins where the backwards that it reads are done and the chain before has ended, and runs
+beside what is computed until then and the STEP; the rest shows.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +50,9 @@ class StageTimes:
         schedule: whose computations they are.
         forward, backward, work: of a microbatch; `work` is both.
         step, reduce: of a stage's update, and of its reduction over replicas; 0 where there are none.
+        predict, hold: of a stage's prediction, and of keeping its gradients; 0 where the weights do not predict.
         reduce_rest: of the reductions of all stages together.
+        partial: of what a stage's prediction waits for.
         round_trip: of a microbatch over an edge, there and back.
         occupation: the time for which it keeps an edge busy in a direction.
         moves: of a microbatch's saved activations, on average over microbatches.
@@ -58,9 +65,17 @@ class StageTimes:
         self.forward, self.backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
         self.work = [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
         self.step = seconds[Kind.STEP]
+        predicts = schedule.weights.predicts
+        self.predict = seconds[Kind.PREDICT] if predicts else [0.0] * num_stages
+        self.hold = seconds[Kind.HOLD] if predicts else [0.0] * num_stages
         self.reduce = seconds[Kind.REDUCE_GRAD] if schedule.data_parallel else [0.0] * num_stages
         shares_embedding = schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
         self.reduce_rest = costs.reduce_embed * shares_embedding + max(seconds[Kind.REDUCE_NORM])
+        self.partial = [each if schedule.reduce_partial else 0.0 for each in self.reduce]
+        for stage in (0, num_stages - 1) if shares_embedding else ():
+            self.partial[stage] += costs.reduce_embed
+        if not predicts:
+            self.partial = [0.0] * num_stages
         forward, backward, latency = costs.edges(num_stages)
         self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
         self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
@@ -74,9 +89,22 @@ class StageTimes:
         """Sums over the stages of each rank."""
         return [sum(values[stage] for stage in stages) for stages in stages_by_rank(self.schedule.rank_of_stage)]
 
+    def held(self, num_microbatches: int) -> list[float]:
+        """Of keeping gradients, with batches of so many microbatches."""
+        holds = self.schedule.holds(num_microbatches)
+        return [seconds if is_held else 0.0 for seconds, is_held in zip(self.hold, holds, strict=True)]
+
     @property
     def longest_step(self) -> float:
         return max(self.by_rank(self.step))
+
+    def longest_update(self, num_microbatches: int) -> float:
+        """What a rank computes once a batch: the step, and where the weights predict what this takes."""
+        return max(self.by_rank(self.updates(num_microbatches)))
+
+    def updates(self, num_microbatches: int) -> list[float]:
+        """The same by stage."""
+        return [sum(each) for each in zip(self.step, self.predict, self.held(num_microbatches), strict=True)]
 
 
 ClosedForm = Callable[[StageTimes, int], float]
@@ -87,6 +115,8 @@ def closed_form_of(schedule: Schedule) -> ClosedForm | None:
     """The closed form that holds for a schedule; None: its programs have to be simulated."""
     if schedule.extra_warmup or schedule.recompute or schedule.microbatch_group_size not in (None, schedule.num_ranks):
         return None
+    if schedule.reduce_partial and schedule.tied_embeddings and schedule.provisional_microbatches is None:
+        return None  # the last stage's two partial reductions wait for the first's one after the other
     forms = CLOSED_FORMS.get(schedule.order_class, {})
     return next((form for policies, form in forms.items() if getattr(schedule.weights, policies)), None)
 
@@ -119,7 +149,11 @@ def one_f_one_b(stages: StageTimes, m: int) -> float:
 def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float:
     """With weights of a delay of one batch and more."""
     p = len(stages.work)
-    return max(m * _rate(stages, m + p) + stages.longest_step, *(_with_chain(stages, stage, m) for stage in range(p)))
+    chains, rate = [_Chain(stages, stage, m) for stage in range(p)], _rate(stages, m + p)
+    seconds = max(m * rate + stages.longest_update(m), *(each.seconds for each in chains))
+    late = max(each.late for each in chains)
+    shown = _partial_shown(stages, m, late)
+    return max(seconds, m * rate + stages.updates(m)[0] + max(0.0, late) + shown) if shown else seconds
 
 
 def one_f_one_b_alone(stages: StageTimes, m: int) -> float:
@@ -169,16 +203,40 @@ def _rate(stages: StageTimes, num_microbatches: int) -> float:
     return max([rate, *stages.moves, *stages.occupation])
 
 
-def _with_chain(stages: StageTimes, stage: int, m: int) -> float:
-    """Seconds of a batch where the STEP may have to wait for the reductions of a stage; see the module."""
-    p, work, step = len(stages.work), stages.work[stage], stages.step[stage]
-    alone = m * work + step
-    chain = stages.reduce[stage] + stages.reduce_rest
-    begun = -(-(p - 1 - stage) // m)
-    since = p - 1 - stage - (begun - 1) * m
-    batches = stages.schedule.weights.delay + 1 - begun
-    window = (batches - 1) * alone + (m - since) * work - sum(stages.forward[:stage])
-    return max(chain, alone + max(0.0, chain - window) / batches)
+class _Chain:
+    """A batch where the STEP may have to wait for the reductions of a stage; see the module.
+
+    Attributes:
+        late: seconds from where the STEP could be to the end of the reductions; negative: they end before.
+        seconds: of the batch.
+    """
+
+    def __init__(self, stages: StageTimes, stage: int, m: int) -> None:
+        p, work, policy = len(stages.work), stages.work[stage], stages.schedule.weights
+        held = stages.held(m)[stage]
+        alone = m * work + stages.step[stage] + stages.predict[stage] + held
+        chain = stages.reduce[stage] + stages.reduce_rest
+        begun = max(-(-(p - 1 - stage) // m), int(policy.predicts))
+        since = p - 1 - stage - (begun - 1) * m
+        batches = policy.delay + 1 - begun
+        window = (batches - 1) * alone + (m - since) * work + held - sum(stages.forward[:stage])
+        self.late = chain - window
+        self.seconds = max(chain, alone + max(0.0, self.late) / batches)
+
+
+def _partial_shown(stages: StageTimes, m: int, late: float) -> float:
+    """Seconds for which predictions wait for their reductions behind the STEP. `late`: the most of any chain."""
+    if not any(stages.partial):
+        return 0.0
+    read = stages.schedule.provisional_microbatches
+    shown, earlier = 0.0, 0.0
+    for stage, unread in enumerate(stages.schedule.unread(m)):
+        left = 0 if read is None else m - unread - read  # backwards behind those that are read
+        begin = max(-left * stages.work[stage], min(0.0, late) - earlier)
+        if stage == 0 or stages.schedule.reduce_partial:
+            shown = max(shown, begin + stages.partial[stage] - stages.step[stage])
+        earlier += stages.forward[stage]
+    return shown
 
 
 def end_of_batch(stages: StageTimes) -> float:

@@ -4,6 +4,7 @@
 is simulated has the last word from the beginning, with fewer microbatches where a batch is long.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -14,7 +15,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import BUSY, Timeline
 from megatron.planner.configuration import Configuration
-from megatron.planner.sizes import alike
+from megatron.planner.sizes import alike, resized
 from megatron.planner.timing.closed_forms import StageTimes, closed_form_of
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
@@ -50,7 +51,7 @@ def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> I
     if form is None:
         return None
     stages, m = StageTimes(costs, schedule), configuration.num_microbatches
-    return _time(form(stages, m), m * max(stages.by_rank(stages.work)) + stages.longest_step)
+    return _time(form(stages, m), m * max(stages.by_rank(stages.work)) + stages.longest_update(m))
 
 
 def simulated(
@@ -76,8 +77,8 @@ def simulated(
         hidden = _without_reductions(costs)
         shown = closed_form(costs, configuration).seconds - closed_form(hidden, configuration).seconds
         costs = hidden
-    fewer_seconds, fewer_busy = _simulate(costs, schedule, more - span)
-    seconds, busy = _simulate(costs, schedule, more)
+    fewer_seconds, fewer_busy = _simulate(costs, resized(schedule, m, more - span), more - span)
+    seconds, busy = _simulate(costs, resized(schedule, m, more), more)
     times = (m - more) / span
     return _time(seconds + times * (seconds - fewer_seconds) + shown, busy + times * (busy - fewer_busy))
 
@@ -90,16 +91,33 @@ def _steady(costs: Costs, schedule: Schedule, m: int, groups: int) -> tuple[floa
     """
     drains, p, hidden = schedule.weights.drains, schedule.num_ranks, _without_reductions(costs)
     while sizes := alike(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
-        longest = _simulate(costs, schedule, sizes[2])
-        if drains or longest[0] <= _simulate(hidden, schedule, sizes[2])[0] * (1 + 1e-9):
-            least, fewer = (_simulate(costs if drains else hidden, schedule, size) for size in sizes[:2])
-            before, last = fewer[0] - least[0], longest[0] - fewer[0]
+        of_size = [resized(schedule, m, size) for size in sizes]
+        longest = _simulate(costs, of_size[2], sizes[2])
+        if drains or _hides_reductions(costs, of_size[1:], sizes[1:]):
+            shown = costs if drains else hidden
+            least, fewer, reference = (_simulate(shown, *each) for each in zip(of_size, sizes, strict=True))
+            before, last = fewer[0] - least[0], reference[0] - fewer[0]
             if abs(before - last) > _STEADY * last:
                 return None
             times = (m - sizes[2]) / (sizes[2] - sizes[1])
-            return longest[0] + times * last, longest[1] + times * (longest[1] - fewer[1])
+            return longest[0] + times * last, longest[1] + times * (reference[1] - fewer[1])
         groups *= 2
     return None
+
+
+def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequence[int]) -> bool:
+    """Whether batches of the last of these sizes show nothing of their reductions.
+
+    Where the weights predict, they show as much as those of the first: each prediction waits for reductions of its own.
+    """
+    hidden = _without_reductions(costs)
+
+    def shown(schedule: Schedule, size: int) -> float:
+        return _simulate(costs, schedule, size)[0] - _simulate(hidden, schedule, size)[0]
+
+    seconds = shown(schedules[-1], sizes[-1])
+    expected = shown(schedules[0], sizes[0]) if schedules[0].weights.predicts else 0.0
+    return abs(seconds - expected) <= 1e-9 * _simulate(hidden, schedules[-1], sizes[-1])[0]
 
 
 def _without_reductions(costs: Costs) -> Costs:

@@ -1,6 +1,6 @@
 """Costs from a profile: what was measured on the machine, put together as a configuration wants it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from megatron.pipeline.costs import Costs
@@ -9,7 +9,7 @@ from megatron.planner.activations import Activations
 from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
 from megatron.planner.parameters import embedding_parameters, stage_parameters
-from megatron.planner.profile import Place, Profile
+from megatron.planner.profile import Place, Profile, UpdateTime
 from megatron.planner.software import Software
 from megatron.planner.timing.blocks import Blocks
 from megatron.planner.timing.contention import Times, settle
@@ -103,10 +103,14 @@ class ProfiledCosts:
             times[Kind.FORWARD, stage] = seconds.forward
             times[Kind.BACKWARD, stage] = seconds.backward
             times[Kind.STEP, stage] = self._update(configuration, layers, stage, working)
+            if configuration.predicts:
+                times[Kind.PREDICT, stage] = self._prediction(configuration, layers, stage, working)
+                times[Kind.HOLD, stage] = self._hold(configuration, layers, stage, working)
         return times
 
     def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """With the distributed optimizer a replica updates its share, and gathers the others' weights in the STEP.
+        """With the distributed optimizer a replica updates its share, and gathers the others' weights in the STEP, or
+        in PREDICT where there is one.
 
         The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes
         that time from the stage.
@@ -116,20 +120,53 @@ class ProfiledCosts:
             _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
             working=working, replicas=configuration.data if configuration.distributed_optimizer else 1,
         )  # fmt: skip
+        return seconds if configuration.predicts else seconds + self._gather(configuration, layers, stage)
+
+    def _gather(self, configuration: Configuration, layers: Sequence[int], stage: int) -> float:
         if not configuration.distributed_optimizer or configuration.data == 1:
-            return seconds
+            return 0.0
         count = stage_parameters(self.model, configuration.tensor, layers)[stage]
-        return seconds + self._blocks.all_reduce(configuration.data, count * self.software.element_bytes) / 2
+        return self._blocks.all_reduce(configuration.data, count * self.software.element_bytes) / 2
+
+    def _prediction(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
+        """The measured step, times what a step on copies moves of what the step itself moves."""
+        weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
+        copied = 6 * 4 + gradient + 4 + (8 if gradient < 4 else 0)  # as in first principles
+        share = 1 + copied / (7 * 4 + weight)
+        replicas = configuration.data if configuration.distributed_optimizer else 1
+        seconds = self._part_of_update(
+            configuration, layers, stage, working, lambda found: share * found.step.median / replicas
+        )
+        return seconds + self._gather(configuration, layers, stage)
+
+    def _hold(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
+        """A copy of the gradients reads and writes what zeroing them writes."""
+        return self._part_of_update(configuration, layers, stage, working, lambda found: 2 * found.zero.median)
+
+    def _part_of_update(
+        self,
+        configuration: Configuration,
+        layers: Sequence[int],
+        stage: int,
+        working: int,
+        seconds: Callable[[UpdateTime], float],
+    ) -> float:
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        return self._blocks.part_of_update(
+            _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
+            working=working, seconds=seconds,
+        )  # fmt: skip
 
     # --- the table
 
     def _table(self, configuration: Configuration, layers: Sequence[int], times: Times) -> Costs:
         by_kind = {
-            kind: [times[kind, stage] for stage in range(len(layers))]
-            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
+            kind: [times.get((kind, stage), 0.0) for stage in range(len(layers))]
+            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.PREDICT, Kind.HOLD)
         }
         return Costs(
             forward=by_kind[Kind.FORWARD], backward=by_kind[Kind.BACKWARD], step=by_kind[Kind.STEP],
+            predict=by_kind[Kind.PREDICT], hold=by_kind[Kind.HOLD],
             evict=self._moves(configuration, layers), **self._edges(configuration), **self._reductions(configuration,
                                                                                                        layers),
         )  # fmt: skip

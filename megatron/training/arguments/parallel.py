@@ -40,6 +40,27 @@ PIPELINE = Group(
             "batch's first backward waits until the gradients of the batch before are reduced.",
         ),
         option(
+            "--2bw-provisional",
+            str,
+            "off",
+            "With 2bw: compute a batch at a prediction of its weights instead of the weights before, so that training "
+            "converges like flush. The prediction takes the step to come with those microbatches of the batch before "
+            "that are done. stage: all that each stage has done. uniform: the same number on every stage, so that "
+            "numbers do not depend on the stages. docs/provisional.md.",
+            choices=("off", "stage", "uniform"),
+        ),
+        option(
+            "--2bw-provisional-microbatches",
+            integer,
+            None,
+            "With --2bw-provisional uniform: how many microbatches of a replica each prediction reads, at most m-p+1.",
+        ),
+        switch(
+            "--2bw-provisional-reduce",
+            "With --2bw-provisional and replicas: predict from the mean over the replicas, for one more reduction of "
+            "the gradients in each batch, which nothing hides on the first stage.",
+        ),
+        option(
             "--pipeline-timeline",
             str,
             None,

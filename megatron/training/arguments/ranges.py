@@ -15,8 +15,9 @@ _YEAR = 365 * 24 * 60  # minutes
 
 
 def flag(name: str) -> str:
-    """`num_layers` as the user wrote it: `--num-layers`."""
-    return "--" + name.replace("_", "-")
+    """`num_layers` as the user wrote it: `--num-layers`; what begins with a digit has `pipeline_` before it."""
+    short = name.removeprefix("pipeline_")
+    return "--" + (short if short[0].isdigit() else name).replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ RANGES = (
             "tensorboard_log_interval",
             "tensorboard_queue_size",
             "pipeline_timeline_iterations",
+            "pipeline_2bw_provisional_microbatches",
             "dry_run",
             "dry_run_gpus_per_node",
             "num_dataset_builder_threads",

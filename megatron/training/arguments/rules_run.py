@@ -4,6 +4,7 @@ import argparse
 import re
 
 from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.weights import TWO_BW, WeightPolicy
 from megatron.planner.devices import device_gib
 from megatron.training.batch_sizes import BatchSizes, parse_steps
 
@@ -76,6 +77,7 @@ def schedule(args: argparse.Namespace) -> None:
     weights = PRESETS[args.pipeline_schedule].policy
     if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
+    _predictions(args, weights)
     if weights.updates_alone:
         _updates_alone(args)
     program = pipeline_schedule(args)
@@ -133,7 +135,38 @@ def pipeline_schedule(args: argparse.Namespace) -> Schedule:
         balance=args.balance_activations,
         data_parallel=args.data_parallel_size > 1,
         tied_embeddings=not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1,
+        predict=args.pipeline_2bw_provisional != "off",
+        provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
+        reduce_partial=args.pipeline_2bw_provisional_reduce,
     )
+
+
+def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
+    """What predicted weights need, and what they cannot do together with."""
+    mode, number = args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches
+    flag = f"--2bw-provisional {mode}"
+    if mode == "off" and (number is not None or args.pipeline_2bw_provisional_reduce):
+        given = "--2bw-provisional-reduce" if number is None else f"--2bw-provisional-microbatches {number}"
+        raise ValueError(f"{given} says nothing without predictions; add --2bw-provisional, or leave it out")
+    if mode == "off":
+        return
+    if weights != TWO_BW:
+        raise ValueError(
+            f"{flag} goes with the weights of --pipeline-schedule 2bw, not {args.pipeline_schedule}: leave it out, or "
+            "use 2bw"
+        )
+    if (mode == "uniform") != (number is not None):
+        raise ValueError(
+            f"{flag} reads what each stage has done; leave out --2bw-provisional-microbatches, or use uniform"
+            if mode == "stage"
+            else f"{flag} needs --2bw-provisional-microbatches, from 1 to m-p+1"
+        )
+    if args.pipeline_2bw_provisional_reduce and args.data_parallel_size == 1:
+        raise ValueError("--2bw-provisional-reduce needs replicas, and this job has one; leave it out")
+    if args.pipeline_2bw_single_gradient_buffer:
+        raise ValueError(
+            f"{flag} reads gradients that --2bw-single-gradient-buffer gives away early; leave one of them out"
+        )
 
 
 def _updates_alone(args: argparse.Namespace) -> None:

@@ -25,14 +25,14 @@ from megatron.training.checkpoint.agreement import agree, agreed, control_group
 from megatron.training.checkpoint.copies import with_copies
 from megatron.training.checkpoint.directory import CheckpointLocation, other_iterations_hint
 from megatron.training.checkpoint.errors import CheckpointError
-from megatron.training.checkpoint.older_versions import OLDER_VERSIONS
+from megatron.training.checkpoint.older_versions import OLDER_VERSIONS, PREDICTED_VERSION
 
 unpickling.install()
 
 COMMON_FILE = "common.pt"
 INDEX_FILE = ".metadata"
 CHECKSUMS_ENTRY = "has_checksums"
-_BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", OLDER_VERSIONS)
+_BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", OLDER_VERSIONS, PREDICTED_VERSION)
 
 
 def read_common_state(location: CheckpointLocation) -> dict:

@@ -16,6 +16,7 @@ from megatron.pipeline.weights import WeightPolicy
 from megatron.training.checkpoint.state import version_state
 
 OLDER_VERSIONS = "previous_version"  # how all their keys begin
+PREDICTED_VERSION = "provisional_version"  # how those of predicted_version.py begin
 
 
 class WeightVersions(Protocol):
@@ -23,7 +24,9 @@ class WeightVersions(Protocol):
 
     newest: int
 
-    def load(self, version: int) -> None: ...
+    def show_newest(self) -> None: ...
+
+    def newest_tensors(self) -> dict[str, torch.Tensor]: ...
 
     def slot_of(self, version: int) -> int: ...
 
@@ -52,7 +55,7 @@ class OlderVersions:
         self._versions = versions
         self._entry = weights.entry_versions(iteration)
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        self._names = self._names_of_parameters() if len(self._entry) > 1 else {}
+        self._names = self._names_of_parameters() if len(self._entry) > 1 or weights.predicts else {}
         self._names_in_entries: dict[tuple[str, str], str] = {}
 
     def to_save(self, model: _Model) -> dict[str, _Model]:
@@ -97,7 +100,7 @@ class OlderVersions:
 
     def _names_of_parameters(self) -> dict[int, str]:
         """id of a parameter -> its name in the version table."""
-        names = {tensor.data_ptr(): name for name, tensor in self._versions.tensors(self._versions.newest).items()}
+        names = {tensor.data_ptr(): name for name, tensor in self._versions.newest_tensors().items()}
         return {
             id(parameter): names[parameter.data_ptr()]
             for parameter in self._parameters

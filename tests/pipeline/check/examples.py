@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import FLUSH, STASH, weight_policy
+from megatron.pipeline.weights import FLUSH, PROVISIONAL, STASH, weight_policy
 from tests.pipeline.strategies import DELAYED, fewest_microbatches
 
 
@@ -65,7 +65,10 @@ def schedules(draw: st.DrawFn, max_stages: int = 8) -> Schedule:
         flags["extra_warmup"] = draw(st.booleans())
     schedule = Schedule.preset(name, num_stages=num_stages, **flags)
     if name == "2bw":
-        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, *DELAYED))))
+        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, PROVISIONAL, *DELAYED))))
+    if schedule.weights is PROVISIONAL:
+        num_read, reduces = draw(st.sampled_from((None, 1))), draw(st.booleans())
+        schedule = replace(schedule, provisional_microbatches=num_read, reduce_partial=reduces)
     return schedule
 
 

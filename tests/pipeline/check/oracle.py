@@ -13,11 +13,13 @@ from collections.abc import Iterator
 
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program
-from megatron.pipeline.weights import STASH
+from megatron.pipeline.weights import PROVISIONAL, STASH
 
 REDUCTIONS = (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM)
+PARTIAL_REDUCTIONS = (Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED)
 
 DELAYS = {"flush": 0, "2bw": 1, "3bw": 2, "4bw": 3}  # of the policies whose stages step together
+TRUE = -(10**6)  # true weights, where a policy predicts, are numbered from here down
 
 
 class Wrong(Exception):
@@ -55,12 +57,17 @@ def reference(program: Program, symbols: Symbols) -> dict[tuple[int, int], int]:
         for stage in range(num_stages)
         for version in program.entry_versions
     }
+    if program.weights is PROVISIONAL:
+        weights |= {(stage, true(program.first_batch)): symbols("entry", stage, TRUE) for stage in range(num_stages)}
     for batch in range(program.first_batch, program.first_batch + len(program.batches)):
-        if program.weights is STASH:
+        if program.weights is PROVISIONAL:
+            versions = [batch] * num_stages
+        elif program.weights is STASH:
             versions = [max(program.first_batch, batch - (num_stages - 1 - stage)) for stage in range(num_stages)]
         else:
             versions = [max(batch - DELAYS[program.weights.name], 0)] * num_stages
         sums = [Counter() for _ in range(num_stages)]
+        partial: dict[tuple[int, int], Counter] = {}  # stage, number of microbatches -> what they add up to
         for microbatch in program.microbatches_of(batch):
             inputs = [symbols("data", microbatch)]
             for stage in range(num_stages):
@@ -69,9 +76,39 @@ def reference(program: Program, symbols: Symbols) -> dict[tuple[int, int], int]:
             for stage in reversed(range(num_stages)):
                 gradient = symbols("B", microbatch, weights[stage, versions[stage]], inputs[stage], gradient)
                 sums[stage][gradient] += 1
+                partial[stage, sums[stage].total()] = Counter(sums[stage])
+        if program.weights is PROVISIONAL:
+            for stage in range(num_stages):
+                ties = {
+                    end: partial[end, program.num_read_of_ties(batch)]
+                    for end in (0, num_stages - 1)
+                    if reads_ties(program, stage)
+                }
+                weights[stage, batch + 1] = predicted(
+                    symbols, weights[stage, true(batch)], partial[stage, program.num_read(stage, batch)], ties, program
+                )
+                start = weights[stage, true(batch)]
+                weights[stage, true(batch + 1)] = symbols("step", start, symbols.gradient_sum(sums[stage]))
+            continue
         for stage in range(num_stages):
             weights[stage, batch + 1] = symbols("step", weights[stage, batch], symbols.gradient_sum(sums[stage]))
     return weights
+
+
+def true(version: int) -> int:
+    """The number under which the true weights of a version are kept."""
+    return TRUE - version
+
+
+def reads_ties(program: Program, stage: int) -> bool:
+    """Whether the stage's rank has an end of tied embeddings, and another rank the other."""
+    owner = program.rank_of_stage
+    return program.tied_embeddings and owner[0] != owner[-1] and owner[stage] in (owner[0], owner[-1])
+
+
+def predicted(symbols: Symbols, start: int, gradients: Counter, ties: dict[int, Counter], program: Program) -> int:
+    tied = frozenset((end, symbols.gradient_sum(added)) for end, added in ties.items())
+    return symbols("predict", start, symbols.gradient_sum(gradients), tied, program.reduce_partial)
 
 
 class Channel:
@@ -89,7 +126,12 @@ class Machine:
         self.program, self.bounds, self.symbols = program, bounds, symbols
         self.channels: dict[tuple[str, int, int], Channel] = {}
         ends = [program.rank_of_stage[0], program.rank_of_stage[-1]]
-        self.groups = {Kind.REDUCE_EMBED: ends, Kind.REDUCE_NORM: list(range(program.num_ranks))}
+        self.groups = {
+            Kind.REDUCE_EMBED: ends,
+            Kind.REDUCE_PARTIAL_EMBED: ends,
+            Kind.REDUCE_NORM: list(range(program.num_ranks)),
+        }
+        self.ties: dict[tuple[int, int], Counter] = {}  # end stage, version -> what it gave to the exchange
         self.chains: list[list[tuple[Kind, int]]] = [[] for _ in program.rows]  # posted
         self.done = [0] * len(program.rows)  # reductions that have completed, per rank
         self.made: dict[tuple[int, int], int] = {}
@@ -163,6 +205,8 @@ class RankMachine:
                 self.stages[stage] = StageMachine(machine, stage, self)
         self.position_of_version: dict[int, int] = {}
         self.reduced: dict[int, list[Kind]] = {}
+        self.partial: dict[int, list[Kind]] = {}
+        self.position_of_partial = 0  # in the chain, of the last one before the next prediction; 0: none
 
     def try_to_execute(self, instruction: Instruction) -> bool:
         """False if it has to wait."""
@@ -170,6 +214,13 @@ class RankMachine:
         if instruction.kind is Kind.STEP:
             require(instruction.stage == min(self.stages), "a step of one stage alone")
             return self.step(instruction.version)
+        if instruction.kind is Kind.PREDICT:
+            require(instruction.stage == min(self.stages), "a prediction of one stage alone")
+            return self.predict(instruction.version)
+        if instruction.kind in PARTIAL_REDUCTIONS:
+            require(instruction.stage == min(self.stages), "a reduction of one stage alone")
+            self.reduce_partial(instruction.kind, instruction.version)
+            return True
         if instruction.kind in REDUCTIONS:
             require(instruction.stage == min(self.stages), "a reduction of one stage alone")
             self.reduce(instruction.kind, instruction.version)
@@ -193,6 +244,34 @@ class RankMachine:
             weights = next(iter(self.stages.values())).weights
             require(version in weights or version < max(weights), "the report comes before the step")
 
+    def reduce_partial(self, kind: Kind, version: int) -> None:
+        require(version not in self.partial or kind not in self.partial[version], "a partial reduction twice")
+        require(version not in self.reduced, "a partial reduction after the whole one")
+        for stage in self.stages.values():
+            if kind is Kind.REDUCE_PARTIAL:
+                require(version in stage.held, "nothing is kept that could be reduced")
+            elif stage.is_first or stage.is_last:
+                self.machine.ties[stage.stage, version] = Counter(stage.sums.get(version - 1, Counter()))
+        self.chain.append((kind, version))
+        self.position_of_partial = len(self.chain)
+        self.partial.setdefault(version, []).append(kind)
+
+    def predict(self, version: int) -> bool:
+        require(version not in self.reduced, "the chain has changed the gradients")
+        tied = reads_ties(self.program, min(self.stages))
+        is_wanted = zip(PARTIAL_REDUCTIONS, (self.program.reduce_partial, tied), strict=True)
+        wanted = {kind for kind, wanted in is_wanted if wanted}
+        require(set(self.partial.get(version, [])) == wanted, "a partial reduction is missing or one too many")
+        if self.machine.done[self.rank] < self.position_of_partial:
+            return False
+        ends = (0, self.program.num_stages - 1) if tied else ()
+        ties = {end: self.machine.ties[end, version] for end in ends}
+        for stage in self.stages.values():
+            stage.predict(version, ties)
+        self.partial.setdefault(version, [])
+        self.position_of_partial = 0
+        return True
+
     def step(self, version: int) -> bool:
         needed = [kind for kind in self.flags() if kind is not Kind.REDUCE_NORM or self.program.weights is not STASH]
         require(self.reduced.get(version, []) == needed, "a step without its reductions")
@@ -211,6 +290,8 @@ class RankMachine:
             for batch in range(self.program.first_batch, self.program.first_batch + len(self.program.batches))
         }
         require(self.reduced == every, "a reduction is missing or there is one too many")
+        predicted = set(every) if self.program.weights is PROVISIONAL else set()
+        require(set(self.partial) == predicted, "a prediction is missing or there is one too many")
 
     def flags(self) -> list[Kind]:
         program = self.program
@@ -231,6 +312,10 @@ class StageMachine:
         self.machine, self.stage, self.program, self.symbols = machine, stage, machine.program, machine.symbols
         self.is_first, self.is_last = stage == 0, stage == machine.program.num_stages - 1
         self.weights = {version: self.symbols("entry", stage, version) for version in self.program.entry_versions}
+        self.true = self.program.first_batch  # the version of the true weights, where they are others
+        self.held: dict[int, Counter] = {}
+        if self.program.weights is PROVISIONAL:
+            self.weights[true(self.true)] = self.symbols("entry", stage, TRUE)
         machine.made.update({(stage, version): value for version, value in self.weights.items()})
         self.inputs: dict[int, tuple[Channel, int]] = {}
         self.gradients: dict[int, tuple[Channel, int]] = {}
@@ -248,6 +333,10 @@ class StageMachine:
             return self.forward(microbatch, version)
         if kind is Kind.BACKWARD:
             return self.backward(microbatch, version)
+        if kind is Kind.HOLD:
+            require(version == self.newest_predicted + 1 and version not in self.held, "it keeps what nothing reads")
+            require(version not in self.rank.reduced, "the chain has changed the gradients")
+            self.held[version] = Counter(self.sums.get(version - 1, Counter()))
         if kind is Kind.RECOMPUTE:
             require(microbatch in self.saved and microbatch not in self.recomputed, "recompute without forward")
             require(self.saved[microbatch][0] == version and version in self.weights, "recompute with other weights")
@@ -309,7 +398,31 @@ class StageMachine:
             self.input_gradients[microbatch] = result
         return True
 
+    @property
+    def newest_predicted(self) -> int:
+        return max(self.weights)
+
+    def predict(self, version: int, ties: dict[int, Counter]) -> None:
+        require(version == self.newest_predicted + 1, "a prediction out of order")
+        require(self.true == version - 1, "a prediction from other weights")
+        read = self.held.pop(version, None)
+        require(read is not None or not self.program.reduce_partial, "what is reduced is not kept")
+        read = Counter(self.sums.get(version - 1, Counter())) if read is None else read
+        self.weights[version] = predicted(self.symbols, self.weights[true(self.true)], read, ties, self.program)
+        self.machine.made[self.stage, version] = self.weights[version]
+        self.weights.pop(version - 2, None)
+
+    def step_truly(self, version: int) -> None:
+        """Where computations use predictions, there is one set of true weights, which the step replaces."""
+        require(version == self.true + 1 and version - 1 in self.sums, "a step out of order")
+        start = self.weights.pop(true(self.true))
+        self.true = version
+        made = self.symbols("step", start, self.symbols.gradient_sum(self.sums[version - 1]))
+        self.weights[true(version)] = self.machine.made[self.stage, true(version)] = made
+
     def step(self, version: int) -> None:
+        if self.program.weights is PROVISIONAL:
+            return self.step_truly(version)
         newest = max(self.weights)
         require(version == newest + 1, "a step out of order")
         self.weights[version] = self.symbols(
@@ -331,7 +444,7 @@ class StageMachine:
 
     def end(self) -> None:
         require(not (self.saved or self.inputs or self.gradients or self.input_gradients), "something is left behind")
-        require(not self.outputs, "an output is left behind")
+        require(not self.outputs and not self.held, "an output or a kept gradient is left behind")
 
     def channel(self, kind: str, source: int, target: int) -> Channel:
         return self.machine.channels.setdefault((kind, source, target), Channel())

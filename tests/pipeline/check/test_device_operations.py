@@ -123,6 +123,36 @@ def test_tensor_parallelism_and_the_distributed_optimizer_add_collectives():
     ]
 
 
+def test_a_prediction_waits_for_its_part_of_the_chain_and_gathers():
+    """PREDICT after the partial reductions, with the collectives that STEP has elsewhere; STEP gathers nothing."""
+    program = Schedule.preset(
+        "2bw", num_stages=2, predict=True, provisional_microbatches=1, reduce_partial=True, data_parallel=True,
+        tied_embeddings=True,
+    ).build((3,))  # fmt: skip
+    job = {"tensor": 2, "data": 2, "distributed_optimizer": True}
+    operations = lower(compact(program), 1, **job)
+    row = program.rows[1]
+    streams = {
+        kind: [
+            operations.stream_names[stream]
+            for stream, position in zip(operations.stream, operations.position, strict=True)
+            if row[position].kind is kind
+        ]
+        for kind in (Kind.HOLD, Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED, Kind.PREDICT, Kind.STEP)
+    }
+    chain, data = "chain", "chain's data group"
+    assert streams == {
+        Kind.HOLD: ["compute"],
+        Kind.REDUCE_PARTIAL: [chain, data, chain],
+        Kind.REDUCE_PARTIAL_EMBED: [chain, data, chain, "chain's embedding group", chain],
+        Kind.PREDICT: ["compute", "tensor group", "compute", "optimizer's data group", "compute"],
+        Kind.STEP: ["compute"],
+    }
+    steps = operations.steps[MAIN]
+    awaited = [argument for action, argument in steps if action == AWAIT]
+    assert awaited == [(CHAIN, 2), (CHAIN, 5)], "PREDICT after its two calls, STEP after all five"
+
+
 def test_one_rank_alone_reduces_nothing():
     """No group has a second member: kernels of the chain, and one read."""
     program = written("0F0@0 0B0@0 0REDUCE_NORM@1 0STEP@1")

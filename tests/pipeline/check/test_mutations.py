@@ -8,6 +8,7 @@ from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import PROVISIONAL
 from tests.pipeline.check.examples import broken, cases, saved_bounds, swapped, with_row
 from tests.pipeline.check.oracle import verdict
 
@@ -41,7 +42,15 @@ def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     assert_placed(caught.value, mutant, f"{what}: {wrong}")
 
 
-@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream", "interleaved"])
+NAMES = ["gpipe", "flush", "2bw", "pipedream", "interleaved", "stage", "uniform", "reduced"]
+PREDICTIONS = {
+    "stage": {},
+    "uniform": {"provisional_microbatches": 1},
+    "reduced": {"provisional_microbatches": 1, "reduce_partial": True},
+}  # of 2bw-provisional
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_single_mutation_of_a_program_is_rejected(name: str):
     """Not a sample: each instruction of a program with a full chain is dropped, doubled and re-versioned."""
     program = full_program(name)
@@ -67,7 +76,7 @@ def test_every_single_mutation_of_an_evaluation_is_rejected():
                 assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
 
 
-@pytest.mark.parametrize("name", ["gpipe", "flush", "2bw", "pipedream", "interleaved"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_adjacent_swap_is_judged_as_the_oracle_judges_it(name: str):
     """Not a sample either: each pair of neighbours in every row."""
     program = full_program(name)
@@ -90,6 +99,9 @@ def test_every_adjacent_swap_is_judged_as_the_oracle_judges_it(name: str):
 
 def full_schedule(name: str) -> Schedule:
     flags = {} if name == "pipedream" else {"tied_embeddings": True}
+    if name in PREDICTIONS:
+        flags |= {"num_stages": 3, "recompute": True, "data_parallel": True, **PREDICTIONS[name]}
+        return Schedule(order="1f1b", weights=PROVISIONAL, **flags)
     if name == "interleaved":
         return Schedule.preset(name, num_stages=4, num_virtual_stages=2, recompute=True, data_parallel=True, **flags)
     return Schedule.preset(name, num_stages=3, recompute=True, data_parallel=True, **flags)

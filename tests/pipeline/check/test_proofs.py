@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.check.compact import _CODE_OF_KIND, KIND_OF_CODE
+from megatron.pipeline.check.compact import CODE_OF_KIND, KIND_OF_CODE
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program
 from tests.pipeline.check.examples import with_row, written
@@ -280,7 +280,7 @@ def test_evaluation():
 def test_a_kind_without_a_proof_is_no_silent_skip(monkeypatch):
     """Every kind of instruction is either proved or refused by name."""
     assert set(KIND_OF_CODE) == set(Kind)
-    monkeypatch.delitem(_CODE_OF_KIND, Kind.RECOMPUTE)
+    monkeypatch.delitem(CODE_OF_KIND, Kind.RECOMPUTE)
     program = written(FIRST, SECOND)
     error = rejected(with_row(program, 0, [*program.rows[0], Instruction(Kind.RECOMPUTE, 0, 0)]))
     assert "the checker proves nothing about R," in error.reason

@@ -22,6 +22,7 @@ from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import BatchInfo
 from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.weights import predicting
 from tests.pipeline.runtime.megatron_model import (
     SEQUENCE,
     VOCABULARY,
@@ -97,10 +98,11 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
         chunks,
         optimizer,
         scheduler(case, optimizer),
-        weights=PRESETS[case.schedule].policy,
+        weights=predicting(PRESETS[case.schedule].policy) if case.predict else PRESETS[case.schedule].policy,
         num_stages=case.p,
         stage=indices[0],
         single_gradient_buffer=case.single_gradient_buffer,
+        reduce_partial=case.reduce_partial,
     )
     replica = parallel_state.get_data_parallel_rank()
     stages = [
@@ -146,9 +148,9 @@ def full_tensors(case: Case, model: GPTModel, values: dict[str, torch.Tensor] | 
     return result
 
 
-def _weights(case: Case, stages: list[MegatronStage], update: MegatronWeightUpdate, version: int) -> dict:
-    """Global name -> full tensor of a live version, of all chunks."""
-    tensors, result = update.versions.tensors(version), {}
+def _weights(case: Case, stages: list[MegatronStage], tensors: dict[str, torch.Tensor]) -> dict:
+    """Global name -> full tensor of a version, of all chunks."""
+    result = {}
     for number, stage in enumerate(stages):
         prefix = f"model{number}." if len(stages) > 1 else ""
         local = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
@@ -160,7 +162,11 @@ def _weights(case: Case, stages: list[MegatronStage], update: MegatronWeightUpda
 
 def _result(case: Case, stages: list[MegatronStage], update: MegatronWeightUpdate, reports: list) -> dict:
     live = update.versions.live()
-    newest, older = (_weights(case, stages, update, version) for version in (live[-1], live[0]))
+    if case.predict:
+        newest = _weights(case, stages, update.versions.newest_tensors())
+        older = _weights(case, stages, update.versions.tensors(live[-1]))  # the prediction that goes on
+    else:
+        newest, older = (_weights(case, stages, update.versions.tensors(version)) for version in (live[-1], live[0]))
     return {
         "batches": [
             {
@@ -194,6 +200,9 @@ def engine_of(case: Case, stages: list[MegatronStage], update: MegatronWeightUpd
         tied_embeddings=case.tied,
         data_parallel=case.d > 1,
         extra_warmup=case.extra_warmup,
+        predict=case.predict,
+        provisional_microbatches=case.provisional_microbatches,
+        reduce_partial=case.reduce_partial,
     )
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     return PipelineEngine(schedule, stages, update, ranks=ranks, **options)
@@ -268,6 +277,10 @@ def _shards(update: MegatronWeightUpdate) -> DistributedOptimizer:
     return optimizer
 
 
+TRUE = -1
+"""In place of a version's number: the true weights, where computations use predictions."""
+
+
 def resume(border: int, **options) -> dict:
     """A case stopped after `border` batches, its state carried into everything built anew, and gone on with."""
     case = Case(**options)
@@ -280,7 +293,10 @@ def resume(border: int, **options) -> dict:
             reports += engine.run_batch(info.num_microbatches, info.num_samples)
         reports += engine.drain()
         engine.close()
+        update.show_newest()
         names = {version: update.versions.tensors(version) for version in update.versions.live()}
+        if case.predict:
+            names[TRUE] = update.versions.newest_tensors()
         saved = copy.deepcopy(
             {
                 "versions": {version: dict(tensors) for version, tensors in names.items()},
@@ -293,7 +309,13 @@ def resume(border: int, **options) -> dict:
         next_microbatch = engine.next_microbatch
     with parallel(case):
         stages, update = build(case)
-        update.versions.restore(saved["versions"])
+        if case.predict:
+            update.show_newest()
+            for name, tensor in update.versions.newest_tensors().items():
+                tensor.copy_(saved["versions"][TRUE][name])
+            update.versions.restart(border, saved["versions"][border])
+        else:
+            update.versions.restore(saved["versions"])
         update.optimizer.load_state_dict(saved["optimizer"])
         if case.distributed_optimizer:
             _shards(update).load_parameter_state_from_dp_zero(saved["shards"])

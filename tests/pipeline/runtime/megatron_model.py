@@ -73,6 +73,9 @@ class Case:
     binary_head: bool = True  # of BERT
     balance: bool = False  # saved activations are captured, and move where there is something to move
     engine: bool = False  # Transformer Engine's layers
+    predict: bool = False  # weights
+    provisional_microbatches: int | None = None  # per replica, that each stage's prediction reads
+    reduce_partial: bool = False
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
 
     @property

@@ -16,6 +16,7 @@ from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate, TiedParameter
+from megatron.pipeline.runtime.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
 from megatron.pipeline.runtime.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -38,6 +39,7 @@ class RankOutcome:
     evaluations: list[dict] = field(default_factory=list)
     executed: list[list[str]] = field(default_factory=list)  # instructions of the compute and the chain track
     traces: list[trace.RankTrace] | None = None
+    predictions: list[dict[str, Tensor]] = field(default_factory=list)  # after each drain
 
 
 WINDOWS = {
@@ -121,7 +123,10 @@ class Pipeline:
         slices[-1] = copy.deepcopy(slices[-1])  # a tied weight of its own
         modules = {stage: slices[stage].to(device) for stage in self.schedule.stages_of(self.rank)}
         parameters = {name: each for module in modules.values() for name, each in module.named_parameters()}
-        versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights.name](p, min(modules)))
+        if self.schedule.weights.predicts:
+            versions = PredictedVersions(parameters)
+        else:
+            versions = WeightVersions(parameters, window=WINDOWS[self.schedule.weights.name](p, min(modules)))
         self.stages = [
             make_stage(
                 self.schedule,
@@ -150,6 +155,7 @@ class Pipeline:
             counts_in_norm=self.replica == 0,
             job_group=job,
             tied=self._tied(parameters, p) if training.tied else None,
+            reduce_partial=self.schedule.reduce_partial,
             device=device,
         )
         self.engine = PipelineEngine(
@@ -186,23 +192,25 @@ class Pipeline:
 
 
 def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evaluate: int = 0, tracing: bool = False,
-        **schedule_options) -> RankOutcome:  # fmt: skip
+        look_at_predictions: bool = False, **schedule_options) -> RankOutcome:  # fmt: skip
     """Train; after each batch in `drains` drain the pipeline, and evaluate on `evaluate` microbatches if not 0."""
     pipeline = Pipeline(preset, training, tracing=tracing, **schedule_options)
-    engine, reports, evaluations = pipeline.engine, [], []
+    engine, reports, evaluations, predictions = pipeline.engine, [], [], []
+    versions = pipeline.update.versions
     for batch, num_microbatches in enumerate(training.batches):
         reports += engine.run_batch(num_microbatches, num_microbatches * reference.MICROBATCH_SIZE)
         if batch in drains:
             reports += engine.drain()
+            if look_at_predictions:
+                predictions.append({name: each.clone() for name, each in versions.tensors(versions.newest).items()})
             if evaluate:
                 evaluations.append(engine.evaluate(evaluate))
     reports += engine.drain()
-    versions = pipeline.update.versions
     dist.barrier()
     pipeline.close()
     return RankOutcome(
         reports=reports,
-        parameters={name: tensor.cpu().clone() for name, tensor in versions.tensors(versions.newest).items()},
+        parameters={name: tensor.cpu().clone() for name, tensor in versions.newest_tensors().items()},
         peak_saved=engine.saved_microbatches_peak,
         peak_versions=versions.peak_live,
         num_slots=versions.num_slots,
@@ -212,6 +220,7 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
         executed=[[str(span.instruction) for span in engine.trace().spans if span.track == track]
                   for track in ("compute", "chain")] if tracing else [],
         traces=trace.gather_traces(engine.trace()) if tracing else None,
+        predictions=predictions,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import workers
-from tests.pipeline.runtime import reference
+from tests.pipeline.runtime import provisional_reference, reference
 from tests.pipeline.runtime.reference import Training
 
 CASES = "tests.pipeline.runtime.recorded_cases"
@@ -53,6 +53,45 @@ def assert_in_order(accounts, *, moves=False):
             marks=FULL,
         ),
         (2, {"schedule": "2bw", "d": 2, "clip": 1.0, "single_gradient_buffer": True}),
+        (2, {"schedule": "2bw", "p": 2, "predict": True, "clip": 1.0, "tied": True, "drains": (1,)}),
+        (
+            2,
+            {
+                "schedule": "2bw",
+                "p": 2,
+                "predict": True,
+                "provisional_microbatches": 1,
+                "dtype": "float16",
+                "overflow_batches": (2,),
+                "drains": (3,),
+            },
+        ),
+        (2, {"schedule": "2bw", "t": 2, "predict": True, "sequence_parallel": True, "dtype": "bfloat16"}),
+        (
+            2,
+            {
+                "schedule": "2bw",
+                "d": 2,
+                "predict": True,
+                "clip": 1.0,
+                "distributed_optimizer": True,
+                "reduce_partial": True,
+                "drains": (1,),
+            },
+        ),
+        (
+            4,
+            {
+                "schedule": "2bw",
+                "p": 2,
+                "d": 2,
+                "tied": True,
+                "predict": True,
+                "clip": 1.0,
+                "distributed_optimizer": True,
+                "reduce_partial": True,
+            },
+        ),
         (2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 6}),
         (2, {"schedule": "interleaved", "p": 2, "v": 2, "tied": True}),
         (4, {"schedule": "2bw", "p": 2, "d": 2, "dtype": "float16", "distributed_optimizer": True, "drains": (1,)}),
@@ -75,6 +114,7 @@ def test_megatron_updates_are_in_order(num_ranks, options):
         (4, "pipedream", ONE_EACH, {}),
         (4, "flush", REPLICATED, {}),
         (4, "2bw", REPLICATED, {}),
+        (4, "2bw", REPLICATED, {"predict": True, "provisional_microbatches": 1, "reduce_partial": True}),
         (4, "bpipe", TRAINING, {"moves_activations": True, "drains": (1,)}),
         (4, "bpipe", TRAINING, {"moves_activations": True, "recompute": True}),
         (4, "bpipe", TRAINING, {"moves_activations": True, "backend": "gloo"}),
@@ -88,6 +128,9 @@ def test_modules_and_moves_are_in_order(num_ranks, preset, training, options):
     accounts = module(num_ranks, preset, training, **options)
     assert_in_order(accounts, moves=options.get("moves_activations", False))
     expected = reference.train(training, delay={"2bw": 1}.get(preset, 0)).losses
+    if options.get("predict"):
+        number = options["provisional_microbatches"]
+        expected = provisional_reference.train(training, lambda *_: number, reduce_partial=True).losses
     if preset != "pipedream":
         assert accounts[0].losses == pytest.approx(expected, rel=1e-5)
 

@@ -40,8 +40,8 @@ def test_every_microbatch_passes_every_stage_in_order(run: Run):
 @settings(max_examples=80, deadline=None)
 @given(runs())
 def test_versions_are_the_policys_formula(run: Run):
-    """flush: j; 2bw: max(j-1, 0), and so on with longer delays; stash: max(first batch, k-(p-1-s)); recompute and
-    backward use their forward's.
+    """flush and predictions: j; 2bw: max(j-1, 0), and so on with longer delays; stash: max(first batch, k-(p-1-s));
+    recompute and backward use their forward's.
     """
     program, num_stages = run.build(), run.schedule.num_stages
     for row in program.rows:
@@ -50,6 +50,7 @@ def test_versions_are_the_policys_formula(run: Run):
             formula = {
                 "flush": batch,
                 "2bw": max(batch - 1, 0),
+                "2bw-provisional": batch,
                 "3bw": max(batch - 2, 0),
                 "4bw": max(batch - 3, 0),
                 "stash": max(run.first_batch, batch - (num_stages - 1 - each.stage)),

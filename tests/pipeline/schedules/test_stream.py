@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import REDUCTIONS, Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules import stream as stream_module
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
@@ -56,7 +56,7 @@ def test_drains_in_between(data: st.DataObject):
 @given(runs(max_stages=5))
 def test_borders(run: Run):
     """A leg holds its batch's forwards, receives for nothing that comes later, and under 2bw and the like a STEP at its
-    end.
+    end; a prediction, and the chain that waits for it, follow.
     """
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
     for index, size in enumerate(run.batches):
@@ -72,7 +72,10 @@ def test_borders(run: Run):
             if delay := run.schedule.weights.delay:
                 due = run.first_batch + index + 1 - delay
                 assert [each.version for each in steps] == ([due] if due > run.first_batch else [])
-                assert not steps or row[-1] == steps[0]
+                behind = row[row.index(steps[0]) + 1 :] if steps else ()
+                predicts = run.schedule.weights.predicts
+                assert [each.kind for each in behind[:1]] == [Kind.PREDICT] * (predicts and bool(steps))
+                assert all(each.kind in REDUCTIONS and each.version == due + 1 for each in behind[1:])
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.simulate import simulate
 from megatron.planner.timing import CLOSED_FORMS, closed_form, simulated
 from megatron.planner.timing.closed_forms import StageTimes, closed_form_of, moving_parts, one_f_one_b
@@ -45,6 +46,47 @@ def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
         stages = [reduce if where in (-1, stage) else 0.0 for stage in range(p)]
         costs = Costs(backward=backward, step=step, reduce_grad=stages, reduce_norm=norm)
         assert closed_form(costs, asked).seconds == pytest.approx(simulated(costs, asked, schedule).seconds, rel=1e-9)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    p=st.integers(1, 5), more=st.integers(0, 8), read=st.none() | st.integers(0, 8),
+    backward=st.sampled_from([1.0, 3.5]), step=st.sampled_from([0.0, 0.5, 2.0]),
+    predict=st.sampled_from([0.0, 0.5, 3.0]), hold=st.sampled_from([0.0, 0.4]),
+    batches=st.floats(0.0, 3.0), norm=st.sampled_from([0.0, 1.0]), embed=st.sampled_from([0.0, 0.5, 8.0]),
+    reduces=st.booleans(),
+)  # fmt: skip
+def test_predictions_take_as_long_as_simulated(
+    p, more, read, backward, step, predict, hold, batches, norm, embed, reduces
+):
+    """Equal stages: to the last digit, whatever each prediction reads and waits for."""
+    m = p + more
+    schedule = Schedule.preset(
+        "2bw", predict=True, num_stages=p, data_parallel=True, reduce_partial=reduces, tied_embeddings=embed > 0,
+        provisional_microbatches=None if read is None else 1 + min(read, m - p),
+    )  # fmt: skip
+    costs = Costs(
+        backward=backward, step=step, predict=predict, hold=hold, reduce_norm=norm, reduce_embed=embed,
+        reduce_grad=batches * m * (1 + backward),
+    )  # fmt: skip
+    form = closed_form_of(schedule)
+    assert (form is None) == (reduces and embed > 0 and read is None)
+    if form is not None:
+        asked = configuration("2bw", p, m, data=2)
+        assert form(StageTimes(costs, schedule), m) == pytest.approx(
+            simulated(costs, asked, schedule).seconds, rel=1e-9
+        )
+
+
+def test_a_batch_with_predictions_takes_that_of_2bw_and_the_prediction():
+    """And HOLD, where all stages read as many. What is not 2bw has none."""
+    costs = Costs(step=0.5, predict=1.5, hold=0.25)
+    plain, stage, uniform = (
+        StageTimes(costs, Schedule.preset("2bw", num_stages=4, **options))
+        for options in ({}, {"predict": True}, {"predict": True, "provisional_microbatches": 2})
+    )
+    seconds = [CLOSED_FORMS[OneForwardOneBackward]["overlaps_updates"](each, 8) for each in (plain, stage, uniform)]
+    assert seconds == [24.5, 26.0, 26.25]
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])

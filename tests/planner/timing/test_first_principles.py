@@ -66,6 +66,32 @@ def test_updates():
     assert set(hidden.reduce_grad) == {0.0}
 
 
+def test_predictions_are_priced_by_what_they_move():
+    """A step on copies of masters and moments in FP32: 66 bytes of an element, where STEP then moves 32. With the
+    distributed optimizer PREDICT gathers, and STEP does not.
+    """
+    asked = {"pipeline": 4, "data": 2, "schedule": "2bw"}
+    plain, predicted = (
+        costs(configuration(**asked, provisional=mode), software=MEGATRON_CORE) for mode in ("off", "stage")
+    )
+    assert set(plain.predict) == set(plain.hold) == {0.0}
+    for stage in range(4):
+        assert predicted.step[stage] == pytest.approx(plain.step[stage] * 32 / 34)
+        assert predicted.predict[stage] == pytest.approx(predicted.step[stage] * 66 / 32)
+        assert predicted.hold[stage] == pytest.approx(predicted.step[stage] * 8 / 32)
+    assert predicted.forward == plain.forward and predicted.reduce_grad == plain.reduce_grad
+    halves = [
+        costs(configuration(**asked, provisional=mode, distributed_optimizer=True), software=MEGATRON_CORE)
+        for mode in ("off", "stage")
+    ]
+    gathering = halves[0].step[1] - plain.step[1] / 2
+    assert gathering > 0 and halves[1].step[1] == pytest.approx(predicted.step[1] / 2)
+    assert halves[1].predict[1] == pytest.approx(predicted.predict[1] / 2 + gathering)
+    assert halves[1].hold == predicted.hold
+    narrow = costs(configuration(**asked, provisional="stage"))  # 16-bit gradients, which are widened
+    assert narrow.predict[1] == pytest.approx(predicted.predict[1] * 72 / 66)
+
+
 def test_moves_of_balanced_activations():
     near, far = (costs(configuration(schedule="bpipe", rank_mapping=each)) for each in ("pair-adjacent", "standard"))
     assert set(costs(configuration()).evict) == {0.0}

@@ -114,6 +114,32 @@ def test_large_batches_are_extrapolated(monkeypatch, schedule, v):
     assert part.bubble == pytest.approx(whole.bubble, abs=1e-3)
 
 
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"provisional": "stage"}, *({"provisional": "uniform", "provisional_microbatches": each} for each in (1, 40, 94))],
+)
+def test_large_batches_with_predictions_are_extrapolated(monkeypatch, options, tied, data):
+    """Of smaller batches, whose predictions read fewer microbatches; with and without a closed form."""
+    from megatron.planner.timing import iteration
+
+    options = options | {"provisional_reduce": data > 1, "schedule": "2bw"}
+    asked = Configuration(pipeline=3, data=data, micro_batch_size=1, global_batch_size=96 * data, **options)
+    schedule = asked.pipeline_schedule(tied_embeddings=tied)
+    costs = Costs(
+        step=0.5, predict=1.25, hold=0.25, reduce_grad=4.0 * (data - 1), reduce_embed=1.5 * tied, forward_bytes=0.1,
+        bandwidth=1.0,
+    )  # fmt: skip
+    whole = simulated(costs, asked, schedule)
+    sizes = []
+    original = iteration._simulate
+    monkeypatch.setattr(iteration, "_simulate", lambda *asked: sizes.append(asked[2]) or original(*asked))
+    part = simulated(costs, asked, schedule, most=1)
+    assert max(sizes) < 96 and part.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert part.bubble == pytest.approx(whole.bubble, abs=1e-3)
+
+
 @pytest.mark.parametrize(("m", "reduce"), [(96, 30.0), (96, 200.0), (96, 400.0), (14, 60.0)])
 def test_large_batches_hide_reductions_that_small_ones_show(monkeypatch, m, reduce):
     """2bw, of which a small batch shows 15 seconds of 30 that a large one hides."""

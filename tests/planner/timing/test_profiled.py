@@ -92,6 +92,36 @@ def test_the_distributed_optimizer_shares_the_update_and_gathers():
     assert shared.reduce_grad[0] == pytest.approx(gather) == pytest.approx(plain.reduce_grad[0] / 2)
 
 
+def test_predictions_from_the_measured_update():
+    """A step on copies moves 68 bytes where the step moves 36, in FP32; two replicas of the distributed optimizer take
+    half each, and gather there. Gradients are kept in twice the time in which they are zeroed.
+    """
+    base = profiles.profile()
+    zeroed = base.model_copy(update={"updates": tuple(
+        each.model_copy(update={"zero": profiles.exactly(0.001 * each.num_layers)}) for each in base.updates
+    )})  # fmt: skip
+    model = ProfiledCosts(zeroed, MODEL)
+    asked = {"schedule": "2bw", "data": 2}
+    plain, predicted = (model.costs(configuration(**asked, provisional=mode), (4,)) for mode in ("off", "stage"))
+    assert plain.predict == plain.hold == [0.0] and predicted.step == plain.step
+    assert predicted.predict[0] == pytest.approx(2 * 4 * UPDATE * 68 / 36)
+    assert predicted.hold[0] == pytest.approx(2 * 4 * 0.001)
+    split = model.costs(configuration(**asked, provisional="stage", distributed_optimizer=True), (4,))
+    gather = (2 * LATENCY + 4 * stage_parameters(MODEL, 1, (4,))[0] / 1e9) / 2
+    assert split.predict[0] == pytest.approx(predicted.predict[0] / 2 + gather)
+    assert split.step[0] == pytest.approx(4 * 0.001 + 4 * UPDATE)
+
+
+def test_predictions_settle_where_ranks_share_a_processor():
+    """Balanced stages that always work: a batch takes that of 2bw and the prediction."""
+    even = replace_ends(profiles.profile())
+    plain, predicted = (
+        predicted_seconds(even, configuration(pipeline=2, schedule="2bw", provisional=mode), num_layers=4)
+        for mode in ("off", "stage")
+    )
+    assert predicted - plain == pytest.approx(2 * 2 * UPDATE * 68 / 36, rel=1e-2)
+
+
 def test_balanced_activations_move_at_measured_speed():
     costs = COSTS.costs(configuration(pipeline=4, schedule="bpipe", global_batch_size=16), (1, 1, 1, 1))
     assert all(move > LATENCY for move in costs.evict) and costs.evict[0] > costs.evict[1]

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# What the delay of 2bw costs, and what provisional weights leave of it: trains the quickstart's GPT, or a BERT, under several
+# schedules, learning rates and seeds, and prints and draws their last validation losses over flush's.
+#
+#   bash examples/convergence_sweep.sh                              # outputs/sweep; 2 processes, about a minute a run
+#   STAGES=4 bash examples/convergence_sweep.sh                     # outputs/sweep_p4: as many stages as microbatches
+#   MODEL=bert RATES="1e-4 1e-3" SEEDS=1 bash examples/convergence_sweep.sh
+#
+# Run again, it trains only what is missing. RATES, SEEDS, SCHEDULES (of flush, 2bw, provisional, uniform1, uniform2, ...),
+# ITERATIONS, OUTPUT and EXTRA, further flags of training, change the setting. docs/convergence.md has the results.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/environment.sh
+
+model="${MODEL:-gpt}" stages="${STAGES:-2}"
+case "$model" in
+    gpt) name=sweep prepare=prepare_data.sh settings=model.sh ;;
+    bert) name=sweep_bert prepare=prepare_bert_data.sh settings=bert_model.sh ;;
+    *)
+        echo "MODEL is $model, which is neither gpt nor bert" >&2
+        exit 1
+        ;;
+esac
+[ "$stages" = 2 ] || name="${name}_p$stages"
+output="${OUTPUT:-outputs/$name}"
+data="$output/data"
+
+prepare_environment
+install_project
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+bash "examples/quickstart/$prepare" "$data"
+# shellcheck disable=SC1090
+. "examples/quickstart/$settings"
+
+train() { # NAME RATE SEED FLAGS...
+    local run="$output/$1_lr$2_seed$3" rate="$2" seed="$3"
+    shift 3
+    [ ! -f "$run.jsonl" ] || return 0
+    echo "== ${run##*/}"
+    rm -f "$run.partial"
+    python -m torch.distributed.run --standalone --nproc-per-node "$stages" "pretrain_$model.py" \
+        --pipeline-model-parallel-size "$stages" "${model_args[@]}" "${training_args[@]}" "${data_args[@]}" \
+        --lr "$rate" --min-lr "$(python -c "print($rate / 10)")" --lr-warmup-fraction 0.05 --seed "$seed" \
+        --train-iters "${ITERATIONS:-400}" --eval-interval 25 --eval-iters 5 --log-interval 100 \
+        --metrics-file "$run.partial" "$@" ${EXTRA:-} </dev/null
+    mv "$run.partial" "$run.jsonl"
+}
+
+for seed in ${SEEDS:-1234 1 2}; do
+    for rate in ${RATES:-1e-4 5e-4 1e-3 2e-3}; do
+        for schedule in ${SCHEDULES:-flush 2bw provisional}; do
+            case "$schedule" in
+                provisional) flags=(--pipeline-schedule 2bw --2bw-provisional stage) ;;
+                uniform*)
+                    flags=(--pipeline-schedule 2bw --2bw-provisional uniform)
+                    flags+=(--2bw-provisional-microbatches "${schedule#uniform}")
+                    ;;
+                *) flags=(--pipeline-schedule "$schedule") ;;
+            esac
+            train "$schedule" "$rate" "$seed" "${flags[@]}"
+        done
+    done
+done
+
+python tools/compare_runs.py "$output" --title "${model^^}, $stages stages, 4 microbatches"

@@ -1,0 +1,170 @@
+"""Proof: every batch is computed at a prediction of its version, made from what the program says it reads.
+
+PREDICT@t takes the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t stands
+
+- after STEP@(t-1), from whose weights it starts, where that is in the program, and after PREDICT@(t-1);
+- behind as many backwards of batch t-1 as it reads at the stage (`Program.num_read`): exactly these, for what is in
+  the buffer is what it reads; or anywhere behind a HOLD@t that stands so;
+- before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
+
+Where replicas read what all have done, REDUCE_PARTIAL@t stands behind a HOLD@t and before PREDICT@t. Where two ranks
+tie embeddings, REDUCE_PARTIAL_EMBED@t stands before it on both, behind as many backwards as both ends have
+(`Program.num_read_of_ties`). Each stands once a batch, also for the batch that follows the program: the next program
+begins with that prediction.
+"""
+
+from megatron.pipeline.check.compact import (
+    FIRST_PREDICTION,
+    FIRST_UPDATE,
+    HOLD,
+    KIND_OF_CODE,
+    PREDICT,
+    REDUCE_PARTIAL,
+    REDUCE_PARTIAL_EMBED,
+    STEP,
+    B,
+    CompactProgram,
+    F,
+    W,
+)
+from megatron.pipeline.passes.predictions import reads_ties
+
+
+def prove_predictions(compact: CompactProgram) -> None:
+    """Prove the rules above.
+
+    Args:
+        compact: a program that names weight versions, whose computations and updates are proved.
+
+    Raises:
+        ProgramError: naming the instruction that is out of place, or the end of the row that lacks one.
+        ValueError: the program does not say how many backwards its predictions read, or more than a batch has.
+    """
+    program = compact.program
+    if program.weights.predicts:
+        _require_numbers(compact)
+    for rank, codes in enumerate(compact.codes):
+        if program.weights.predicts:
+            _Rank(compact, rank).prove()
+        elif max(codes, default=0) >= FIRST_PREDICTION:
+            position = next(position for position, code in enumerate(codes) if code >= FIRST_PREDICTION)
+            raise compact.error(rank, position, f"weights {program.weights.name} predict nothing")
+
+
+def codes_of_predictions(compact: CompactProgram, rank: int) -> tuple[int, ...]:
+    """The codes that stand once a batch on a rank, in order."""
+    program = compact.program
+    if not program.weights.predicts:
+        return ()
+    wanted = {REDUCE_PARTIAL: program.reduce_partial, REDUCE_PARTIAL_EMBED: _ties(compact, rank), PREDICT: True}
+    return tuple(code for code in wanted if wanted[code])
+
+
+def _ties(compact: CompactProgram, rank: int) -> bool:
+    return any(reads_ties(compact.program, stage) for stage in compact.stages_of(rank))
+
+
+def _require_numbers(compact: CompactProgram) -> None:
+    program = compact.program
+    if len(compact.codes) < compact.num_stages:
+        raise ValueError(f"{program.weights.name} predicts for one stage on each rank: give each rank one stage")
+    if program.provisional_microbatches is None and len(program.unread) != compact.num_stages:
+        raise ValueError(
+            f"weights {program.weights.name}: say provisional_microbatches, or unread for each of {compact.num_stages} "
+            "stages"
+        )
+    for index, size in enumerate(program.batches):
+        for stage in range(compact.num_stages):
+            num_read = program.num_read(stage, program.first_batch + index)
+            if not 1 <= num_read <= size:
+                raise ValueError(
+                    f"the prediction from batch {program.first_batch + index} reads {num_read} of {size} microbatches "
+                    f"at stage {stage}; give 1 to {size}"
+                )
+
+
+class _Rank:
+    """What has happened in a row so far. Batches and versions are counted from the first batch of the program."""
+
+    def __init__(self, compact: CompactProgram, rank: int) -> None:
+        self.compact, self.rank, self.program = compact, rank, compact.program
+        (self.stage,) = compact.stages_of(rank)
+        self.num_predicted = 0
+        self.num_stepped = 0
+        self.done = [0] * len(self.program.batches)  # backwards
+        self.held = False  # whether gradients are kept for the next prediction
+        self.posted: set[int] = set()  # reductions for it
+        self.wanted = set(codes_of_predictions(compact, rank)) - {PREDICT}
+
+    def prove(self) -> None:
+        compact, program, width = self.compact, self.program, self.compact.num_microbatches
+        batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
+        codes, places, versions = compact.codes[self.rank], compact.places[self.rank], compact.versions[self.rank]
+        for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
+            reason = ""
+            if code == F:
+                batch = batch_of[place % width]
+                if batch > self.num_predicted:
+                    reason = f"its batch begins before {self._word(PREDICT, batch)}"
+            elif code in (B, W):
+                self.done[batch_of[place % width]] += 1
+            elif code >= FIRST_PREDICTION:
+                reason = self._prediction(code, version - program.first_batch)
+            elif code >= FIRST_UPDATE:
+                if version - program.first_batch > self.num_predicted:
+                    reason = f"{self._word(PREDICT, version - program.first_batch)} has to read the gradients before it"
+                elif code == STEP:
+                    self.num_stepped += 1
+            if reason:
+                raise compact.error(self.rank, position, reason)
+        if self.num_predicted < len(program.batches):
+            reason = f"{self._word(PREDICT, self.num_predicted + 1)} is missing: what follows begins with it"
+            raise compact.error(self.rank, len(codes), reason)
+
+    def _prediction(self, code: int, index: int) -> str:
+        """Why an instruction that leads to the prediction of version `index` is out of place."""
+        due = self.num_predicted + 1
+        if index != due or due > len(self.program.batches):
+            return f"each batch has one, in order, and {self._word(PREDICT, due)} is due"
+        if code == HOLD:
+            if self.held:
+                return "the gradients are kept already"
+            self.held = True
+            return self._unless_done(self.program.num_read(self.stage, self._last_batch))
+        if code == PREDICT:
+            return self._predict()
+        if code not in self.wanted:
+            return f"by the program's flags rank {self.rank} has no {KIND_OF_CODE[code].value}"
+        if code in self.posted:
+            return "it stands twice"
+        self.posted.add(code)
+        if code == REDUCE_PARTIAL:
+            return "" if self.held else f"no {self._word(HOLD, due)} stands before it"
+        return self._unless_done(self.program.num_read_of_ties(self._last_batch))
+
+    def _predict(self) -> str:
+        if self.num_stepped < self.num_predicted:
+            return f"it starts from version {self._last_batch}: no {self._word(STEP, self.num_predicted)} before it"
+        for code in (REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED):
+            if code in self.wanted - self.posted:
+                return f"it waits for {self._word(code, self.num_predicted + 1)}, which is to come"
+        reason = "" if self.held else self._unless_done(self.program.num_read(self.stage, self._last_batch))
+        self.num_predicted += 1
+        self.held = False
+        self.posted.clear()
+        return reason
+
+    @property
+    def _last_batch(self) -> int:
+        """The batch that the next prediction reads."""
+        return self.program.first_batch + self.num_predicted
+
+    def _unless_done(self, wanted: int) -> str:
+        """What is wrong unless exactly the backwards that are read stand before."""
+        found = self.done[self.num_predicted]
+        if found == wanted:
+            return ""
+        return f"it reads {wanted} backwards of batch {self._last_batch}, and {found} stand before it"
+
+    def _word(self, code: int, index: int) -> str:
+        return f"{self.stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"

@@ -1,0 +1,233 @@
+"""Predicted weights of megatron.core's chunks: from a part of a batch's gradients, through its own optimizer.
+
+What the step to come will do is taken on copies (`provisional_step`), with the gradients that lie in the running buffer
+times c m / (n s): n of the batch's m microbatches are done, s is its loss scale and c the factor by which the last step
+clipped. The result goes into the slot of the weights that the next batch uses: each parameter from its FP32 master, or
+with the distributed optimizer each replica's shards, which are gathered then.
+
+Replicas read what they have themselves, so without the distributed optimizer each computes at a point of its own;
+`reduce_partial` has them read the mean. Tensor ranks have to agree: what each of them has seen a part of is added up,
+and an overflow of one leaves all without a prediction.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.pipeline.runtime.megatron_gradients import GradientSlot
+from megatron.pipeline.runtime.megatron_reduction import GradientReduction, tensor_parallel_parameters
+from megatron.pipeline.runtime.megatron_weights import (
+    DistributedSlots,
+    MegatronCoreOptimizer,
+    named_parameters,
+    separate_masters,
+)
+from megatron.pipeline.runtime.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.provisional_step import ProvisionalStep, all_finite, is_scale_invariant
+
+
+@dataclass
+class PartialGradients:
+    """What so many microbatches of a batch add up to."""
+
+    slot: GradientSlot
+    num_microbatches: int
+
+
+@dataclass
+class PartialEmbedding:
+    """The same of a tied embedding alone."""
+
+    gradient: Tensor
+    num_microbatches: int
+
+
+class MegatronPrediction:
+    """Predicts the weights of one rank's chunk.
+
+    Attributes:
+        versions: the predicted weights, and the true ones.
+        reduces: replicas read the mean of all.
+        clip_factor: of the last step that was not skipped; None: there was none yet, and it will clip.
+
+    Raises:
+        ValueError: an optimizer that keeps no FP32 masters, or hides them.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronCoreOptimizer,
+        reduction: Callable[[], GradientReduction],
+        *,
+        reduce_partial: bool,
+    ) -> None:
+        if optimizer.config.use_precision_aware_optimizer:
+            raise ValueError(
+                "Predicted weights start from FP32 masters, which a precision-aware optimizer does not show: leave out "
+                "--use-precision-aware-optimizer, or --2bw-provisional."
+            )
+        self._optimizer = optimizer
+        self.reduces = reduce_partial
+        self._distributed = isinstance(optimizer, DistributedOptimizer)
+        self._reduction = reduction
+        self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
+        slots = None
+        if self._distributed:
+            separate_masters(optimizer, share_storage=False)
+            slots = DistributedSlots(chunks)
+        self._provisional = None if optimizer.is_stub_optimizer else ProvisionalStep(optimizer.optimizer)
+        self._model_of = dict(self._masters())
+        self.versions = PredictedVersions(
+            named_parameters(chunks),
+            stepped=frozenset(self._names[model] for own, (model, _) in self._model_of.items() if own is model),
+            write_true=self._write_true,
+            make_slot=slots and slots.make,
+            on_switch=slots and slots.switch,
+        )
+        summed, averaged = tensor_parallel_parameters(chunks)
+        self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
+        self.clip_factor: float | None = None if optimizer.config.clip_grad > 0.0 else 1.0
+
+    def _masters(self) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
+        """Each parameter of the optimizer, with the one of the model and the part of it that it is."""
+        optimizer = self._optimizer
+        if optimizer.is_stub_optimizer:
+            return
+        if isinstance(optimizer, FP32Optimizer):
+            pairs = [(group["params"], group["params"]) for group in optimizer.optimizer.param_groups]
+        elif self._distributed:
+            pairs = [
+                *zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True),
+                *zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True),
+            ]
+        else:
+            pairs = [
+                *zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True),
+                *zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True),
+            ]
+        for masters, models in pairs:
+            for master, model in zip(masters, models, strict=True):
+                part = slice(None)
+                if self._distributed:
+                    within = optimizer._get_model_param_range_map(model)["param"]
+                    part = slice(within.start, within.end)
+                yield master, (model, part)
+
+    # Called on the chain thread.
+
+    def reduce(self, partial: PartialGradients) -> None:
+        """Average what is kept over the replicas."""
+        self._reduction().over_data(partial.slot)
+
+    def reduce_embedding(self, partial: PartialEmbedding) -> None:
+        """Add up what both stages keep of their embedding."""
+        self._reduction().over_partial_embedding(partial.gradient, over_data=self.reduces)
+
+    # Called on the main thread.
+
+    def hold_embedding(self, slot: GradientSlot, num_microbatches: int) -> PartialEmbedding:
+        """What the buffer has of the tied embedding."""
+        embedding = self._reduction().tied_embedding
+        return PartialEmbedding(slot.views[embedding].clone(), num_microbatches)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        version: int,
+        partial: PartialGradients,
+        embedding: PartialEmbedding | None,
+        *,
+        num_microbatches: int,
+        loss_scale: float,
+        can_overflow: bool,
+    ) -> None:
+        """Make the predicted weights of `version` from a part of the gradients of a batch of so many microbatches."""
+        whole = num_microbatches * (self.clip_factor or 1.0) / loss_scale
+        share = whole / partial.num_microbatches
+        gradients = {model: partial.slot.views[model] for model in self._names}
+        shares = dict.fromkeys(gradients, share)
+        if embedding is not None:
+            tied = self._reduction().tied_embedding
+            gradients[tied], shares[tied] = embedding.gradient, whole / embedding.num_microbatches
+        for model, gradient in self._partial_sums_over_tensor(gradients):
+            gradients[model] = gradient
+        knows = self.clip_factor is not None or self._is_scale_invariant()
+        alone = set() if embedding is None else {self._reduction().tied_embedding}
+        finite = self._finite(gradients, alone) if can_overflow else dict.fromkeys(gradients)
+        with self.versions.predicting(version) as target:
+
+            def write(own: Tensor, value: Tensor) -> None:
+                model, part = self._model_of[own]
+                target[self._names[model]].view(-1)[part].copy_(value.view(-1))
+
+            def gradient_of(own: Tensor) -> Tensor:
+                model, part = self._model_of[own]
+                return (gradients[model].view(-1)[part].to(own.dtype) * shares[model]).view_as(own)
+
+            with self.versions.true_weights():
+                if knows and self._provisional is not None:
+                    self._provisional.take(gradient_of, write, where=lambda own: finite[self._model_of[own][0]])
+                else:
+                    for own in self._model_of:
+                        write(own, own)
+            self._gather()
+
+    def _partial_sums_over_tensor(self, gradients: dict[Parameter, Tensor]) -> list[tuple[Parameter, Tensor]]:
+        """Copies, added up over the tensor ranks, of gradients of which each of them has seen a part."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        result = []
+        for models, operation in self._over_tensor if group.size() > 1 else ():
+            if models:
+                flat = torch.cat([gradients[model].reshape(-1) for model in models])
+                dist.all_reduce(flat, group=group)  # SUM and MAX are what the group was warmed up with
+                if operation is dist.ReduceOp.AVG:
+                    flat.div_(group.size())
+                parts = flat.split([model.numel() for model in models])
+                result += [(model, part.view(model.shape)) for model, part in zip(models, parts, strict=True)]
+        return result
+
+    def _is_scale_invariant(self) -> bool:
+        return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
+
+    def _finite(self, gradients: dict[Parameter, Tensor], alone: set[Parameter]) -> dict[Parameter, Tensor | None]:
+        """Whether to step each parameter: one of `alone`, whose gradient all copies have, is judged by it, so that they
+        stay equal; the others of the stage together.
+        """
+        of_stage = self._agreed(all_finite(each for model, each in gradients.items() if model not in alone))
+        of_ties = self._agreed(all_finite(gradients[model] for model in alone)) if alone else None
+        return {model: of_ties if model in alone else of_stage for model in gradients}
+
+    def _agreed(self, is_finite: Tensor | None) -> Tensor | None:
+        """Whether it is so on all tensor ranks, which have the same parameters or parts of them; or none at all."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if is_finite is None or group.size() == 1:
+            return is_finite
+        overflows = 1.0 - is_finite.float()
+        dist.all_reduce(overflows, op=dist.ReduceOp.MAX, group=group)
+        return overflows == 0.0
+
+    def step(self) -> None:
+        """Step the optimizer, whose gradients are ready; the model's parameters stay as they are."""
+        if not self._optimizer.is_stub_optimizer:
+            with self.versions.true_weights():
+                self._optimizer.optimizer.step()
+
+    def _write_true(self) -> None:
+        """Write what masters hold into the parameters that are shown."""
+        if not self._optimizer.is_stub_optimizer:
+            self._optimizer._copy_main_params_to_model_params()
+        self._gather()
+
+    def _gather(self) -> None:
+        if self._distributed:
+            for chunk in self._optimizer.model_chunks:
+                chunk.start_param_sync()

@@ -1,0 +1,28 @@
+"""What a run says about the weights that its batches are computed at, where they are predicted."""
+
+import argparse
+
+from megatron.training.arguments.rules_run import pipeline_schedule
+
+
+def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
+    """Of batches of so many microbatches; None where nothing is predicted."""
+    schedule = pipeline_schedule(args)
+    if not schedule.weights.predicts:
+        return None
+    read = [num_microbatches - unread for unread in schedule.unread(num_microbatches)]
+    if schedule.provisional_microbatches is not None:
+        read = [schedule.provisional_microbatches] * schedule.num_stages
+    if len(set(read)) == 1:
+        stages = "every stage reads" if schedule.num_stages > 1 else "the stage reads"
+        numbers = str(read[0])
+    else:
+        stages, numbers = "stages read", ", ".join(map(str, read))
+    if schedule.data_parallel:
+        replicas = ", means over the replicas" if schedule.reduce_partial else " of each replica"
+    else:
+        replicas = ""
+    return (
+        f"{args.pipeline_schedule} with provisional weights: {stages} {numbers} of {num_microbatches} microbatches"
+        f"{replicas}"
+    )

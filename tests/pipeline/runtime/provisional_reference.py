@@ -1,0 +1,138 @@
+"""Training with provisional weights in a single process, written out as a plain loop.
+
+Batch t is computed at an estimate of version t: the step from version t-1, taken on a copy of model and optimizer with
+the gradients that a part of batch t-1 has. The weights themselves are 2BW's: W(t+1) = W(t) - update(g(W^(t))).
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.pipeline.runtime.reference import (
+    LAST_WEIGHT,
+    NUM_LAYERS,
+    Outcome,
+    Training,
+    build_model,
+    data,
+    loss_of,
+    make_optimizer,
+    make_scheduler,
+)
+
+NumRead = Callable[[str, int], int]  # a parameter's name, microbatches of the batch -> how many are read
+
+
+def by_stage(num_stages: int, *, tied: bool = False) -> NumRead:
+    """1F1B: stage s of p reads m - (p-1-s); both copies of a tied weight read what the first stage has."""
+
+    def num_read(name: str, num_microbatches: int) -> int:
+        stage = int(name.split(".")[0]) * num_stages // NUM_LAYERS
+        if tied and name in ("0.0.weight", LAST_WEIGHT):
+            stage = 0
+        return num_microbatches - (num_stages - 1 - stage)
+
+    return num_read
+
+
+def train(
+    training: Training,
+    num_read: NumRead,
+    *,
+    make: Callable = make_optimizer,
+    reduce_partial: bool = False,
+    scale_invariant: bool = True,
+) -> Outcome:
+    """As `reference.train`. Every replica predicts from its own part, unless `reduce_partial`."""
+    model = build_model(training.dropout, tied=training.tied)
+    parameters = dict(model.named_parameters())
+    optimizer = make(parameters.values(), training)
+    scheduler = make_scheduler(optimizer, training)
+    outcome, clip = Outcome(), None if training.clip_grad else 1.0
+    true = _values(parameters)
+    predicted = [true] * training.num_replicas
+    waiting: dict[str, Tensor] | None = None  # gradients of the batch before
+    first = 0
+
+    def step() -> None:
+        """Make the next true version from the gradients that wait."""
+        nonlocal true, clip
+        norm = torch.nn.utils.get_total_norm(list(waiting.values()))
+        outcome.grad_norms.append(norm.item())
+        outcome.learning_rates.append(optimizer.param_groups[0]["lr"])
+        if not norm.isfinite():
+            return
+        if training.clip_grad:
+            clip = min(1.0, training.clip_grad / (norm.item() + 1e-6))
+        _show(parameters, true)
+        for name, parameter in parameters.items():
+            parameter.grad = waiting[name] * clip if clip < 1.0 else waiting[name].clone()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        true = _values(parameters)
+
+    for num_microbatches in training.batches:
+        partial, whole, total = [], [], 0.0
+        for replica in range(training.num_replicas):
+            _show(parameters, predicted[replica])
+            for parameter in parameters.values():
+                parameter.grad = None
+            read = {name: num_read(name, num_microbatches) for name in parameters}
+            seen: dict[str, Tensor] = {}
+            for position in range(num_microbatches):
+                inputs, targets = data(
+                    first + position, replica, poisoned=first + position == training.poisoned_microbatch
+                )
+                loss = loss_of(model(inputs), targets)
+                (loss / num_microbatches).backward()
+                total += loss.item()
+                for name, parameter in parameters.items():
+                    if read[name] == position + 1:
+                        seen[name] = parameter.grad.clone()
+            partial.append(seen)
+            whole.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
+        outcome.losses.append(total / num_microbatches / training.num_replicas)
+        first += num_microbatches
+        if waiting is not None:
+            step()
+        waiting = _mean(whole)
+        if reduce_partial:
+            partial = [_mean(partial)] * training.num_replicas
+        predicted = [
+            _predict(true, seen, read, num_microbatches, optimizer, training, make, clip, scale_invariant)
+            for seen in partial
+        ]
+    step()
+    outcome.parameters = true
+    return outcome
+
+
+def _predict(true, seen, read, num_microbatches, optimizer, training, make, clip, scale_invariant) -> dict[str, Tensor]:
+    """The step from `true`, on copies of everything."""
+    finite = all(gradient.isfinite().all() for gradient in seen.values())
+    if not finite or (clip is None and not scale_invariant):
+        return true
+    copies = {name: torch.nn.Parameter(value.clone()) for name, value in true.items()}
+    stand_in = make(copies.values(), training)
+    stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, parameter in copies.items():
+        parameter.grad = seen[name] * (num_microbatches / read[name] * (1.0 if clip is None else clip))
+    stand_in.step()
+    return _values(copies)
+
+
+def _mean(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([each[name] for each in gradients]).sum(0) / len(gradients) for name in gradients[0]}
+
+
+def _values(parameters) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _show(parameters, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
