@@ -244,22 +244,26 @@ class ModuleUpdate:
 
     def predict(self, version: int, num_microbatches: int) -> None:
         pending = self._pending[version]
-        gradients = self._partial_gradients(pending, num_microbatches)
-        kept_of_ties = pending.partial_embed.gradients if pending.partial_embed is not None else {}
+        partial, ties = pending.partial or _Partial(pending.buffer.views, num_microbatches), pending.partial_embed
         pending.partial = pending.partial_embed = None
+        whole = pending.info.num_microbatches * (self.clip_factor or 1.0)
+        gradients, shares = dict(partial.gradients), dict.fromkeys(partial.gradients, whole / partial.num_microbatches)
+        tied = set(ties.gradients) if ties is not None else set()
+        for name in tied:
+            gradients[name], shares[name] = ties.gradients[name], whole / ties.num_microbatches
         with self.versions.predicting(version) as target:
 
             def write(parameter: Tensor, value: Tensor) -> None:
                 target[self._names[parameter]].copy_(value)
 
             with self.versions.true_weights():
-                if gradients is None:
-                    for parameter in self._names:
+                if self.clip_factor is None and not is_scale_invariant(self.optimizer):
+                    for parameter in self._names:  # nobody knows yet how the step will be clipped
                         write(parameter, parameter)
                 else:
-                    where = self._finite(gradients, tied=set(kept_of_ties))
+                    where = self._finite(gradients, tied=tied)
                     self._provisional.take(
-                        lambda parameter: gradients[self._names[parameter]], write,
+                        lambda parameter: gradients[self._names[parameter]] * shares[self._names[parameter]], write,
                         where=lambda parameter: where[self._names[parameter]],
                     )  # fmt: skip
 
@@ -270,19 +274,6 @@ class ModuleUpdate:
         """
         of_stage = all_finite(each for name, each in gradients.items() if name not in tied)
         return {name: all_finite([each]) if name in tied else of_stage for name, each in gradients.items()}
-
-    def _partial_gradients(self, pending: _Pending, num_microbatches: int) -> dict[str, Tensor] | None:
-        """What stands for the batch's gradients; None where nobody knows yet how they will be clipped, and the step
-        depends on it."""
-        if self.clip_factor is None and not is_scale_invariant(self.optimizer):
-            return None
-        partial = pending.partial or _Partial(pending.buffer.views, num_microbatches)
-        share = pending.info.num_microbatches / partial.num_microbatches * (self.clip_factor or 1.0)
-        gradients = {name: gradient * share for name, gradient in partial.gradients.items()}
-        if pending.partial_embed is not None:
-            share = pending.info.num_microbatches / pending.partial_embed.num_microbatches * (self.clip_factor or 1.0)
-            gradients |= {name: gradient * share for name, gradient in pending.partial_embed.gradients.items()}
-        return gradients
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._uncounted)
