@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from megatron.pipeline.instruction import ENDS_BACKWARD, Kind
+from megatron.pipeline.instruction import Kind
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes import Legs
 from megatron.pipeline.passes.balance import add_balance, balanced_bounds
@@ -27,6 +27,7 @@ from megatron.pipeline.schedules.orders import ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.rules import validate_choices, validate_predictions
 from megatron.pipeline.schedules.stream import ProgramStream
+from megatron.pipeline.schedules.unread import unread
 from megatron.pipeline.stages import stages_of
 from megatron.pipeline.weights import WeightPolicy, predicting, weight_policy
 
@@ -209,7 +210,7 @@ class Schedule:
 
     def unread(self, num_microbatches: int) -> tuple[int, ...]:
         """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
-        return _unread(self._order, self.rank_of_stage, num_microbatches)
+        return unread(self._order, self.rank_of_stage, num_microbatches)
 
     def holds(self, num_microbatches: int) -> tuple[bool, ...]:
         """For each stage, whether the prediction from a batch of this size reads a copy of its gradients.
@@ -395,18 +396,6 @@ def _order_of(
     order: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], group_size: int | None, extra_warmup: bool
 ) -> Order:
     return order(num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup)
-
-
-@lru_cache(maxsize=256)
-def _unread(order: Order, rank_of_stage: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
-    """Read off the rows of two batches: where the second begins on a rank, and what stands behind that of the first."""
-    batches, counts = [range(num_microbatches), range(num_microbatches, 2 * num_microbatches)], [0] * order.num_stages
-    for rank in range(max(rank_of_stage) + 1):
-        stages = stages_of(rank_of_stage, rank)
-        for leg in order.legs(rank if order.interleaves else stages[0], batches)[1:]:
-            for each in leg:
-                counts[each.stage] += each.kind in ENDS_BACKWARD and each.microbatch < num_microbatches
-    return tuple(counts)
 
 
 @lru_cache(maxsize=256)
