@@ -46,12 +46,12 @@ def test_a_table_and_json(run):
 
 def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
     """The configurations without, but for those that leave no room for copies; no faster, and with the flag in the
-    script. Without it a note names the flag."""
+    script. Without it a note names the flag, with it another says what a prediction is made from."""
     common = [*CLUSTER, *GPT, "--schedules", "flush,2bw", "--recompute", "none", "--distributed-optimizer", "no"]
     plain, predicted = (run(*common, *more, "--json", "--top", 1000) for more in ([], ["--2bw-provisional", "stage"]))
     assert "2bw-provisional" not in predicted[2]
     before, after = (json.loads(out) for _, out, _ in (plain, predicted))
-    assert "2bw-provisional stage" in before["notes"][0] and not after["notes"]
+    assert "2bw-provisional stage" in before["notes"][0] and "prediction" in after["notes"][0]
     modes = {(each["schedule"], each["provisional"]) for each in after["best"]}
     assert modes == {("flush", "off"), ("2bw", "stage")}
     names = ("schedule", "tensor", "pipeline", "data", "micro_batch_size", "rank_mapping")
@@ -63,7 +63,7 @@ def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
         assert seconds[1][key] > seconds[0][key] if key[0] == "2bw" else seconds[1][key] == seconds[0][key]
     only = [*CLUSTER, *GPT, *QUICK, "--schedules", "2bw", "--pipeline", "2", "--2bw-provisional", "uniform"]
     status, out, _ = run(*only, "--2bw-provisional-microbatches", 1, "--output", tmp_path / "plan")
-    assert status == 0 and "2bw (uniform)" in out and "note: 2bw computes" not in out
+    assert status == 0 and "2bw (uniform)" in out and "note: 2bw computes" not in out and "note: 2bw with" in out
     script = (tmp_path / "plan" / "best.sh").read_text()
     assert "--2bw-provisional uniform --2bw-provisional-microbatches 1" in script
 

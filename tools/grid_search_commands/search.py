@@ -223,7 +223,8 @@ def _progress():
 def _print(outcome: Outcome, top: int, seconds: float) -> None:
     from rich.console import Console
 
-    from megatron.planner.search.table import best_table, notes, reasons
+    from megatron.planner.search.delay import sentences
+    from megatron.planner.search.table import best_table, reasons
 
     plain = not sys.stdout.isatty()
     console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
@@ -243,7 +244,7 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
         if outcome.best.estimate.under_pressure and easy is not None:
             say("\nthe fastest that is not near the limit of memory (--avoid-pressure keeps only such)", "bold")
             console.print(best_table([easy], plain=plain))
-    for note in notes(outcome):
+    for note in sentences(outcome.kept):
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
     for reason, count in reasons(outcome.rejected, 12):
@@ -251,14 +252,14 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
-    from megatron.planner.search.table import notes
+    from megatron.planner.search.delay import sentences
 
     return {
         **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
         "num_kept": len(outcome.kept),
         "num_rejected": len(outcome.rejected),
         "seconds": seconds,
-        "notes": notes(outcome),
+        "notes": sentences(outcome.kept),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
 
@@ -276,9 +277,9 @@ def _nearest(outcome: Outcome) -> str:
 
 
 def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluster: Cluster, space: Space) -> None:
+    from megatron.planner.search.delay import sentences
     from megatron.planner.search.picture import as_png, draw_outcome
     from megatron.planner.search.report import html_report
-    from megatron.planner.search.table import notes
 
     job = model.job
     title = f"{job.program.removesuffix('.py').removeprefix('pretrain_').upper()} on {cluster.num_gpus} x {cluster.gpu}"
@@ -290,7 +291,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
             else f"batches of {space.global_batch_size} to {space.safe_batch_size}"
         ),
         f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected.",
-        *(f"{note}." for note in notes(outcome)),
+        *(f"{note}." for note in sentences(outcome.kept)),
     ]  # fmt: skip
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")

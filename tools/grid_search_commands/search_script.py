@@ -41,6 +41,8 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
     memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
     predictions = prediction_words(estimate.configuration)
     training = [*_others(job), *([predictions] if predictions else []), *places.others, *_defaults(job)]
+    if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
+        training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
     lines = [
         "#!/usr/bin/env bash",
         *_comment(f"{describe(choice)}: {cluster.num_gpus} x {cluster.gpu}, {memory}."),

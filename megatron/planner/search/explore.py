@@ -22,7 +22,7 @@ from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
 from megatron.planner.devices import Verdict, judge, reserve_gib
 from megatron.planner.planner import Planner
-from megatron.planner.search import rules
+from megatron.planner.search import delay, rules
 from megatron.planner.search.offers import offer, offered
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
@@ -239,8 +239,8 @@ class _Degrees:
                 continue
             if self.space.early_stopping and not offer(choice.schedule).balance:
                 slowest = estimate.seconds
-            notes = (*([slow] if slow else []), *([near] if presses else []))
-            yield Kept(choice=mapped, estimate=estimate, notes=notes)
+            notes = [slow, near if presses else None, delay.clause(estimate.configuration)]
+            yield Kept(choice=mapped, estimate=estimate, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:
         """`optimized` comes later (search.py), unless alone."""

@@ -7,9 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.weights import TWO_BW
-from megatron.planner.search.offers import offer
-from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
+from megatron.planner.search.outcome import Choice, Kept, Rejected
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,16 +35,6 @@ def cells(each: Kept, rank: int) -> tuple[str, ...]:
 def _schedule(choice: Choice) -> str:
     predicts = choice.provisional not in (None, "off")
     return f"{choice.schedule} ({choice.provisional})" if predicts else choice.schedule
-
-
-def notes(outcome: Outcome) -> tuple[str, ...]:
-    """What there is to know of schedules that were kept, a sentence each."""
-    if any(offer(each.choice.schedule).policy == TWO_BW and each.choice.provisional == "off" for each in outcome.kept):
-        return (
-            "2bw computes a batch at weights that are one batch old; with --2bw-provisional stage the delay is "
-            "predicted away; see docs/provisional.md",
-        )
-    return ()
 
 
 def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:
