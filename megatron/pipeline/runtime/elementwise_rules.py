@@ -89,8 +89,12 @@ class AdamRule:
         torch._foreach_sqrt_(sizes)
         torch._foreach_div_(sizes, list(corrections))
         torch._foreach_add_(sizes, self._eps)
-        start = parameters if self._shrink is None else torch._foreach_mul(parameters, self._shrink)
-        return torch._foreach_addcdiv(start, means, sizes, [-length for length in lengths])
+        factors = [-length for length in lengths]
+        if self._shrink is None:
+            return torch._foreach_addcdiv(parameters, means, sizes, factors)
+        values = torch._foreach_mul(parameters, self._shrink)
+        torch._foreach_addcdiv_(values, means, sizes, factors)
+        return values
 
 
 class SgdRule:
