@@ -1,6 +1,6 @@
 """Predicted weights of megatron.core's chunks: from a part of a batch's gradients, through its own optimizer.
 
-What the step to come will do is taken on copies (`provisional_step`), with the gradients that lie in the running buffer
+The step to come is taken provisionally (`provisional_step`), with the gradients that lie in the running buffer
 times c m / (n s): n of the batch's m microbatches are done, s is its loss scale and c the factor by which the last step
 clipped. The result goes into the slot of the weights that the next batch uses: each parameter from its FP32 master, or
 with the distributed optimizer each replica's shards, which are gathered then.
@@ -165,20 +165,20 @@ class MegatronPrediction:
         finite = self._finite(gradients, alone) if can_overflow else dict.fromkeys(gradients)
         with self.versions.predicting(version) as target:
 
-            def write(own: Tensor, value: Tensor) -> None:
+            def target_of(own: Tensor) -> Tensor:
                 model, part = self._model_of[own]
-                target[self._names[model]].view(-1)[part].copy_(value.view(-1))
+                return target[self._names[model]].view(-1)[part]
 
-            def gradient_of(own: Tensor) -> Tensor:
+            def gradient_of(own: Tensor) -> tuple[Tensor, float]:
                 model, part = self._model_of[own]
-                return (gradients[model].view(-1)[part].to(own.dtype) * shares[model]).view_as(own)
+                return gradients[model].view(-1)[part], shares[model]
 
             with self.versions.true_weights():
                 if knows and self._provisional is not None:
-                    self._provisional.take(gradient_of, write, where=lambda own: finite[self._model_of[own][0]])
+                    self._provisional.take(gradient_of, target_of, where=lambda own: finite[self._model_of[own][0]])
                 else:
                     for own in self._model_of:
-                        write(own, own)
+                        target_of(own).copy_(own.view(-1))
             self._gather()
 
     def _partial_sums_over_tensor(self, gradients: dict[Parameter, Tensor]) -> list[tuple[Parameter, Tensor]]:

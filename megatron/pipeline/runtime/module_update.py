@@ -251,21 +251,18 @@ class ModuleUpdate:
         tied = set(ties.gradients) if ties is not None else set()
         for name in tied:
             gradients[name], shares[name] = ties.gradients[name], whole / ties.num_microbatches
-        with self.versions.predicting(version) as target:
-
-            def write(parameter: Tensor, value: Tensor) -> None:
-                target[self._names[parameter]].copy_(value)
-
-            with self.versions.true_weights():
-                if self.clip_factor is None and not is_scale_invariant(self.optimizer):
-                    for parameter in self._names:  # nobody knows yet how the step will be clipped
-                        write(parameter, parameter)
-                else:
-                    where = self._finite(gradients, tied=tied)
-                    self._provisional.take(
-                        lambda parameter: gradients[self._names[parameter]] * shares[self._names[parameter]], write,
-                        where=lambda parameter: where[self._names[parameter]],
-                    )  # fmt: skip
+        names = self._names
+        with self.versions.predicting(version) as target, self.versions.true_weights():
+            if self.clip_factor is None and not is_scale_invariant(self.optimizer):
+                for parameter, name in names.items():  # nobody knows yet how the step will be clipped
+                    target[name].copy_(parameter)
+            else:
+                where = self._finite(gradients, tied=tied)
+                self._provisional.take(
+                    lambda parameter: (gradients[names[parameter]], shares[names[parameter]]),
+                    lambda parameter: target[names[parameter]],
+                    where=lambda parameter: where[names[parameter]],
+                )
 
     @staticmethod
     def _finite(gradients: Mapping[str, Tensor], *, tied: set[str]) -> dict[str, Tensor]:

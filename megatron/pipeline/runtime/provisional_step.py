@@ -1,9 +1,11 @@
-"""The step of an optimizer, taken on copies: where it would lead, while its parameters and its state stay as they are.
+"""The step of an optimizer, taken provisionally: where it would lead, while its parameters and its state stay as they
+are.
 
-The rule is whatever the optimizer's own `step` computes, called on copies of the parameters and of their state with
-another gradient. So a prediction equals the step to come bit for bit where the gradient does, for any optimizer whose
-state belongs to its parameters or is a value of their group. Hooks and learning-rate schedules do not see it.
-Parameters are copied some at a time, so that the copies take little memory.
+Where the rule of the optimizer is known it is taken in one pass (`elementwise_step`). Otherwise the rule is whatever
+the optimizer's own `step` computes, called on copies of the parameters and of their state with another gradient:
+right for any optimizer whose state belongs to its parameters or is a value of their group. Parameters are copied some
+at a time, so that the copies take little memory. Either way a prediction equals the step to come bit for bit where the
+gradient does, and hooks and learning-rate schedules do not see it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.elementwise_step import ElementwiseStep, Operands
+
 CHUNK_BYTES = 64 * 2**20
-"""Of the parameters that are copied at once; with the copies of Adam's moments and the gradients it is four times."""
+"""Of the parameters that are stepped at once; with copies of Adam's moments and the gradients it is four times."""
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_THE_INSTANCE = ("step", "state", "param_groups", *_HOOKS)
@@ -33,43 +37,48 @@ class ProvisionalStep:
     @torch.no_grad()
     def take(
         self,
-        gradient_of: Callable[[Tensor], Tensor | None],
-        write: Callable[[Tensor, Tensor], None],
+        gradient_of: Callable[[Tensor], tuple[Tensor, float] | None],
+        target_of: Callable[[Tensor], Tensor],
         *,
         where: Callable[[Tensor], Tensor | None] = lambda parameter: None,
     ) -> None:
         """Step from where the optimizer's parameters are.
 
         Args:
-            gradient_of: the gradient of one of them, of its dtype and shape, which is not changed; None: it is not
-                stepped.
-            write: is given a parameter and the value that the step leads to.
+            gradient_of: the gradient of one of them, and a factor on it. It has as many elements and any floating
+                dtype, and is not changed. None: the parameter is not stepped.
+            target_of: of a parameter, a tensor of as many elements that receives where the step leads.
             where: of a parameter, a scalar on the device that says whether to step it; None: yes.
         """
-        for group, parameters in self._chunks():
-            copies = {}
-            for parameter in parameters:
-                moved = parameter.detach().clone()
-                moved.grad = gradient_of(parameter)
-                copies[parameter] = moved
-            self._step(group, copies)
-            for parameter, moved in copies.items():
-                steps = where(parameter)
-                write(parameter, moved if steps is None else torch.where(steps, moved, parameter))
-
-    def _chunks(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        """A group and some of its parameters at a time."""
         for group in self._optimizer.param_groups:
-            chunk: list[Tensor] = []
-            num_bytes = 0
-            for parameter in group["params"]:
-                chunk.append(parameter)
-                num_bytes += parameter.nbytes
-                if num_bytes >= CHUNK_BYTES:
-                    yield group, chunk
-                    chunk, num_bytes = [], 0
-            if chunk:
-                yield group, chunk
+            elementwise = ElementwiseStep.of(self._optimizer, group)
+            for chunk in _chunks(group["params"]):
+                stepped = []
+                for parameter in chunk:
+                    gradient = gradient_of(parameter)
+                    if gradient is None:
+                        _write(target_of(parameter), parameter)
+                    else:
+                        state = self._optimizer.state.get(parameter, {})
+                        stepped.append(Operands(parameter, *gradient, state, target_of(parameter)))
+                if not stepped:
+                    continue
+                conditions = [where(each.parameter) for each in stepped]
+                if elementwise is not None and all(map(elementwise.can_take, stepped)):
+                    elementwise.take(stepped, conditions)
+                else:
+                    self._take_on_copies(group, stepped, conditions)
+
+    def _take_on_copies(self, group: dict[str, Any], chunk: list[Operands], where: list[Tensor | None]) -> None:
+        copies = {}
+        for each in chunk:
+            moved = each.parameter.detach().clone()
+            moved.grad = (each.gradient.to(moved.dtype) * each.factor).view_as(moved)
+            copies[each.parameter] = moved
+        self._step(group, copies)
+        for each, steps in zip(chunk, where, strict=True):
+            moved = copies[each.parameter]
+            _write(each.target, moved if steps is None else torch.where(steps, moved, each.parameter))
 
     def _step(self, group: dict[str, Any], copies: dict[Tensor, Tensor]) -> None:
         """The optimizer's own `step`, on a stand-in that has one group and a copy of its state."""
@@ -91,6 +100,24 @@ class ProvisionalStep:
         if hasattr(step, "hooked"):  # torch's wrapper, which calls the hooks of all optimizers
             step = step.__wrapped__
         step(stand_in)
+
+
+def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Some of the parameters at a time."""
+    chunk: list[Tensor] = []
+    num_bytes = 0
+    for parameter in parameters:
+        chunk.append(parameter)
+        num_bytes += parameter.nbytes
+        if num_bytes >= CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    target.view_as(value).copy_(value)
 
 
 def _copied(value: Any) -> Any:

@@ -1,9 +1,11 @@
 """What a rank with predicted weights allocates for weights and gradients, counted while a tiny GPT trains."""
 
 from collections.abc import Iterable
+from unittest import mock
 
 import torch
 
+from megatron.pipeline.runtime.elementwise_step import RULES
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -12,9 +14,11 @@ from tests.pipeline.runtime.megatron_model import parallel
 
 
 def count(**options) -> dict[str, int]:
-    """Train one case on this rank; bytes at the most of its weights, its gradients, and what a prediction copies."""
+    """Train one case on this rank; bytes at the most of its weights, its gradients, and what a prediction copies where
+    the optimizer's rule is not known.
+    """
     case = cases.Case(**options)
-    with parallel(case):
+    with parallel(case), mock.patch.dict(RULES, clear=True):
         stages, update = cases.build(case)
         held = _watch(update)
         copied = _watch_copies(update)

@@ -70,10 +70,17 @@ def build(name, num_steps):
     return parameters, optimizer, gradients
 
 
-def taken(optimizer, gradient_of):
+def taken(optimizer, gradient_of, **options):
     """Parameter -> the value that a provisional step leads to."""
-    values = {}
-    ProvisionalStep(optimizer).take(gradient_of, lambda parameter, value: values.update({parameter: value.clone()}))
+    values = {
+        parameter: torch.empty_like(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    }
+
+    def scaled(parameter):
+        gradient = gradient_of(parameter)
+        return None if gradient is None else (gradient, 1.0)
+
+    ProvisionalStep(optimizer).take(scaled, values.__getitem__, **options)
     return values
 
 
@@ -148,12 +155,12 @@ def test_hooks_and_schedules_do_not_see_it(name):
 
 def test_few_parameters_are_copied_at_once(monkeypatch):
     """A chunk ends with the parameter that fills it, and no chunk spans two groups."""
-    _, optimizer, gradients = build("SGD", 0)
+    _, optimizer, gradients = build("counter in the group", 0)
     monkeypatch.setattr(provisional_step, "CHUNK_BYTES", 4 * 8)
     sizes = []
     step = ProvisionalStep(optimizer)
     monkeypatch.setattr(step, "_step", lambda group, copies: sizes.append([copied.numel() for copied in copies]))
-    step.take(gradients.get, lambda parameter, value: None)
+    step.take(lambda parameter: (gradients[parameter], 1.0), torch.empty_like)
     assert sizes == [[3, 40], [1, 7], [25]]
 
 
@@ -175,15 +182,11 @@ def test_all_finite():
     assert not all_finite([torch.tensor([float("-inf")]), whole])
 
 
+@pytest.mark.parametrize("name", ["AdamW", "amsgrad"])
 @pytest.mark.parametrize("steps", [True, False])
-def test_whether_to_step_may_be_known_on_the_device_alone(steps):
+def test_whether_to_step_may_be_known_on_the_device_alone(steps, name):
     """Where it says no, the values are the parameters themselves, though their gradients lead nowhere."""
-    parameters, optimizer, gradients = build("AdamW", 1)
+    parameters, optimizer, gradients = build(name, 1)
     gradients[parameters[0]].fill_(float("inf") if not steps else 1.0)
-    values = {}
-    ProvisionalStep(optimizer).take(
-        gradients.get,
-        lambda parameter, value: values.update({parameter: value.clone()}),
-        where=lambda parameter: torch.tensor(steps),
-    )
+    values = taken(optimizer, gradients.get, where=lambda parameter: torch.tensor(steps))
     assert all(torch.equal(values[parameter], parameter) != steps for parameter in parameters)
