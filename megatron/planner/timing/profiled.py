@@ -115,11 +115,8 @@ class ProfiledCosts:
         The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes
         that time from the stage.
         """
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        seconds = self._blocks.update(
-            _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
-            working=working, replicas=configuration.data if configuration.distributed_optimizer else 1,
-        )  # fmt: skip
+        replicas = configuration.data if configuration.distributed_optimizer else 1
+        seconds = self._part_of_update(configuration, layers, stage, working, lambda found: found.seconds(replicas))
         return seconds if configuration.predicts else seconds + self._gather(configuration, layers, stage)
 
     def _gather(self, configuration: Configuration, layers: Sequence[int], stage: int) -> float:
@@ -152,7 +149,7 @@ class ProfiledCosts:
         seconds: Callable[[UpdateTime], float],
     ) -> float:
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        return self._blocks.part_of_update(
+        return self._blocks.update(
             _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
             working=working, seconds=seconds,
         )  # fmt: skip
