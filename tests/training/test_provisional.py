@@ -59,29 +59,16 @@ def same_weights(one: list[dict], other: list[dict]) -> bool:
         (1, "--2bw-provisional-microbatches 2", "--2bw-provisional-microbatches 2 says nothing without"),
         (1, "--2bw-provisional-reduce", "--2bw-provisional-reduce says nothing without predictions; add"),
         (1, "--2bw-provisional all", "--2bw-provisional: invalid choice: 'all'"),
-        (1, "--2bw-provisional stage", "goes with the weights of --pipeline-schedule 2bw, not flush: leave it out"),
-        (1, f"{STAGE} --pipeline-schedule gpipe", "stage goes with the weights of --pipeline-schedule 2bw, not gpipe"),
-        (4, f"{UNIFORM} --pipeline-schedule bpipe", "goes with the weights of --pipeline-schedule 2bw, not bpipe"),
-        (
-            2,
-            f"{STAGE} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
-            "goes with the weights of --pipeline-schedule 2bw, not interleaved: leave it out, or use 2bw",
-        ),
-        (
-            1,
-            f"{STAGE} --pipeline-schedule pipedream --global-batch-size 1 {EXACT}",
-            "goes with the weights of --pipeline-schedule 2bw, not pipedream: leave it out, or use 2bw",
-        ),
         (1, f"{STAGE} --2bw-provisional-microbatches 2", "stage reads what each stage has done; leave out --2bw-prov"),
         (1, "--pipeline-schedule 2bw --2bw-provisional uniform", "needs --2bw-provisional-microbatches, from 1 to m-p"),
         (1, f"{UNIFORM} --2bw-provisional-microbatches 0", "--2bw-provisional-microbatches 0 must be greater than 0"),
         (2, f"{STAGE} --2bw-provisional-reduce", "needs replicas, and this job has one; leave it out"),
         (2, f"{STAGE} --2bw-single-gradient-buffer", "gives away early; leave one of them out"),
-        (1, f"{UNIFORM} --2bw-provisional-microbatches 9", "with batches of 8 the first stage has done 8"),
-        (2, f"{UNIFORM} --2bw-provisional-microbatches 8", "with batches of 8 the first stage has done 7 when"),
+        (1, f"{UNIFORM} --2bw-provisional-microbatches 9", "--2bw-provisional-microbatches 9: with batches of 8 the"),
+        (2, f"{UNIFORM} --2bw-provisional-microbatches 8", "8: with batches of 8 the first stage has done 7 when"),
         (4, f"{UNIFORM} --2bw-provisional-microbatches 6", "give 1 to 5, or larger batches"),
-        (2, f"{UNIFORM} --rampup-batch-size 2 2 24", "from 3 microbatches, and with batches of 2 the first stage has"),
-        (2, f"{UNIFORM} --step-batch-size-schedule 0:2,1K:8", "from 3 microbatches, and with batches of 2 the first"),
+        (2, f"{UNIFORM} --rampup-batch-size 2 2 24", "--2bw-provisional-microbatches 3: with batches of 2 the first"),
+        (2, f"{UNIFORM} --step-batch-size-schedule 0:2,1K:8", "microbatches 3: with batches of 2 the first"),
         (4, f"{UNIFORM} --pipeline-extra-warmup --2bw-provisional-microbatches 3", "has done 2 when the next"),
         (4, f"{STAGE} --pipeline-extra-warmup --global-batch-size 6", "needs batches of at least 7 microbatches"),
     ],
@@ -91,6 +78,27 @@ def test_what_is_refused(world_size, flags, message):
     with pytest.raises(ValueError) as error:
         arguments(f"{flags} --pipeline-model-parallel-size {world_size}", world_size=world_size)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [STAGE, UNIFORM], ids=["stage", "uniform"])
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("flush", ""),
+        ("gpipe", ""),
+        ("bpipe", ""),
+        ("interleaved", "--num-virtual-stages-per-pipeline-rank 2"),
+        ("pipedream", f"--global-batch-size 1 {EXACT}"),
+    ],
+)
+def test_only_2bw_predicts(mode, schedule, flags):
+    """Flag and schedule are named, and both remedies."""
+    with pytest.raises(ValueError) as error:
+        arguments(f"{mode} --pipeline-schedule {schedule} {flags} --pipeline-model-parallel-size 2", world_size=2)
+    flag = " ".join(mode.split()[2:4])
+    assert str(error.value) == (
+        f"{flag} goes with the weights of --pipeline-schedule 2bw, not {schedule}: leave it out, or use 2bw"
+    )
 
 
 @pytest.mark.parametrize(
