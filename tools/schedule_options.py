@@ -169,6 +169,8 @@ def _require_effect(options: argparse.Namespace) -> None:
         without = {"recompute_time": "recompute", "reduce_grad": "data_parallel", "reduce_embed": "tied_embeddings"}
         without |= {"predict": "provisional"} if not predicts(options) else {}
         without |= {"hold": "provisional_microbatches"} if not options.reduce_partial else {}
+        if options.command != "show":
+            without |= {"tied_gradients_size": "tied_embeddings" if predicts(options) else "provisional"}
         without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")
