@@ -9,7 +9,7 @@ from megatron.pipeline.memory_curve import PARTS, MemorySizes
 
 NAMES = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
          "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold")  # fmt: skip
-SIZES = tuple(f"{part}_size" for part in PARTS)
+SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
 
 
 def costs(options: argparse.Namespace) -> Costs:
@@ -34,7 +34,7 @@ def costs(options: argparse.Namespace) -> Costs:
 
 def sizes(options: argparse.Namespace) -> MemorySizes | None:
     """None where no size is given."""
-    given = {part: getattr(options, f"{part}_size") for part in PARTS}
+    given = {name.removesuffix("_size"): getattr(options, name) for name in SIZES}
     return MemorySizes(**given) if any(given.values()) else None
 
 
@@ -67,15 +67,16 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         "memory",
         "In any unit, such as GiB; one number, or one for each stage or edge. With any of them, memory is shown.",
     )
-    for part, meaning in zip(
-        PARTS,
+    for name, meaning in zip(
+        SIZES,
         (
             "of a stage's optimizer state",
             "of one version of a stage's weights",
             "of one buffer of its gradients",
             "that it saves of one microbatch",
             "of an activation or gradient between stages",
+            "of the tied embeddings in a buffer of gradients, a copy of which a prediction reads",
         ),
         strict=True,
     ):
-        memory.add_argument(f"--{part}-size", type=times, default=0.0, metavar="X[,X...]", help=meaning)
+        memory.add_argument(f"--{name.replace('_', '-')}", type=times, default=0.0, metavar="X[,X...]", help=meaning)

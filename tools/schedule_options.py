@@ -9,7 +9,7 @@ import schedule_costs
 from command_line import count, positive
 
 from megatron.pipeline.program import Program
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import Schedule, TooManyRead
 from megatron.pipeline.schedules.orders import PRESETS
 from megatron.pipeline.weights import POLICIES, TWO_BW, weight_policy
 
@@ -58,7 +58,10 @@ def program(options: argparse.Namespace) -> Program:
         few = 2 * chosen.num_stages if chosen.weights.updates_alone else max(3, chosen.weights.delay + 2)
         num_batches = (options.batches or few) if len(batches) == 1 else 1
         _require_memory(chosen.num_stages, sum(batches) * num_batches)
-        return chosen.build(batches * num_batches)
+        try:
+            return chosen.build(batches * num_batches)
+        except TooManyRead as error:
+            raise error.under("--provisional-microbatches") from error
     facts = {"batches": options.microbatches, "weights": options.weights and weight_policy(options.weights)}
     try:
         text = Path(options.file).read_text(encoding="utf-8-sig")
@@ -166,6 +169,8 @@ def _require_effect(options: argparse.Namespace) -> None:
         without = {"recompute_time": "recompute", "reduce_grad": "data_parallel", "reduce_embed": "tied_embeddings"}
         without |= {"predict": "provisional"} if not predicts(options) else {}
         without |= {"hold": "provisional_microbatches"} if not options.reduce_partial else {}
+        if options.command != "show":
+            without |= {"tied_gradients_size": "tied_embeddings" if predicts(options) else "provisional"}
         without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")

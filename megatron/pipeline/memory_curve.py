@@ -9,7 +9,8 @@ a timeline, simulated or measured, so that one sees when memory is short and wha
   writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
   beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
 - gradients: a buffer for each batch from its first backward to the end of its STEP; they are kept, too. One more from
-  the start of a HOLD to the end of its PREDICT, which is freed. What is kept of tied embeddings alone is not counted;
+  the start of a HOLD to the end of its PREDICT, which is freed; so is what is kept of tied embeddings alone, from when
+  their REDUCE_PARTIAL_EMBED is posted;
 - transfers: what is received, from when the receive is posted to the start of the computation that takes it, and what
   is sent, until it has arrived;
 - optimizer: what stays from the beginning.
@@ -40,6 +41,7 @@ class MemorySizes:
         activations: that a stage saves of one microbatch.
         weights: of one version of a stage's weights.
         gradients: of one buffer of a stage's gradients.
+        tied_gradients: of the part of it that is the tied embeddings', at the first and the last stage.
         optimizer: of a stage's optimizer state.
         transfers: of an activation or its gradient, per edge.
     """
@@ -47,6 +49,7 @@ class MemorySizes:
     activations: PerStage = 0.0
     weights: PerStage = 0.0
     gradients: PerStage = 0.0
+    tied_gradients: PerStage = 0.0
     optimizer: PerStage = 0.0
     transfers: PerStage = 0.0
 
@@ -82,7 +85,7 @@ def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy)
         ValueError: sizes of another length, negative or not finite.
     """
     num_stages = timeline.num_stages
-    counts = dict.fromkeys(PARTS, num_stages) | {"transfers": num_stages - 1}
+    counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": num_stages - 1}
     by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
     start = timeline.start  # it looks at all spans
     return tuple(_Rank(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
@@ -162,14 +165,22 @@ class _Rank:
             yield start, begun - bisect_right(over, start)
 
     def _held_gradients(self) -> Iterator[_Event]:
-        size, held = self._of_rank("gradients"), False
+        """Each from when it is kept to the end of the PREDICT that reads it."""
+        held, now = 0.0, self.start
         for each, start, end in self.spans:
-            if each.kind is Kind.HOLD:
-                yield start, size
-                held = True
-            elif each.kind is Kind.PREDICT and held:
-                yield end, -size
-                held = False
+            kept = None
+            if each.kind is Kind.PREDICT:
+                yield end, -held
+                held = 0.0
+            elif each.kind is Kind.HOLD:
+                kept = start, self._of_rank("gradients")
+            elif each.kind is Kind.REDUCE_PARTIAL_EMBED:
+                kept = now, self._of_rank("tied_gradients")  # when it is posted
+            if kept is not None:
+                yield kept
+                held += kept[1]
+            if each.kind in BUSY:
+                now = end
 
     def _activations(self) -> Iterator[_Event]:
         sizes = self.sizes["activations"]

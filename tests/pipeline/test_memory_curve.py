@@ -6,14 +6,13 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
 from megatron.pipeline.memory_curve import MemorySizes, memory_curves
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.weights import FLUSH
 from megatron.planner.demand import demand_of
 from tests.pipeline.simulate.programs import build, program
 
-UNITS = MemorySizes(activations=1, weights=1, gradients=1, optimizer=1, transfers=1)
+UNITS = MemorySizes(activations=1, weights=1, gradients=1, tied_gradients=0.25, optimizer=1, transfers=1)
 CASES = (
     ("gpipe", 3, (4, 5), {}),
     ("flush", 4, (6, 3), {"recompute": True}),
@@ -24,6 +23,7 @@ CASES = (
     ("interleaved", 6, (6, 3), {"num_virtual_stages": 2}),
     ("interleaved", 8, (8,), {"num_virtual_stages": 2, "balance": True}),
     ("2bw", 4, (6, 6, 6), {"predict": True}),
+    ("2bw", 4, (6, 6, 6), {"predict": True, "tied_embeddings": True}),
     ("2bw", 4, (5, 6, 5), {"predict": True, "provisional_microbatches": 2, "tied_embeddings": True}),
     ("2bw", 3, (4, 4, 4), {"predict": True, "reduce_partial": True, "data_parallel": True, "recompute": True}),
 )
@@ -52,8 +52,8 @@ def test_peaks_are_what_the_checker_proves(case, data):
         stages = len(lowered.stages_of(rank))
         peaks = {name: max(values) for name, values in curve.parts.items()}
         assert peaks["weights"] == stages * demand.live_versions[rank]
-        holds = any(each.kind is Kind.HOLD for each in lowered.rows[rank])  # one more, beside those of two batches
-        assert peaks["gradients"] == stages * demand.gradient_buffers[rank] + holds
+        kept = demand.held_gradients[rank] + 0.25 * demand.held_embeddings[rank]  # beside those of two batches
+        assert peaks["gradients"] == stages * demand.gradient_buffers[rank] + kept
         assert peaks["optimizer"] == stages
         moves = any(demand.evicts) or any(demand.accepts)
         assert peaks["activations"] <= demand.saved_on_rank[rank]
@@ -107,6 +107,23 @@ def test_kept_gradients_are_there_until_they_are_read():
     lowered = build("2bw", 2, (4, 4), predict=True)
     for curve in memory_curves(simulate(lowered, costs), sizes, lowered.weights):
         assert max(curve.parts["gradients"]) == 20
+
+
+def test_kept_ties_are_there_until_they_are_read():
+    """Two stages that read all that they have done: 3 bytes more at both ends, from where the reduction of what is kept
+    is posted, which is behind the last backward that is read, to the end of PREDICT.
+    """
+    sizes = MemorySizes(gradients=10, tied_gradients=3)
+    lowered = build("2bw", 2, (4, 4), predict=True, tied_embeddings=True)
+    timeline = simulate(lowered, Costs(predict=0.5, reduce_embed=0.25))
+    for rank, curve in enumerate(memory_curves(timeline, sizes, lowered.weights)):
+        spans = {str(span.instruction): span for span in timeline.spans if span.rank == rank}
+        kept = [(spans[f"{rank}B{last}@{batch}"].end, spans[f"{rank}PREDICT@{batch + 1}"].end)
+                for batch, last in enumerate((2, 6))]  # fmt: skip
+        begun = [spans[f"{rank}B0@0"].start, spans[f"{rank}B4@1"].start]
+        for time, held in zip(curve.times, curve.parts["gradients"], strict=True):
+            expected = 10 * sum(time >= each for each in begun) + 3 * any(start <= time < end for start, end in kept)
+            assert held == expected, (rank, time)
 
 
 def test_whole_and_split_backwards_may_stand_in_one_row():

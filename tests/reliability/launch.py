@@ -102,6 +102,18 @@ class Job:
                 found[int(environment["RANK"])] = pid
         return found
 
+    @contextlib.contextmanager
+    def standing_still(self):
+        """Its workers keep all they have, and leave the processor to another job meanwhile."""
+        pids = list(self.workers().values())
+        try:
+            for pid in pids:
+                kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                kill(pid, signal.SIGCONT)
+
     def wait_until(self, condition: Callable[[], bool], *, timeout: float = 150.0) -> None:
         """Poll until `condition()`; fails with the output where the job ends before, or the time is up."""
         deadline = time.monotonic() + timeout

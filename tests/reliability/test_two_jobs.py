@@ -18,13 +18,13 @@ def job(directory, iterations, metrics="metrics.jsonl"):
 
 
 def test_the_second_job_is_refused_and_the_first_goes_on(tmp_path):
-    """The second names the first, whose checkpoints stay whole. Should somebody else take the directory, the first ends
-    at its next save and writes nothing."""
+    """The second names the first, which stands still meanwhile, and whose checkpoints stay whole. Should
+    somebody else take the directory, the first ends at its next save and writes nothing."""
     folder = tmp_path / "checkpoints"
     with job(tmp_path, 10**6) as first:
         launch.wait_for_iteration(first, tmp_path / "metrics.jsonl", 1)
         owner = first.workers()[0]
-        with job(tmp_path, 10, metrics="other.jsonl") as second:
+        with first.standing_still(), job(tmp_path, 10, metrics="other.jsonl") as second:
             outcome = second.wait()
         outcome.assert_failed_clearly("error: --save checkpoints is in use by another job", f"process {owner} on")
         assert outcome.output.count("is in use by another job") == 2, "once by the job, once in the launcher's summary"

@@ -92,6 +92,18 @@ def test_simulate_says_what_bounds_the_run(run):
     assert "critical" not in plain and "memory" not in plain
 
 
+def test_kept_ties_take_memory(run):
+    """What a prediction keeps of tied embeddings counts at both ends, and says nothing where nothing is kept."""
+    sizes = ["--gradients-size", "10", "--tied-gradients-size", "3"]
+    command = ["simulate", "--schedule", "2bw", "--stages", "3", "--predict", "1"]
+    lines = run(*command, "--provisional", "--tied-embeddings", *sizes)[1].splitlines()
+    peaks = [line.split("peak memory")[1].split()[0] for line in lines if "peak memory" in line]
+    assert peaks == ["23", "20", "23"]
+    for given, missing in (("--provisional", "--tied-embeddings"), ("--tied-embeddings", "--provisional")):
+        status, _, err = run(*command[:-2], given, *sizes)
+        assert status == 2 and f"without it; add {missing}" in err
+
+
 def test_a_transfer_may_hold_its_sender(run):
     """--no-overlap: what is sent takes its time on the rank, too."""
     spans = [

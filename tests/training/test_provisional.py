@@ -18,7 +18,10 @@ from tests.training.test_bert import numbers, train_bert
 FULL = pytest.mark.full
 STAGE = "--pipeline-schedule 2bw --2bw-provisional stage"
 UNIFORM = "--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 3"
+ONE_READ = f"{UNIFORM} --2bw-provisional-microbatches 1"  # which 4 stages have of a batch of 4
+SHORT = "--global-batch-size 4"  # microbatches, half of those that other runs have
 EXACT = "--untie-embeddings-and-output-weights --clip-grad 0"
+UNTIED = f"{EXACT} --global-batch-size 6"  # of which 4 stages have the 3 that UNIFORM reads
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 TWO_REPLICAS = "--pipeline-model-parallel-size 1"
 SHARDED = f"{TWO_REPLICAS} --use-distributed-optimizer"
@@ -56,29 +59,16 @@ def same_weights(one: list[dict], other: list[dict]) -> bool:
         (1, "--2bw-provisional-microbatches 2", "--2bw-provisional-microbatches 2 says nothing without"),
         (1, "--2bw-provisional-reduce", "--2bw-provisional-reduce says nothing without predictions; add"),
         (1, "--2bw-provisional all", "--2bw-provisional: invalid choice: 'all'"),
-        (1, "--2bw-provisional stage", "goes with the weights of --pipeline-schedule 2bw, not flush: leave it out"),
-        (1, f"{STAGE} --pipeline-schedule gpipe", "stage goes with the weights of --pipeline-schedule 2bw, not gpipe"),
-        (4, f"{UNIFORM} --pipeline-schedule bpipe", "goes with the weights of --pipeline-schedule 2bw, not bpipe"),
-        (
-            2,
-            f"{STAGE} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
-            "goes with the weights of --pipeline-schedule 2bw, not interleaved: leave it out, or use 2bw",
-        ),
-        (
-            1,
-            f"{STAGE} --pipeline-schedule pipedream --global-batch-size 1 {EXACT}",
-            "goes with the weights of --pipeline-schedule 2bw, not pipedream: leave it out, or use 2bw",
-        ),
         (1, f"{STAGE} --2bw-provisional-microbatches 2", "stage reads what each stage has done; leave out --2bw-prov"),
         (1, "--pipeline-schedule 2bw --2bw-provisional uniform", "needs --2bw-provisional-microbatches, from 1 to m-p"),
         (1, f"{UNIFORM} --2bw-provisional-microbatches 0", "--2bw-provisional-microbatches 0 must be greater than 0"),
         (2, f"{STAGE} --2bw-provisional-reduce", "needs replicas, and this job has one; leave it out"),
         (2, f"{STAGE} --2bw-single-gradient-buffer", "gives away early; leave one of them out"),
-        (1, f"{UNIFORM} --2bw-provisional-microbatches 9", "with batches of 8 the first stage has done 8"),
-        (2, f"{UNIFORM} --2bw-provisional-microbatches 8", "with batches of 8 the first stage has done 7 when"),
+        (1, f"{UNIFORM} --2bw-provisional-microbatches 9", "--2bw-provisional-microbatches 9: with batches of 8 the"),
+        (2, f"{UNIFORM} --2bw-provisional-microbatches 8", "8: with batches of 8 the first stage has done 7 when"),
         (4, f"{UNIFORM} --2bw-provisional-microbatches 6", "give 1 to 5, or larger batches"),
-        (2, f"{UNIFORM} --rampup-batch-size 2 2 24", "from 3 microbatches, and with batches of 2 the first stage has"),
-        (2, f"{UNIFORM} --step-batch-size-schedule 0:2,1K:8", "from 3 microbatches, and with batches of 2 the first"),
+        (2, f"{UNIFORM} --rampup-batch-size 2 2 24", "--2bw-provisional-microbatches 3: with batches of 2 the first"),
+        (2, f"{UNIFORM} --step-batch-size-schedule 0:2,1K:8", "microbatches 3: with batches of 2 the first"),
         (4, f"{UNIFORM} --pipeline-extra-warmup --2bw-provisional-microbatches 3", "has done 2 when the next"),
         (4, f"{STAGE} --pipeline-extra-warmup --global-batch-size 6", "needs batches of at least 7 microbatches"),
     ],
@@ -88,6 +78,27 @@ def test_what_is_refused(world_size, flags, message):
     with pytest.raises(ValueError) as error:
         arguments(f"{flags} --pipeline-model-parallel-size {world_size}", world_size=world_size)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [STAGE, UNIFORM], ids=["stage", "uniform"])
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("flush", ""),
+        ("gpipe", ""),
+        ("bpipe", ""),
+        ("interleaved", "--num-virtual-stages-per-pipeline-rank 2"),
+        ("pipedream", f"--global-batch-size 1 {EXACT}"),
+    ],
+)
+def test_only_2bw_predicts(mode, schedule, flags):
+    """Flag and schedule are named, and both remedies."""
+    with pytest.raises(ValueError) as error:
+        arguments(f"{mode} --pipeline-schedule {schedule} {flags} --pipeline-model-parallel-size 2", world_size=2)
+    flag = " ".join(mode.split()[2:4])
+    assert str(error.value) == (
+        f"{flag} goes with the weights of --pipeline-schedule 2bw, not {schedule}: leave it out, or use 2bw"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,15 +151,16 @@ def test_what_is_accepted_and_said(world_size, flags, said):
 )
 def test_uniform_losses_do_not_depend_on_the_stages(num_ranks, flags):
     """One process and p stages, cut evenly or not, train to bit-equal losses, with dropout, untied and unclipped."""
-    assert losses(train(num_ranks, f"{EXACT} {UNIFORM} {flags}")) == losses(train_once(1, f"{EXACT} {UNIFORM}"))
+    assert losses(train(num_ranks, f"{UNTIED} {UNIFORM} {flags}")) == losses(train_once(1, f"{UNTIED} {UNIFORM}"))
 
 
 def test_the_modes_differ():
     """So the test above could fail; and what is read is said at the start."""
-    runs = [train_once(1, f"{EXACT} {flags}") for flags in (UNIFORM, STAGE, "--pipeline-schedule 2bw")]
+    flags = (UNIFORM, f"{STAGE} --train-iters 2", "--pipeline-schedule 2bw --train-iters 2")
+    runs = [train_once(1, f"{UNTIED} {each}") for each in flags]
     assert len({losses(run)[2] for run in runs}) == 3
     assert len({losses(run)[1] for run in runs}) == 1
-    for run, said in zip(runs, ("the stage reads 3 of 8 microbatches\n", "the stage reads 8 of 8", None), strict=True):
+    for run, said in zip(runs, ("the stage reads 3 of 6 microbatches\n", "the stage reads 6 of 6", None), strict=True):
         lines = [line for line in run[0]["lines"] if "provisional weights" in line]
         assert all(f"2bw with provisional weights: {said}" in line for line in lines) and len(lines) == bool(said)
 
@@ -165,20 +177,17 @@ def test_the_modes_differ():
 )
 def test_other_degrees_agree_to_rounding(num_ranks, flags):
     """Tied embeddings, tensor ranks, and replicas that read the mean: the losses of one process."""
-    per_replica = "--2bw-provisional-microbatches " + ("2" if "reduce" in flags else "4")
-    alone = f"{NO_DROPOUT} {UNIFORM} --2bw-provisional-microbatches 4"
-    if "reduce" in flags:  # microbatches are dealt out in turn, so both have the same samples in one and in two
-        alone += " --micro-batch-size 2 --2bw-provisional-microbatches 2"
+    same = f"{NO_DROPOUT} {SHORT} {UNIFORM} --2bw-provisional-microbatches " + ("1" if "reduce" in flags else "2")
+    # Microbatches are dealt out in turn, so both have the same samples in one and in two.
+    alone = f"{same} --micro-batch-size 2" if "reduce" in flags else same
     expected = losses(train_once(1, alone))
-    assert losses(train(num_ranks, f"{NO_DROPOUT} {UNIFORM} {per_replica} {flags}")) == pytest.approx(
-        expected, rel=2e-5
-    )
+    assert losses(train(num_ranks, f"{same} {flags}")) == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
-        (2, "--bf16"),
+        pytest.param(2, "--bf16", marks=FULL),
         (2, "--fp16 --initial-loss-scale 65536 --global-batch-size 4"),
         pytest.param(2, TWO_REPLICAS, marks=FULL),
         pytest.param(2, SHARDED, marks=FULL),
@@ -201,10 +210,40 @@ def test_feature_trains(num_ranks, flags):
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=FULL)])
 def test_bert(stages):
     """Training and validation losses of p stages are bit-equal to a single process's."""
-    alone, found = train_bert(1, UNIFORM), train_bert(stages, UNIFORM)
+    alone, found = (train_bert(num_ranks, f"{SHORT} {ONE_READ}") for num_ranks in (1, stages))
     assert numbers(found) == numbers(alone)
     assert sum(record[3] is not None for record in numbers(found)) == 2
     assert found[-1]["losses"][6] < found[-1]["losses"][1]
+
+
+# --- through files
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Runs by ranks and flags, each with a checkpoint of iteration 3 and evaluations: directory and results."""
+
+    @functools.cache
+    def get(num_ranks: int, flags: str):
+        directory = tmp_path_factory.mktemp("checkpoints")
+        drains = f"--eval-iters 2 --eval-interval 2 --save {directory} --save-interval 3"
+        return directory, train(num_ranks, f"{SHORT} {flags} {drains}")
+
+    return get
+
+
+def going_on(num_ranks: int, directory, flags: str) -> list[dict]:
+    """From the checkpoint of iteration 3."""
+    return train(num_ranks, f"{SHORT} {flags} --load {directory} --ckpt-step 3")
+
+
+def gone_on(num_ranks: int, directory, flags: str) -> dict[int, float]:
+    """Losses after the checkpoint of iteration 3."""
+    return losses(going_on(num_ranks, directory, flags))
+
+
+def after(results: list[dict]) -> dict[int, float]:
+    return {iteration: loss for iteration, loss in losses(results).items() if iteration > 3}
 
 
 @pytest.mark.parametrize(
@@ -217,17 +256,13 @@ def test_bert(stages):
         pytest.param(2, TWO_REPLICAS, marks=FULL),
     ],
 )
-def test_evaluations_and_checkpoints_change_nothing(tmp_path, num_ranks, flags):
+def test_evaluations_and_checkpoints_change_nothing(saved, num_ranks, flags):
     """Drains leave losses, weights and the generator bit for bit as they were."""
-    plain = train(num_ranks, f"{STAGE} {flags}")
-    busy = train(num_ranks, f"{STAGE} {flags} --eval-iters 2 --eval-interval 2 --save {tmp_path} --save-interval 3")
+    plain, (_, busy) = train(num_ranks, f"{SHORT} {STAGE} {flags}"), saved(num_ranks, f"{STAGE} {flags}")
     assert records(plain) == records(busy) and same_weights(plain, busy)
     assert all(torch.equal(one["generator"], other["generator"]) for one, other in zip(plain, busy, strict=True))
     evaluated = [record["iteration"] for record in busy[-1]["records"] if "validation_loss" in record]
     assert evaluated == [2, 4, 6]
-
-
-# --- through files
 
 
 @pytest.mark.parametrize(
@@ -248,35 +283,13 @@ def test_evaluations_and_checkpoints_change_nothing(tmp_path, num_ranks, flags):
         pytest.param(2, "--decoder-first-pipeline-num-layers 1", id="uneven", marks=FULL),
     ],
 )
-def test_training_goes_on_through_files(tmp_path, num_ranks, flags):
+def test_training_goes_on_through_files(saved, num_ranks, flags):
     """A run that is drained for a checkpoint and goes on, and one that loads it: the same losses, norms, scales and
     weights, bit for bit."""
-    whole = train(num_ranks, f"{STAGE} {flags} --save {tmp_path} --save-interval 3")
-    flags = flags.replace("--async-save", "")
-    rest = train(num_ranks, f"{STAGE} {flags} --load {tmp_path} --ckpt-step 3")
+    directory, whole = saved(num_ranks, f"{STAGE} {flags}")
+    rest = going_on(num_ranks, directory, f"{STAGE} {flags}".replace("--async-save", ""))
     assert records(rest) == records(whole)[3:] and len(records(rest)) == 3
     assert same_weights(rest, whole)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Runs by ranks and flags, each with a checkpoint of iteration 3: directory and results."""
-
-    @functools.cache
-    def get(num_ranks: int, flags: str):
-        directory = tmp_path_factory.mktemp("checkpoints")
-        return directory, train(num_ranks, f"{NO_DROPOUT} {flags} --save {directory} --save-interval 3")
-
-    return get
-
-
-def gone_on(num_ranks: int, directory, flags: str) -> dict[int, float]:
-    """Losses after the checkpoint of iteration 3."""
-    return losses(train(num_ranks, f"{NO_DROPOUT} {flags} --load {directory} --ckpt-step 3"))
-
-
-def after(results: list[dict]) -> dict[int, float]:
-    return {iteration: loss for iteration, loss in losses(results).items() if iteration > 3}
 
 
 @pytest.mark.parametrize(
@@ -284,8 +297,8 @@ def after(results: list[dict]) -> dict[int, float]:
 )
 def test_other_numbers_of_stages_go_on(saved, writers, readers):
     """With the same number read on every stage the losses are the same to rounding."""
-    directory, whole = saved(writers, UNIFORM)
-    assert gone_on(readers, directory, UNIFORM) == pytest.approx(after(whole), rel=1e-6)
+    directory, whole = saved(writers, ONE_READ)
+    assert gone_on(readers, directory, ONE_READ) == pytest.approx(after(whole), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +317,8 @@ def test_other_numbers_of_stages_go_on(saved, writers, readers):
 def test_other_numbers_of_replicas_go_on(saved, writers, source, readers, target):
     """A prediction that all share is everyone's, and the first replica's where each had its own: then the next loss is
     near, as the weights are; predictions of other parts of a batch differ from there on."""
-    directory, whole = saved(writers, f"{STAGE} {source}")
-    found, expected = gone_on(readers, directory, f"{STAGE} {target}"), after(whole)
+    directory, whole = saved(writers, f"{NO_DROPOUT} {STAGE} {source}")
+    found, expected = gone_on(readers, directory, f"{NO_DROPOUT} {STAGE} {target}"), after(whole)
     apart = source == TWO_REPLICAS
     assert found[4] == pytest.approx(expected[4], rel=1e-2 if apart else 1e-6)
     assert found == pytest.approx(expected, rel=1e-2) and found != expected
@@ -316,7 +329,10 @@ def test_each_replica_has_its_own_prediction(saved):
     """In the files, and nowhere else: a distributed optimizer's and a reduced one are stored once."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    for flags, replicas in ((TWO_REPLICAS, {"0", "1"}), (f"{TWO_REPLICAS} --2bw-provisional-reduce", {"0"})):
+    for flags, replicas in (
+        (TWO_REPLICAS, {"0", "1"}),
+        (f"{TWO_REPLICAS} --2bw-provisional-reduce --train-iters 3", {"0"}),
+    ):
         directory, _ = saved(2, f"{STAGE} {flags}")
         keys = FileSystemReader(str(directory / "iter_0000003")).read_metadata().state_dict_metadata
         predicted = [key.split(".", 2) for key in keys if key.startswith("provisional_version.")]
@@ -348,6 +364,7 @@ def test_what_is_not_loaded_starts_fresh(saved, precision):
     directory, whole = saved(2, flags)
     found, expected = gone_on(2, directory, f"{flags} --no-load-optim"), after(whole)
     assert found[4] == expected[4] and found[5] != expected[5]
-    anew = [gone_on(2, directory, f"--finetune {each}") for each in (flags, f"{precision} --pipeline-schedule flush")]
-    assert sorted(anew[0]) == [1, 2, 3, 4, 5, 6]
+    finetuned = f"--finetune --train-iters 2 {precision}"
+    anew = [gone_on(2, directory, f"{finetuned} {each}") for each in (STAGE, "--pipeline-schedule flush")]
+    assert sorted(anew[0]) == [1, 2]
     assert anew[0][1] == anew[1][1] and anew[0][2] != anew[1][2]

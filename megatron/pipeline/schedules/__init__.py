@@ -3,7 +3,8 @@
 from megatron.pipeline.periodic import PeriodicProgram
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.placements import PLACEMENTS
+from megatron.pipeline.schedules.rules import TooManyRead
 from megatron.pipeline.schedules.schedule import Schedule
 from megatron.pipeline.schedules.stream import ProgramStream
 
-__all__ = ["ORDERS", "PLACEMENTS", "PRESETS", "PeriodicProgram", "Preset", "ProgramStream", "Schedule"]
+__all__ = ["ORDERS", "PLACEMENTS", "PRESETS", "PeriodicProgram", "Preset", "ProgramStream", "Schedule", "TooManyRead"]

@@ -63,19 +63,31 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
         )
 
 
+class TooManyRead(ValueError):
+    """Predictions shall read `wanted` microbatches of a batch; `reason` says why they cannot, and what can be done.
+
+    Whoever has another name for the choice tells the reason under that.
+    """
+
+    def __init__(self, wanted: int, reason: str) -> None:
+        super().__init__(f"provisional_microbatches {wanted}: {reason}")
+        self.wanted, self.reason = wanted, reason
+
+    def under(self, name: str) -> ValueError:
+        """The same where the choice is called so."""
+        return ValueError(f"{name} {self.wanted}: {self.reason}")
+
+
 def validate_predictions(schedule: Schedule, num_microbatches: int) -> None:
-    """Raises ValueError where a batch of this size has not enough backwards done for the prediction of the next."""
+    """Raises TooManyRead where a batch of this size has not enough backwards done for the prediction of the next."""
     done = num_microbatches - max(schedule.unread(num_microbatches))
-    if done < 1:
-        raise ValueError(
-            f"{schedule.weights.name} predicts from the microbatches of a batch that are done when the next begins, "
-            f"and of {num_microbatches} a stage has done none; use larger batches, fewer stages, or weights 2bw"
-        )
+    assert done >= 1, "no more are in flight than a batch has, and the first forward of the next is one of them"
     wanted = schedule.provisional_microbatches
     if wanted is not None and not 1 <= wanted <= done:
-        raise ValueError(
-            f"each stage shall predict from {wanted} microbatches, and with batches of {num_microbatches} the first "
-            f"stage has done {done} when the next batch begins; give 1 to {done}, or larger batches"
+        raise TooManyRead(
+            wanted,
+            f"with batches of {num_microbatches} the first stage has done {done} when the next batch begins; give 1 to "
+            f"{done}, or larger batches",
         )
 
 

@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.pipeline.instruction import Kind
-from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes import Legs
-from megatron.pipeline.passes.balance import add_balance, balanced_bounds
+from megatron.pipeline.passes.balance import add_balance
 from megatron.pipeline.passes.communication import add_communication
 from megatron.pipeline.passes.predictions import add_predictions
 from megatron.pipeline.passes.recompute import add_recompute
@@ -26,6 +25,7 @@ from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.rules import validate_choices, validate_predictions
+from megatron.pipeline.schedules.saved import SavedActivations
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.schedules.unread import unread
 from megatron.pipeline.stages import stages_of
@@ -173,29 +173,15 @@ class Schedule:
     @property
     def max_in_flight(self) -> int | None:
         """The most microbatches between forward and end of backward, without moves; None: a whole batch at a stage."""
-        limits = _in_flight(self._order)
-        return None if None in limits else max(limits)
+        return self._saved.max_in_flight
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
         """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
-        own = _cut(_in_flight(self._order), self._most_together(batches))
-        if not self.balance:
-            return own
-        accepting, on_rank = self._accepting_ranks(batches), self.max_saved_on_rank(batches)
-        return tuple(
-            on_rank[rank] if rank in accepting else min(own[stage], on_rank[rank])
-            for stage, rank in enumerate(self.rank_of_stage)
-        )
+        return self._saved.on_stages(batches)
 
     def max_saved_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The same for each rank, over all its stages; a microbatch counts once at each of them."""
-        own = self._in_flight_on_rank(batches)
-        if not self.balance:
-            return own
-        accepting = self._accepting_ranks(batches)
-        return tuple(
-            bound if rank in accepting else min(own[rank], bound) for rank, bound in enumerate(self._bounds_of_ranks)
-        )
+        return self._saved.on_ranks(batches)
 
     def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The ranks that move saved activations away in a program of these batches; none: there is nothing to balance.
@@ -203,10 +189,7 @@ class Schedule:
         That is so without `balance`, and with it for few ranks (1F1B: fewer than 4), or batches too small to fill the
         pipeline.
         """
-        if not self.balance:
-            return ()
-        pairs = enumerate(zip(self._in_flight_on_rank(batches), self._bounds_of_ranks, strict=True))
-        return tuple(rank for rank, (own, bound) in pairs if own > bound)
+        return self._saved.evicting_ranks(batches)
 
     def unread(self, num_microbatches: int) -> tuple[int, ...]:
         """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
@@ -260,7 +243,7 @@ class Schedule:
         outline = self._outline(batches, first_batch=first_batch, first_microbatch=first_microbatch)
         ordered = [self._order_legs(rank, outline) for rank in range(self.num_ranks)]
         if self.balance:
-            ordered = add_balance(ordered, outline, self._bounds_of_ranks)
+            ordered = add_balance(ordered, outline, self._saved.bounds_of_ranks)
         legs_of_rank = []
         for rank, legs in enumerate(ordered):
             if self.recompute:
@@ -322,20 +305,8 @@ class Schedule:
         )
 
     @property
-    def _bounds_of_ranks(self) -> tuple[int, ...]:
-        """With `balance`, the most microbatches that each rank may hold, over all its stages."""
-        order = self._order
-        return balanced_bounds([order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)])
-
-    def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """For each rank, the most microbatches between forward and end of backward, over all its stages."""
-        order = self._order
-        limits = [order.max_in_flight_on_rank(rank) for rank in range(self.num_ranks)]
-        together = self._most_together(batches)
-        return tuple(_cut([limit], together * len(self.stages_of(rank)))[0] for rank, limit in enumerate(limits))
-
-    def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
-        return {pair_of(rank, self.num_ranks) for rank in self.evicting_ranks(batches)}
+    def _saved(self) -> SavedActivations:
+        return SavedActivations(self._order, self.rank_of_stage, self.balance, self.weights.drains)
 
     def _outline(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
         return Program(
@@ -372,10 +343,6 @@ class Schedule:
             "reduce_partial": self.reduce_partial and self.data_parallel,
         }
 
-    def _most_together(self, batches: Sequence[int]) -> int:
-        """The most microbatches that can be under way at once in a program of these batches."""
-        return max(batches) if self.weights.drains else sum(batches)
-
     def _order_legs(self, rank: int, outline: Program) -> Legs:
         """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
         first = outline.first_batch
@@ -398,16 +365,6 @@ def _order_of(
     return order(num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup)
 
 
-@lru_cache(maxsize=256)
-def _in_flight(order: Order) -> tuple[int | None, ...]:
-    """By stage."""
-    return tuple(order.max_in_flight(stage) for stage in range(order.num_stages))
-
-
 def _shared(batches: int) -> str:
     """How the microbatches in flight are shared, behind their number."""
     return "" if batches == 1 else f" in {batches} batches together"
-
-
-def _cut(limits: Sequence[int | None], most: int) -> tuple[int, ...]:
-    return tuple(most if limit is None else min(limit, most) for limit in limits)

@@ -98,26 +98,10 @@ class Blocks:
         tensor: int,
         weights: WeightPolicy | str,
         working: int,
-        replicas: int = 1,
+        seconds: Callable[[UpdateTime], float] = UpdateTime.seconds,
     ) -> float:
-        """Seconds in which a stage's gradients are zeroed, measured, clipped and applied, the latter three divided
-        among replicas."""
-        return self.part_of_update(
-            place, num_layers, tensor=tensor, weights=weights, working=working,
-            seconds=lambda found: found.seconds(replicas),
-        )  # fmt: skip
-
-    def part_of_update(
-        self,
-        place: Place,
-        num_layers: int,
-        *,
-        tensor: int,
-        weights: WeightPolicy | str,
-        working: int,
-        seconds: Callable[[UpdateTime], float],
-    ) -> float:
-        """What `seconds` makes of a stage's update."""
+        """Seconds in which a stage's gradients are zeroed, measured, clipped and applied, or what `seconds` makes of
+        those."""
         few, many = self._layers
         weights = self._profiled_like(weight_policy(weights))
         whole = self._timed_update(place, few, tensor, weights, working, seconds)

@@ -210,7 +210,8 @@ class FirstPrinciples:
 
         Of each element PREDICT reads master and both moments and writes copies; reads the gradient, widens it and
         multiplies it; steps the copies with it, as Adam; and reads the master's copy and writes the weight. With 32-bit
-        gradients and 16-bit weights it is 66 bytes, beside the 32 of the STEP.
+        gradients and 16-bit weights it is 66 bytes, beside the 32 of the STEP. FP16 also reads all gradients, to look
+        for overflows, which is left out: nothing here says whether 16 bits are FP16 or bfloat16.
         """
         if not configuration.predicts:
             return [0.0] * len(layers), [0.0] * len(layers)

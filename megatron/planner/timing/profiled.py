@@ -115,11 +115,8 @@ class ProfiledCosts:
         The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes
         that time from the stage.
         """
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        seconds = self._blocks.update(
-            _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
-            working=working, replicas=configuration.data if configuration.distributed_optimizer else 1,
-        )  # fmt: skip
+        replicas = configuration.data if configuration.distributed_optimizer else 1
+        seconds = self._part_of_update(configuration, layers, stage, working, lambda found: found.seconds(replicas))
         return seconds if configuration.predicts else seconds + self._gather(configuration, layers, stage)
 
     def _gather(self, configuration: Configuration, layers: Sequence[int], stage: int) -> float:
@@ -129,14 +126,18 @@ class ProfiledCosts:
         return self._blocks.all_reduce(configuration.data, count * self.software.element_bytes) / 2
 
     def _prediction(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """The measured step, times what a step on copies moves of what the step itself moves."""
+        """The measured step, times what a step on copies moves of what the step itself moves; before it, in FP16, a
+        look for overflows, which reads all gradients as their norm does.
+        """
         weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
         copied = 6 * 4 + gradient + 4 + (8 if gradient < 4 else 0)  # as in first principles
         share = 1 + copied / (7 * 4 + weight)
         replicas = configuration.data if configuration.distributed_optimizer else 1
+        looks = self._blocks.profile.dtype == "float16"
         seconds = self._part_of_update(
-            configuration, layers, stage, working, lambda found: share * found.step.median / replicas
-        )
+            configuration, layers, stage, working,
+            lambda found: share * found.step.median / replicas + looks * found.norm.median,
+        )  # fmt: skip
         return seconds + self._gather(configuration, layers, stage)
 
     def _hold(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
@@ -152,7 +153,7 @@ class ProfiledCosts:
         seconds: Callable[[UpdateTime], float],
     ) -> float:
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        return self._blocks.part_of_update(
+        return self._blocks.update(
             _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
             working=working, seconds=seconds,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
 from megatron.pipeline.weights import TWO_BW, WeightPolicy
 from megatron.planner.devices import device_gib
 from megatron.training.batch_sizes import BatchSizes, parse_steps
@@ -83,7 +83,10 @@ def schedule(args: argparse.Namespace) -> None:
     program = pipeline_schedule(args)
     sizes = sorted(set(args.batch_sizes.all_num_microbatches()))
     for num_microbatches in sizes:
-        program.validate(num_microbatches)
+        try:
+            program.validate(num_microbatches)
+        except TooManyRead as error:
+            raise error.under("--2bw-provisional-microbatches") from error
     if args.pipeline_2bw_single_gradient_buffer and program.build((sizes[0],) * 3).returns_to_batches:
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} comes back to a batch after a backward of the next one, for "

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.transformer.module import Float16Module
 from megatron.pipeline.runtime.dropout import SeededDropout
 from tests.pipeline.runtime.megatron_model import Case, forward_step, global_names, gpt_model, parallel, training_data
-from tests.pipeline.runtime.megatron_reference import _learning_rate, _reported
+from tests.pipeline.runtime.megatron_reference import LossScale, _learning_rate, _reported, make_optimizer
 
 
 def reference(**options) -> dict:
@@ -38,16 +38,6 @@ def num_read(case: Case, name: str, num_microbatches: int) -> int:
     return num_microbatches - (case.p - 1 - stage)
 
 
-def make_optimizer(case: Case, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": case.weight_decay},
-        {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0},
-    ]
-    if case.optimizer == "adam":
-        return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.999), eps=case.adam_eps)
-    return torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
-
-
 def _reference(case: Case, original: Case) -> dict:
     model = gpt_model(case)
     module = Float16Module(model.config, model) if case.dtype != "float32" else model
@@ -56,14 +46,13 @@ def _reference(case: Case, original: Case) -> dict:
     optimizer = make_optimizer(case, masters)
     true = _copy(masters)
     predicted = [true] * original.d
-    scale = case.loss_scale or (case.initial_loss_scale if case.dtype == "float16" else 1.0)
-    initial_scale, scales_after, growth = scale, [], 0
+    scales = LossScale(case, 2)
     samples_done, clip, results = 0, (1.0 if case.clip == 0 else None), []
     step, data, microbatch_index, waiting = forward_step(case), training_data(case, 0), 0, None
 
     def apply(batch: int, gradients: dict[str, Tensor], batch_scale: float) -> None:
         """The step that takes the gradients of a batch."""
-        nonlocal true, clip, samples_done, scale, growth
+        nonlocal true, clip, samples_done
         result = results[batch]
         result["lr"] = _learning_rate(case, samples_done)
         if not result["overflow"]:
@@ -77,19 +66,10 @@ def _reference(case: Case, original: Case) -> dict:
             optimizer.step()
             samples_done += case.batches[batch] * case.micro_batch_size
             true = _copy(masters)
-        if case.dtype == "float16" and not case.loss_scale:
-            if result["overflow"] and batch_scale <= scale:
-                scale, growth = max(scale / 2, 1.0), 0
-            elif result["overflow"]:
-                growth = 0
-            else:
-                growth += 1
-                if growth == 3:
-                    scale, growth = scale * 2, 0
-        scales_after.append(scale)
+        scales.step(batch_scale, overflow=result["overflow"])
 
     for batch, count in enumerate(case.batches):
-        batch_scale = initial_scale if batch < 2 else scales_after[batch - 2]
+        batch_scale = scales.of_batch(batch)
         replicas = [{} for _ in range(original.d)]
         partial = [{} for _ in range(original.d)]
         own = count // original.d

@@ -31,26 +31,18 @@ def _reference(case: Case, original: Case) -> dict:
     dropout = SeededDropout(model, seed=1234)
     params = global_names(model)
     masters = {name: param.detach().clone().float() for name, param in params.items()}
-    groups = [
-        {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": case.weight_decay},
-        {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0},
-    ]
-    if case.optimizer == "adam":
-        optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.999), eps=case.adam_eps)
-    else:
-        optimizer = torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
+    optimizer = make_optimizer(case, masters)
     delay = DELAYS.get(case.schedule, 0)
     versions = [{name: master.clone() for name, master in masters.items()}]
-    scale = case.loss_scale or (case.initial_loss_scale if case.dtype == "float16" else 1.0)
-    scales_after, growth = [], 0
-    initial_scale, samples_done, results = scale, 0, []
+    scales = LossScale(case, delay + 1)
+    samples_done, results = 0, []
     step, data = forward_step(case), training_data(case, 0)
     microbatch_index = 0
     for batch, count in enumerate(case.batches):
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(versions[version_used(original, batch, name)][name])
-        batch_scale = initial_scale if batch < delay + 1 else scales_after[batch - delay - 1]
+        batch_scale = scales.of_batch(batch)
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
         losses = []
@@ -83,16 +75,7 @@ def _reference(case: Case, original: Case) -> dict:
                 group["lr"] = lr
             optimizer.step()
             samples_done += count * case.micro_batch_size
-        if case.dtype == "float16" and not case.loss_scale:
-            if overflow and batch_scale <= scale:
-                scale, growth = max(scale / 2, 1.0), 0
-            elif overflow:
-                growth = 0
-            else:
-                growth += 1
-                if growth == 3:
-                    scale, growth = scale * 2, 0
-        scales_after.append(scale)
+        scales.step(batch_scale, overflow=overflow)
         versions.append({name: master.clone() for name, master in masters.items()})
         results.append(
             {
@@ -107,6 +90,41 @@ def _reference(case: Case, original: Case) -> dict:
     cast = {name: tensor.to(case.torch_dtype).float() for name, tensor in newest.items()}
     cast_older = {name: tensor.to(case.torch_dtype).float() for name, tensor in older.items()}
     return {"batches": results, "newest": cast, "older": cast_older}
+
+
+def make_optimizer(case: Case, masters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": case.weight_decay},
+        {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0},
+    ]
+    if case.optimizer == "adam":
+        return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.999), eps=case.adam_eps)
+    return torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
+
+
+class LossScale:
+    """Of each batch: what the step `lag` batches before it has left, halved by an overflow of a batch that had the
+    newest scale, doubled after three batches without one.
+    """
+
+    def __init__(self, case: Case, lag: int) -> None:
+        self._is_dynamic = case.dtype == "float16" and not case.loss_scale
+        first = case.loss_scale or (case.initial_loss_scale if case.dtype == "float16" else 1.0)
+        self._scales, self._lag, self._growth = [first], lag, 0  # after so many steps
+
+    def of_batch(self, batch: int) -> float:
+        return self._scales[max(batch - self._lag + 1, 0)]
+
+    def step(self, batch_scale: float, *, overflow: bool) -> None:
+        """The step of the next batch, which had this scale, is taken, or left out."""
+        scale = self._scales[-1]
+        if self._is_dynamic:
+            self._growth = 0 if overflow else self._growth + 1
+            if overflow and batch_scale <= scale:
+                scale = max(scale / 2, 1.0)
+            elif self._growth == 3:
+                scale, self._growth = scale * 2, 0
+        self._scales.append(scale)
 
 
 def _reported(result: tuple) -> float:

@@ -45,7 +45,7 @@ def assert_in_order(accounts, *, moves=False):
         (2, {"schedule": "2bw", "p": 2, "clip": 1.0, "tied": True}),
         (2, {"schedule": "2bw", "p": 2, "recompute": True, "dropout": 0.1, "dtype": "bfloat16", "extra_warmup": True}),
         (2, {"schedule": "2bw", "p": 2, "dtype": "float16", "overflow_batches": (2,), "drains": (1,)}),
-        (2, {"schedule": "2bw", "t": 2, "clip": 1.0, "sequence_parallel": True}),
+        pytest.param(2, {"schedule": "2bw", "t": 2, "clip": 1.0, "sequence_parallel": True}, marks=FULL),
         (2, {"schedule": "2bw", "d": 2, "clip": 1.0}),
         pytest.param(
             2,
@@ -66,8 +66,8 @@ def assert_in_order(accounts, *, moves=False):
                 "drains": (3,),
             },
         ),
-        (2, {"schedule": "2bw", "t": 2, "predict": True, "sequence_parallel": True, "dtype": "bfloat16"}),
-        (
+        (2, {"schedule": "2bw", "t": 2, "predict": True, "clip": 1.0, "sequence_parallel": True, "dtype": "bfloat16"}),
+        pytest.param(
             2,
             {
                 "schedule": "2bw",
@@ -78,6 +78,7 @@ def assert_in_order(accounts, *, moves=False):
                 "reduce_partial": True,
                 "drains": (1,),
             },
+            marks=FULL,
         ),
         (
             4,
@@ -90,6 +91,7 @@ def assert_in_order(accounts, *, moves=False):
                 "clip": 1.0,
                 "distributed_optimizer": True,
                 "reduce_partial": True,
+                "drains": (1,),
             },
         ),
         (2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 6}),

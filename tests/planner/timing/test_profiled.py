@@ -112,6 +112,21 @@ def test_predictions_from_the_measured_update():
     assert split.step[0] == pytest.approx(4 * 0.001 + 4 * UPDATE)
 
 
+@pytest.mark.parametrize(("dtype", "looks"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
+def test_predictions_of_fp16_look_for_overflows(dtype, looks):
+    """In the time of the norm, on every replica in that of all gradients."""
+    base = profiles.profile()
+    found = []
+    for seconds in (0.0, 0.002):
+        updates = tuple(
+            each.model_copy(update={"norm": profiles.exactly(seconds * each.num_layers)}) for each in base.updates
+        )
+        model = ProfiledCosts(base.model_copy(update={"updates": updates, "dtype": dtype}), MODEL)
+        asked = {"schedule": "2bw", "data": 2, "provisional": "stage", "distributed_optimizer": True}
+        found.append(model.costs(configuration(**asked), (4,)).predict[0])
+    assert found[1] - found[0] == pytest.approx(looks * 4 * 0.002)
+
+
 def test_predictions_settle_where_ranks_share_a_processor():
     """Balanced stages that always work: a batch takes that of 2bw and the prediction."""
     even = replace_ends(profiles.profile())

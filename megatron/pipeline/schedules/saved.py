@@ -1,0 +1,85 @@
+"""How many microbatches' activations are saved at once: what an order has in flight, and what moves make of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.pipeline.moves import pair_of
+from megatron.pipeline.passes.balance import balanced_bounds
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.stages import stages_by_rank
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """The bounds of a schedule. `balance`: activations move; `drains`: each batch ends before the next begins."""
+
+    order: Order
+    rank_of_stage: tuple[int, ...]
+    balance: bool
+    drains: bool
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """The most between forward and end of backward at any stage; None: a whole batch."""
+        limits = _in_flight(self.order)
+        return None if None in limits else max(limits)
+
+    @property
+    def bounds_of_ranks(self) -> tuple[int, ...]:
+        """With `balance`, the most that each rank may hold, over all its stages."""
+        return balanced_bounds(self._limits_of_ranks)
+
+    def on_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The most that each stage holds in a program of these batches."""
+        own = _cut(_in_flight(self.order), self._most_together(batches))
+        if not self.balance:
+            return own
+        accepting, on_rank = self._accepting_ranks(batches), self.on_ranks(batches)
+        return tuple(
+            on_rank[rank] if rank in accepting else min(own[stage], on_rank[rank])
+            for stage, rank in enumerate(self.rank_of_stage)
+        )
+
+    def on_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The same for each rank, over all its stages."""
+        own = self._in_flight_on_rank(batches)
+        if not self.balance:
+            return own
+        accepting = self._accepting_ranks(batches)
+        return tuple(
+            bound if rank in accepting else min(own[rank], bound) for rank, bound in enumerate(self.bounds_of_ranks)
+        )
+
+    def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that have more in flight than they may hold."""
+        if not self.balance:
+            return ()
+        pairs = enumerate(zip(self._in_flight_on_rank(batches), self.bounds_of_ranks, strict=True))
+        return tuple(rank for rank, (own, bound) in pairs if own > bound)
+
+    def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
+        return {pair_of(rank, self.order.num_ranks) for rank in self.evicting_ranks(batches)}
+
+    @property
+    def _limits_of_ranks(self) -> list[int | None]:
+        return [self.order.max_in_flight_on_rank(rank) for rank in range(self.order.num_ranks)]
+
+    def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
+        together, limits = self._most_together(batches), self._limits_of_ranks
+        stages = stages_by_rank(self.rank_of_stage)
+        return tuple(_cut([limit], together * len(own))[0] for limit, own in zip(limits, stages, strict=True))
+
+    def _most_together(self, batches: Sequence[int]) -> int:
+        """The most that can be under way at once in a program of these batches."""
+        return max(batches) if self.drains else sum(batches)
+
+
+@lru_cache(maxsize=256)
+def _in_flight(order: Order) -> tuple[int | None, ...]:
+    """By stage."""
+    return tuple(order.max_in_flight(stage) for stage in range(order.num_stages))
+
+
+def _cut(limits: Sequence[int | None], most: int) -> tuple[int, ...]:
+    return tuple(most if limit is None else min(limit, most) for limit in limits)
