@@ -1,13 +1,19 @@
-"""What a run says about the weights that its batches are computed at, where they are predicted."""
+"""What a run says about the weights that its batches are computed at, where these are not the newest."""
 
 import argparse
 
+from megatron.pipeline.weights import TWO_BW
 from megatron.training.arguments.rules_run import pipeline_schedule
 
 
 def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
-    """Of batches of so many microbatches; None where nothing is predicted."""
+    """Of batches of so many microbatches; None where there is nothing to say of 2bw's delay."""
     schedule = pipeline_schedule(args)
+    if schedule.weights == TWO_BW:
+        return (
+            f"{args.pipeline_schedule} computes each batch at the weights of one update before; "
+            "--2bw-provisional stage predicts the newest (docs/provisional.md)"
+        )
     if not schedule.weights.predicts:
         return None
     read = [num_microbatches - unread for unread in schedule.unread(num_microbatches)]

@@ -105,7 +105,7 @@ def test_only_2bw_predicts(mode, schedule, flags):
     ("world_size", "flags", "said"),
     [
         (1, STAGE, "the stage reads 8 of 8 microbatches"),
-        (2, f"{STAGE} --2bw-provisional off", None),
+        (2, "--pipeline-schedule flush", None),
         (2, f"{STAGE} --pipeline-model-parallel-size 2", "stages read 7, 8 of 8 microbatches"),
         (4, f"{UNIFORM} --pipeline-model-parallel-size 4", "every stage reads 3 of 8 microbatches"),
         (4, f"{STAGE} --pipeline-model-parallel-size 2", "stages read 3, 4 of 4 microbatches of each replica"),

@@ -206,12 +206,14 @@ class FirstPrinciples:
     def _predictions(
         self, configuration: Configuration, layers: Sequence[int], links: Links
     ) -> tuple[list[float], list[float]]:
-        """Taking the optimizer's step on copies, and keeping gradients, by stage; 0 where nothing is predicted.
+        """Taking the optimizer's step provisionally, and keeping gradients, by stage; 0 where nothing is predicted.
 
-        Of each element PREDICT reads master and both moments and writes copies; reads the gradient, widens it and
-        multiplies it; steps the copies with it, as Adam; and reads the master's copy and writes the weight. With 32-bit
-        gradients and 16-bit weights it is 66 bytes, beside the 32 of the STEP. FP16 also reads all gradients, to look
-        for overflows, which is left out: nothing here says whether 16 bits are FP16 or bfloat16.
+        On a CPU, where torch's optimizers step, PREDICT is one pass that reads master, both moments and the gradient of
+        each element and writes the weight. Those of Apex and Transformer Engine step on copies: it reads master and
+        moments and writes copies; reads the gradient, widens it and multiplies it; steps the copies with it, as Adam;
+        and reads the master's copy and writes the weight. With 32-bit gradients and 16-bit weights it is 66 bytes,
+        beside the 32 of the STEP. FP16 also reads all gradients, to look for overflows, which is left out: nothing here
+        says whether 16 bits are FP16 or bfloat16.
         """
         if not configuration.predicts:
             return [0.0] * len(layers), [0.0] * len(layers)
@@ -219,8 +221,10 @@ class FirstPrinciples:
         copies, adam, weight = 6 * 4, 7 * 4, 4 + state.weight_bytes
         gradient = state.gradient_bytes + 4 + (8 if state.gradient_bytes < 4 else 0)
         predict, hold = [], []
+        one_pass = 3 * 4 + state.gradient_bytes + state.weight_bytes
+        moved = one_pass if self.cluster.is_cpu else copies + gradient + adam + weight
         for own, count, once in self._counts(configuration, layers, links):
-            predict.append(own * (copies + gradient + adam + weight) / self._memory_bandwidth)
+            predict.append(own * moved / self._memory_bandwidth)
             if state.distributed_optimizer:
                 predict[-1] += once * state.weight_bytes
             hold.append(2 * count * state.gradient_bytes / self._memory_bandwidth)

@@ -90,6 +90,9 @@ def test_predictions_are_priced_by_what_they_move():
     assert halves[1].hold == predicted.hold
     narrow = costs(configuration(**asked, provisional="stage"))  # 16-bit gradients, which are widened
     assert narrow.predict[1] == pytest.approx(predicted.predict[1] * 72 / 66)
+    laptops = Cluster(gpu="cpu", nodes=4, bandwidth={"between_nodes": 1.0})
+    on_cpu = costs(configuration(**asked, provisional="stage"), software=MEGATRON_CORE, cluster=laptops)
+    assert on_cpu.predict[1] == pytest.approx(on_cpu.step[1] * 18 / 32)  # one pass
 
 
 def test_moves_of_balanced_activations():
