@@ -4,24 +4,28 @@
 #
 #   bash examples/convergence_sweep.sh                              # outputs/sweep; 2 processes, about a minute a run
 #   STAGES=4 bash examples/convergence_sweep.sh                     # outputs/sweep_p4: as many stages as microbatches
+#   REPLICAS=4 SCHEDULES="flush provisional reduced" bash examples/convergence_sweep.sh    # outputs/sweep_d4; 8 processes
 #   MODEL=bert RATES="1e-4 1e-3" SEEDS=1 bash examples/convergence_sweep.sh
 #
-# Run again, it trains only what is missing. RATES, SEEDS, SCHEDULES (of flush, 2bw, provisional, uniform1, uniform2, ...),
-# ITERATIONS, OUTPUT and EXTRA, further flags of training, change the setting. docs/convergence.md has the results.
+# Run again, it trains only what is missing. RATES, SEEDS, SCHEDULES (of flush, 2bw, provisional, uniform1, uniform2, ...,
+# and reduced, which predicts from the gradients of all replicas), ITERATIONS, OUTPUT and EXTRA, further flags of
+# training, change the setting. Replicas share the batch, in smaller microbatches. docs/convergence.md has the results.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 
-model="${MODEL:-gpt}" stages="${STAGES:-2}"
+model="${MODEL:-gpt}" stages="${STAGES:-2}" replicas="${REPLICAS:-1}"
 case "$model" in
-    gpt) name=sweep prepare=prepare_data.sh settings=model.sh ;;
-    bert) name=sweep_bert prepare=prepare_bert_data.sh settings=bert_model.sh ;;
+    gpt) name=sweep prepare=prepare_data.sh settings=model.sh size=4 ;;
+    bert) name=sweep_bert prepare=prepare_bert_data.sh settings=bert_model.sh size=8 ;;
     *)
         echo "MODEL is $model, which is neither gpt nor bert" >&2
         exit 1
         ;;
 esac
 [ "$stages" = 2 ] || name="${name}_p$stages"
+[ "$replicas" = 1 ] || name="${name}_d$replicas"
+[ $((size % replicas)) = 0 ] || { echo "REPLICAS is $replicas, which does not divide microbatches of $size" >&2 && exit 1; }
 output="${OUTPUT:-outputs/$name}"
 data="$output/data"
 
@@ -38,9 +42,9 @@ train() { # NAME RATE SEED FLAGS...
     [ ! -f "$run.jsonl" ] || return 0
     echo "== ${run##*/}"
     rm -f "$run.partial"
-    python -m torch.distributed.run --standalone --nproc-per-node "$stages" "pretrain_$model.py" \
+    python -m torch.distributed.run --standalone --nproc-per-node "$((stages * replicas))" "pretrain_$model.py" \
         --pipeline-model-parallel-size "$stages" "${model_args[@]}" "${training_args[@]}" "${data_args[@]}" \
-        --lr "$rate" --min-lr "$(python -c "print($rate / 10)")" --lr-warmup-fraction 0.05 --seed "$seed" \
+        --micro-batch-size "$((size / replicas))" --lr "$rate" --min-lr "$(python -c "print($rate / 10)")" --lr-warmup-fraction 0.05 --seed "$seed" \
         --train-iters "${ITERATIONS:-400}" --eval-interval 25 --eval-iters 5 --log-interval 100 \
         --metrics-file "$run.partial" "$@" ${EXTRA:-} </dev/null
     mv "$run.partial" "$run.jsonl"
@@ -51,6 +55,7 @@ for seed in ${SEEDS:-1234 1 2}; do
         for schedule in ${SCHEDULES:-flush 2bw provisional}; do
             case "$schedule" in
                 provisional) flags=(--pipeline-schedule 2bw --2bw-provisional stage) ;;
+                reduced) flags=(--pipeline-schedule 2bw --2bw-provisional stage --2bw-provisional-reduce) ;;
                 uniform*)
                     flags=(--pipeline-schedule 2bw --2bw-provisional uniform)
                     flags+=(--2bw-provisional-microbatches "${schedule#uniform}")
@@ -62,4 +67,4 @@ for seed in ${SEEDS:-1234 1 2}; do
     done
 done
 
-python tools/compare_runs.py "$output" --title "${model^^}, $stages stages, 4 microbatches"
+python tools/compare_runs.py "$output" --title "${model^^}, $stages stages, $replicas replicas, 4 microbatches"
