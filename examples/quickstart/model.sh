@@ -7,8 +7,8 @@ model_args=(
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0.0 --hidden-dropout 0.0
 )
 training_args=(
-    --micro-batch-size 4 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
-    --lr-warmup-fraction 0.3 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
+    --micro-batch-size 4 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine
+    --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
 )
 # The text is small: reading it in the training process itself leaves the cores to training.
 data_args=(

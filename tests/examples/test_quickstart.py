@@ -54,7 +54,9 @@ def run_quickstart(output: Path, **environment: str) -> str:
 
 
 def test_quickstart_from_text_to_pictures(tmp_path):
-    """The script trains under 2bw on two ranks and leaves checkpoint, metrics and pictures; a rerun trains nothing."""
+    """The script trains under 2bw, with predictions, on two ranks and leaves checkpoint, metrics and pictures; a rerun
+    trains nothing.
+    """
     output = tmp_path / "out"
     few = {"ITERATIONS": "8", "EXPECTED_FALL": "0"}
     assert "Results in" in run_quickstart(output, **few)
