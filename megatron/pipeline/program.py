@@ -34,6 +34,7 @@ class Program:
         weights: the weight policy.
         first_batch, first_microbatch: index, over the whole run, of its first batch and first microbatch.
         recompute: whether backwards are preceded by a recompute.
+        not_recomputed: the stages at which they are not, though the program recomputes.
         tied_embeddings, data_parallel, global_norm: which links the update chain has.
         unread: where the weights predict, for each stage how many backwards of a batch stand behind the prediction from
             it; empty where `provisional_microbatches` says how many each prediction reads.
@@ -49,6 +50,7 @@ class Program:
     first_batch: int = 0
     first_microbatch: int = 0
     recompute: bool = False
+    not_recomputed: tuple[int, ...] = ()
     tied_embeddings: bool = False
     data_parallel: bool = False
     global_norm: bool = True
@@ -95,6 +97,10 @@ class Program:
         """Whether both stages exist and live on different ranks, so that tensors between them are sent."""
         last = self.num_stages - 1
         return 0 <= stage <= last and 0 <= other <= last and self.rank_of_stage[stage] != self.rank_of_stage[other]
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether backwards at the stage are preceded by a recompute."""
+        return self.recompute and stage not in self.not_recomputed
 
     # --- batches
 

@@ -68,6 +68,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "first_batch": _integer,
     "first_microbatch": _integer,
     "recompute": _flag,
+    "not_recomputed": _integers,
     "tied_embeddings": _flag,
     "data_parallel": _flag,
     "global_norm": _flag,
@@ -78,7 +79,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 
 
-_OF_PREDICTIONS = ("unread", "provisional_microbatches", "reduce_partial")  # written where there are any
+_OF_FEW = ("not_recomputed", "unread", "provisional_microbatches", "reduce_partial")  # written where there are any
 
 
 def _write_value(value: Any) -> str:
@@ -94,7 +95,7 @@ def _write_value(value: Any) -> str:
 
 def to_csv(program: Program) -> str:
     """The text from which `from_csv` reads an equal program."""
-    names = [name for name in _READ if name not in _OF_PREDICTIONS or getattr(program, name)]
+    names = [name for name in _READ if name not in _OF_FEW or getattr(program, name)]
     facts = [f"# {name}: {_write_value(getattr(program, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in program.rows)]) + "\n"
 

@@ -7,12 +7,14 @@ from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.placements import PLACEMENTS
+from megatron.pipeline.schedules.relay import Relay
 from megatron.pipeline.weights import WeightPolicy, weight_policy
 
 ORDERS: dict[str, type[Order]] = {
     "gpipe": GPipe,
     "1f1b": OneForwardOneBackward,
     "interleaved": Interleaved,
+    "relay": Relay,
 }
 
 

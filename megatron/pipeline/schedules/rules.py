@@ -88,6 +88,8 @@ def _validate_virtual_stages(schedule: Schedule, order: Order) -> None:
         )
     if group is not None and not interleaves:
         raise ValueError(f"{schedule.order} takes no groups of microbatches; drop microbatch_group_size")
+    if group is not None and order.relays:
+        raise ValueError(f"{schedule.order} takes a whole batch as one group; drop microbatch_group_size")
     if group is not None and group < schedule.num_ranks:
         raise ValueError(
             f"microbatch groups of {group} are smaller than the {schedule.num_ranks} ranks, so a rank would wait for "

@@ -264,7 +264,7 @@ class Schedule:
         legs_of_rank = []
         for rank, legs in enumerate(ordered):
             if self.recompute:
-                legs = add_recompute(legs)
+                legs = add_recompute(legs, outline)
             legs = add_updates(legs, rank, outline)
             if self.weights.predicts:
                 legs = add_predictions(legs, rank, outline)
@@ -322,6 +322,11 @@ class Schedule:
         )
 
     @property
+    def _not_recomputed(self) -> tuple[int, ...]:
+        order = self._order
+        return tuple(each for each in range(self.num_stages) if self.recompute and not order.recomputes(each))
+
+    @property
     def _bounds_of_ranks(self) -> tuple[int, ...]:
         """With `balance`, the most microbatches that each rank may hold, over all its stages."""
         order = self._order
@@ -346,6 +351,7 @@ class Schedule:
             first_batch=first_batch,
             first_microbatch=first_microbatch,
             recompute=self.recompute,
+            not_recomputed=self._not_recomputed,
             tied_embeddings=self.tied_embeddings,
             data_parallel=self.data_parallel,
             **self._predictions(batches),
