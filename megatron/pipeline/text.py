@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program import Program, Row, Rows
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.weights import FLUSH, POLICIES, WeightPolicy
 
 _FACT = re.compile(r"#\s*([a-z_]+)\s*:(.*)")
@@ -72,6 +73,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "tied_embeddings": _flag,
     "data_parallel": _flag,
     "global_norm": _flag,
+    "residency": Residency.parse,
     "unread": _integers,
     "provisional_microbatches": _integer,
     "reduce_partial": _flag,
@@ -79,7 +81,8 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 
 
-_OF_FEW = ("not_recomputed", "unread", "provisional_microbatches", "reduce_partial")  # written where there are any
+# Written where there are any.
+_OF_FEW = ("not_recomputed", "residency", "unread", "provisional_microbatches", "reduce_partial")
 
 
 def _write_value(value: Any) -> str:

@@ -18,6 +18,9 @@ class CheckReport:
             backward.
         live_versions: per stage, the largest number of weight versions that are live at once; empty where the program
             is not versioned.
+        num_fetches: per rank, how often it fetches the weights of a stage from the host; empty where they live on the
+            device.
+        peak_resident_stages: per rank, the most stages whose weights are on the device at once; likewise.
         evicted_microbatches: per stage, how many microbatches move to the pair stage and back.
     """
 
@@ -32,4 +35,6 @@ class CheckReport:
     peak_saved_on_rank: tuple[int, ...]
     peak_recomputed_microbatches: tuple[int, ...]
     live_versions: tuple[int, ...]
+    num_fetches: tuple[int, ...]
+    peak_resident_stages: tuple[int, ...]
     evicted_microbatches: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
@@ -27,12 +28,16 @@ class Preset:
         weights: in `POLICIES`.
         balance: saved activations are moved between the ranks of a pair.
         placement: in `PLACEMENTS`.
+        recompute: backwards are preceded by a recompute.
+        residency: weights live on the host, and how; None: on the device. The runtime does not execute such programs.
     """
 
     order: str
     weights: str
     balance: bool = False
     placement: str = "round-robin"
+    recompute: bool = False
+    residency: Residency | None = None
 
     def validate(self) -> None:
         """Raises ValueError where an order, a policy or a placement of that name is in no table."""
@@ -60,4 +65,5 @@ PRESETS: dict[str, Preset] = {
     "pipedream": Preset("1f1b", "stash"),
     "interleaved": Preset("interleaved", "flush"),
     "bpipe": Preset("1f1b", "flush", balance=True),
+    "l2l": Preset("relay", "flush", recompute=True, residency=Residency()),
 }
