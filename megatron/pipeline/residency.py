@@ -1,6 +1,6 @@
 """Weights that live in the host's memory: the rules, for all that execute programs.
 
-L2L (Pudipeddi et al., 2020, section 3) holds the weights of two layers on the device and all others on the host, which
+L2L (Pudipeddi et al., 2020, section 2.1) holds the weights of few layers on the device and all on the host, which
 also has the optimizer. Here a stage is what is fetched, and four words say so:
 
     2FETCH@1        copy version 1 of stage 2 to the device                       lane: host to device
@@ -45,7 +45,8 @@ class Residency:
     """How a program keeps its weights on the host.
 
     Attributes:
-        stages: the most stages of a rank whose weights are on the device at once. The paper has 2.
+        stages: the most stages of a rank whose weights are on the device at once: of 2, one is fetched while the other
+            computes.
         update: when the host updates a stage. `eager`: as soon as it has the gradients (the paper's eager parameter
             server), so that nothing in the update may depend on other stages. `deferred`: behind the rank's STEP, which
             knows the global norm and any overflow.

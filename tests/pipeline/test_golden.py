@@ -208,8 +208,8 @@ def test_predictions_stand_behind_what_they_read(name: str):
 
 
 def test_l2l_relays():
-    """L2L, Algorithm 3: a layer on all microbatches before the next one, its weights fetched beside the layer before it;
-    backwards recompute from the stored input. Its Algorithm 4 updates a layer on the host while the next one computes.
+    """L2L, Algorithm 2: a layer on all microbatches before the next one; backwards recompute from the stored input, and
+    gradients leave before the next layer (section 2.1). Here weights come beside the layer before.
     """
     [row] = golden("l2l_eager_p1_n4_m2").rows
     batch = row[: row.index(Instruction.parse("0STEP@1")) + 1]

@@ -39,7 +39,7 @@ from megatron.pipeline.check.periods import Origin, Periodic, prove_periods, pro
 from megatron.pipeline.check.predictions import prove_predictions
 from megatron.pipeline.check.progress import prove_progress
 from megatron.pipeline.check.report import CheckReport
-from megatron.pipeline.check.residency import prove_residency
+from megatron.pipeline.check.residency import prove_residency, require_residency
 from megatron.pipeline.check.transfers import prove_transfers
 from megatron.pipeline.check.updates import prove_updates
 from megatron.pipeline.check.versions import prove_evaluation, prove_versions
@@ -78,6 +78,7 @@ def _prove(
     live_versions: tuple[int, ...] = ()
     peak_saved = peak_recomputed = (0,) * compacted.num_stages
     peak_on_rank = (0,) * len(compacted.codes)
+    require_residency(compacted)
     prove_computations(compacted)
     prove_transfers(compacted)
     prove_balance(compacted)

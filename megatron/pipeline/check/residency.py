@@ -26,11 +26,27 @@ from megatron.pipeline.check.compact import (
 )
 
 
+def require_residency(compact: CompactProgram) -> None:
+    """The words of weights on the host stand where the program says that these live there, and it may say so.
+
+    Raises:
+        ProgramError: naming a word of a program whose weights live on the device.
+        ValueError: the weights live on the host, and the program names no versions, or needs several at once.
+    """
+    program = compact.program
+    if program.residency is None:
+        _require_none(compact)
+    elif not compact.versioned:
+        raise ValueError("weights on the host are fetched by their version, and no instruction names one; name them")
+    elif not program.weights.drains:
+        raise ValueError(f"the host has one version of the weights, and {program.weights} needs more; use flush")
+
+
 def prove_residency(compact: CompactProgram) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Prove the rules above.
 
     Args:
-        compact: a program whose versions are proved, if it names any.
+        compact: a program whose versions are proved, if weights live on the host.
 
     Returns:
         For each rank, how many FETCHes it has, and the most stages that are resident at once. Empty where weights live
@@ -38,16 +54,9 @@ def prove_residency(compact: CompactProgram) -> tuple[tuple[int, ...], tuple[int
 
     Raises:
         ProgramError: naming the instruction that is out of place, or the end of the row where weights are left.
-        ValueError: the weights live on the host, and the program names no versions, or needs several at once.
     """
-    program = compact.program
-    if program.residency is None:
-        _require_none(compact)
+    if compact.program.residency is None:
         return (), ()
-    if not compact.versioned:
-        raise ValueError("weights on the host are fetched by their version, and no instruction names one; name them")
-    if not program.weights.drains:
-        raise ValueError(f"the host has one version of the weights, and {program.weights} needs more; use flush")
     ranks = [_Rank(compact, rank) for rank in range(len(compact.codes))]
     for rank in ranks:
         rank.prove()

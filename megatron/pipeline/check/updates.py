@@ -8,8 +8,9 @@ it stands at the lowest of them. Its links are
     REDUCE_NORM@v    over all ranks                                             where the program takes a global norm
     STEP@v           makes the version
 
-Where weights live on the host, gradients leave the device stage by stage. Then REDUCE_GRAD is of one stage and proved
-with those words (see `host_updates`), and the ends of tied embeddings have a REDUCE_EMBED even on one rank.
+Where weights live on the host, gradients leave the device stage by stage. Then REDUCE_GRAD is of one stage, and the
+ends of tied embeddings have a REDUCE_EMBED even on one rank, which may stand before backwards of other stages. After what
+these two stand is proved in `host_updates`.
 
 A link stands after the batch's last backward at any of the rank's stages, after the links before it in its chain, and
 after the same link of the batch before; and each stands once. Where each stage uses its newest version (`stash`),
@@ -70,7 +71,7 @@ def prove_updates(compact: CompactProgram) -> None:
         raise ValueError(f"{program.weights.name} updates each stage by itself: give each rank one stage")
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
-    of_stages = (REDUCE_GRAD,) if program.residency else ()
+    of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
         num_stages = len(compact.stages_of(rank))
@@ -88,7 +89,7 @@ def prove_updates(compact: CompactProgram) -> None:
                     reason = f"by the program's flags the chain of stage {stage} has no {KIND_OF_CODE[code].value}"
                 elif index != posted[code] or index >= num_batches:
                     reason = _explain_order(compact, stage, code, posted[code])
-                elif unfinished[index]:
+                elif unfinished[index] and code not in of_ends:
                     reason = f"batch {version - 1}, whose gradients it takes, has backwards to come on this rank"
                 else:
                     missing = [link for link in chain[: chain.index(code)] if posted[link] <= index]

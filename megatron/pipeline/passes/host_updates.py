@@ -12,7 +12,8 @@ updates ascend, so that the next batch, which begins with the lowest stage, wait
 
 Tied embeddings: REDUCE_EMBED stands behind the rank's last backward on both ranks. The last stage's gradients come
 first and the first stage's last, so right behind its own STORE_GRAD it would keep a rank's later reductions waiting in
-their lane for the end of the batch. The updates of both ends stand behind it.
+their lane for the end of the batch, and soon the rank for a gradient buffer: a circle. The updates of both ends stand
+behind it.
 """
 
 from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind

@@ -1,6 +1,6 @@
 """The relay: one stage after another, each on the whole batch, so that a rank needs the weights of few stages at once.
 
-L2L (Pudipeddi et al., 2020, section 3.1 and Algorithm 3) turns the two loops of training around: the outer one goes
+L2L (Pudipeddi et al., 2020, section 2.2 and Algorithm 2) turns the two loops of training around: the outer one goes
 over stages, up and then down, and the inner one over the microbatches of the batch. One rank with three stages, `a` to
 `c`:
 
