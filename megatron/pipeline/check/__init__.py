@@ -14,6 +14,7 @@ proof a file:
     residency      where weights live on the host: each computation finds its own on the device; few are there
     host_updates   and each stage's gradients come to the host complete, and are applied there once
     memory         saved activations stay within their bound
+    waiting        and how many tensors wait between two stages of one rank
     progress       no deadlock, even where a send completes only once its receive is posted
     periods        the same for fill + n periods + drain, for every n
 
@@ -43,6 +44,7 @@ from megatron.pipeline.check.residency import prove_residency, require_residency
 from megatron.pipeline.check.transfers import prove_transfers
 from megatron.pipeline.check.updates import prove_updates
 from megatron.pipeline.check.versions import prove_evaluation, prove_versions
+from megatron.pipeline.check.waiting import count_waiting
 from megatron.pipeline.program import Program
 
 __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
@@ -104,6 +106,7 @@ def _prove(
         peak_saved_microbatches=peak_saved,
         peak_saved_on_rank=peak_on_rank,
         peak_recomputed_microbatches=peak_recomputed,
+        peak_waiting_on_rank=count_waiting(compacted),
         live_versions=live_versions,
         num_fetches=num_fetches,
         peak_resident_stages=peak_resident,

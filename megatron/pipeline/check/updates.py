@@ -9,8 +9,8 @@ it stands at the lowest of them. Its links are
     STEP@v           makes the version
 
 Where weights live on the host, gradients leave the device stage by stage. Then REDUCE_GRAD is of one stage, and the
-ends of tied embeddings have a REDUCE_EMBED even on one rank, which may stand before backwards of other stages. After what
-these two stand is proved in `host_updates`.
+ends of tied embeddings have a REDUCE_EMBED even on one rank, which may stand before backwards of other stages. After
+what these two stand is proved in `host_updates`.
 
 A link stands after the batch's last backward at any of the rank's stages, after the links before it in its chain, and
 after the same link of the batch before; and each stands once. Where each stage uses its newest version (`stash`),

@@ -176,3 +176,14 @@ def test_a_period_that_leaves_an_update_behind_is_rejected():
     short = replace(late, period=((update, *period),), drain=((),))
     with pytest.raises(ProgramError, match=r"how many UPDATE each stage of the rank has is \[0\] before it and \[1\]"):
         check_periodic(short)
+
+
+@pytest.mark.parametrize(("v", "m"), [(1, 3), (2, 3), (5, 4)])
+def test_a_batch_waits_between_two_stages(v: int, m: int):
+    """On one rank, beside the stored inputs: m activations, then m gradients. Several ranks send what they make."""
+    report = check(hosted(1, v).build((m,)))
+    assert report.peak_waiting_on_rank == (m if v > 1 else 0,)
+    assert report.peak_saved_on_rank == ((v - 1) * m + 1,)
+    assert check(hosted(2, v).build((m,))).peak_waiting_on_rank == (0, 0)
+    soon = Schedule.preset("interleaved", num_stages=4, num_virtual_stages=4).build((m,))
+    assert check(soon).peak_waiting_on_rank == (2,)  # an activation and a gradient
