@@ -10,7 +10,8 @@ before it:
   row;
 - a move of saved activations (EVICT, ACCEPT, RETURN, LOAD): from when the rank's queue of moves posts it until it is
   complete; where the other end comes later, that is longer than the transfer takes;
-- a reduction: from its start until it is complete.
+- a reduction: from its start until it is complete;
+- a word to or from the host (FETCH, STORE_GRAD, UPDATE): from when its lane begins it until it is complete.
 
 What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the
 rows, because a long run has millions of spans; `spans` makes objects of them for those who want to look at a few.

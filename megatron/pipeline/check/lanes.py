@@ -20,7 +20,8 @@ from megatron.pipeline.instruction import Lane
 
 def awaited_reductions(compact: CompactProgram, rank: int) -> dict[int, int]:
     """For each position of a row that waits for its lanes: how many of the rank's reductions have to be complete."""
-    awaited, needs = compact.awaited_in_lanes[rank], _needs(compact, rank)
+    awaited = compact.awaited_in_lanes[rank]
+    needs = _needs(compact, rank) if awaited else []
     computed = (position for position in awaited if _lane(compact, rank, position) is Lane.COMPUTE)
     return {position: needs[position] for position in computed if needs[position]}
 

@@ -67,8 +67,11 @@ class Execution:
         self.reductions = Reductions(compact)
         self.num_moves = [0] * num_ranks  # that each rank has requested
         self.awaited_moves = [0] * num_ranks  # how many a rank waits for; 0: it does not
-        hosts = compact.program.residency is not None
-        self.awaited_reductions = [awaited_reductions(compact, rank) if hosts else {} for rank in range(num_ranks)]
+        self._awaited_reductions = [awaited_reductions(compact, rank) for rank in range(num_ranks)]
+        self._held = [  # positions that wait for moves, or for lanes
+            moves.keys() | reductions.keys()
+            for moves, reductions in zip(compact.awaited_moves, self._awaited_reductions, strict=True)
+        ]
         self.partners = compact.partners if compact.moves else range(num_ranks)
         self._rank_awaiting: dict[int, int] = {}  # tensor -> rank
         self._waits, self._brings = self._offsets(num_places)
@@ -108,17 +111,14 @@ class Execution:
         codes, places, versions = compact.codes[rank], compact.places[rank], compact.versions[rank]
         waits, brings, width = self._waits, self._brings, compact.num_microbatches
         self.awaited_tensor[rank] = NOTHING
-        awaited_moves, awaited_reductions = compact.awaited_moves[rank], self.awaited_reductions[rank]
+        held = self._held[rank]
         for position in range(self.position[rank], self.ends[rank]):
             code, place = codes[position], places[position]
             if code < FIRST_UPDATE:
                 if code >= FIRST_MOVE:
                     self._request_move(rank)
                     continue
-                if awaited_moves and self._waits_for_moves(rank, awaited_moves.get(position, 0)):
-                    self.position[rank] = position
-                    return
-                if awaited_reductions and not self.reductions.are_done(rank, awaited_reductions.get(position, 0)):
+                if held and position in held and self._is_held(rank, position):
                     self.position[rank] = position
                     return
                 stage = place // width
@@ -148,6 +148,12 @@ class Execution:
         if 0 < self.awaited_moves[partner] <= self.num_moves[rank]:
             self.awaited_moves[partner] = 0
             self._runnable.append(partner)
+
+    def _is_held(self, rank: int, position: int) -> bool:
+        """Whether a computation has to wait for moves, or for the reductions behind what it awaits in its lanes."""
+        return self._waits_for_moves(
+            rank, self.compact.awaited_moves[rank].get(position, 0)
+        ) or not self.reductions.are_done(rank, self._awaited_reductions[rank].get(position, 0))
 
     def _waits_for_moves(self, rank: int, needed: int) -> bool:
         """Whether the rank has to wait until so many of its moves are complete, all of which it has requested."""
