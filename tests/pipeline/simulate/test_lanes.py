@@ -1,6 +1,7 @@
 """The lanes between device and host: times by hand, by the closed form, and against the bounds of the idea."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -150,4 +151,4 @@ def test_a_path_explains_every_run(
     timeline = simulate(schedule.build((m, m)), priced)
     path = critical_path(timeline, priced)
     assert path[0].start == 0 and path[-1].end == pytest.approx(timeline.end)
-    assert all(first.end == pytest.approx(second.start) for first, second in zip(path, path[1:], strict=False))
+    assert all(first.end == pytest.approx(second.start) for first, second in pairwise(path))
