@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.memory_curve import MemorySizes
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.timeline import Timeline
@@ -164,6 +165,24 @@ def interleaved() -> None:
     )
 
 
+def l2l() -> None:
+    """Weights on the host: updates at once, and behind the step."""
+    costs = Costs(fetch=2.0, store=2.0, update=8.0, reduce_norm=1.0)
+    stages = {"num_virtual_stages": 6, "costs": costs}
+    draw_timeline(
+        [
+            timeline("l2l", 6, (4,) * 2, residency=Residency(2, "eager"), **stages).named(
+                "l2l: 6 stages, eager updates"
+            ),
+            timeline("l2l", 6, (4,) * 2, residency=Residency(2, "deferred"), **stages).named("l2l: deferred updates"),
+        ],
+        IMAGES / "l2l.png",
+        saved_microbatches=True,
+        lanes=True,
+        time_label=FORWARDS,
+    )
+
+
 def placement() -> None:
     """Figures 5 and 6 of the BPipe paper."""
     nodes = tuple(Node(name=f"node {index}", gpus=8) for index in range(2))
@@ -181,7 +200,7 @@ def placement() -> None:
 
 DRAWINGS = (
     figure_1, figure_2, figure_3, bpipe, flush_and_2bw, provisional, extra_warmup, chain, recompute, critical,
-    interleaved, placement,
+    interleaved, l2l, placement,
 )  # fmt: skip
 
 

@@ -105,6 +105,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if timeline.num_stages > timeline.num_ranks:
         for rank in range(timeline.num_ranks):
             rows.append((f"rank {rank}: the same, over its stages", str(timeline.peak_saved_on_rank(rank))))
+    rows += _lane_rows(timeline)
     rows += _memory_rows(timeline, options, program)
     _print_table(rows)
     if options.critical_path:
@@ -161,6 +162,19 @@ def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
 # --- what is printed
 
 
+def _lane_rows(timeline: Timeline) -> list[tuple[str, str]]:
+    """Where weights live on the host, how long each lane to and from it is busy, and when all updates are made."""
+    rows = []
+    for rank in range(timeline.num_ranks):
+        busy = timeline.busy_lanes(rank)
+        if busy:
+            names, times = ", ".join(lane.value for lane in busy), ", ".join(map("{:g}".format, busy.values()))
+            rows.append((f"rank {rank}: {names}", times))
+    if rows:
+        rows.append(("last update ends", f"{max(span.end for span in timeline.spans) - timeline.start:g}"))
+    return rows
+
+
 def _memory_rows(timeline: Timeline, options: argparse.Namespace, program: Program) -> list[tuple[str, str]]:
     """Peak memory of each rank, when, and of what."""
     sizes = schedule_costs.sizes(options)
@@ -185,6 +199,12 @@ def _describe(report: CheckReport, program: Program) -> str:
     ]
     if report.num_stages > report.num_ranks:
         facts.insert(5, ("  of all stages of a rank", ", ".join(map(str, report.peak_saved_on_rank))))
+    if any(report.peak_waiting_on_rank):
+        facts.append(("tensors between a rank's stages", ", ".join(map(str, report.peak_waiting_on_rank))))
+    if report.num_fetches:
+        batches = len(program.batches)
+        facts.append(("resident stages", ", ".join(map(str, report.peak_resident_stages))))
+        facts.append(("fetches a batch", ", ".join(f"{count / batches:g}" for count in report.num_fetches)))
     if any(report.evicted_microbatches):
         facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
     width = max(len(name) for name, _ in facts)

@@ -8,7 +8,7 @@ from megatron.pipeline.costs import Costs
 from megatron.pipeline.memory_curve import PARTS, MemorySizes
 
 NAMES = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
-         "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold")  # fmt: skip
+         "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update")  # fmt: skip
 SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
 
 
@@ -29,6 +29,9 @@ def costs(options: argparse.Namespace) -> Costs:
         reduce_grad=options.reduce_grad,
         reduce_embed=options.reduce_embed,
         reduce_norm=options.reduce_norm,
+        fetch=options.fetch,
+        store=options.store,
+        update=options.update,
     )
 
 
@@ -52,6 +55,9 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),
         ("--load", None, "of moving them back (default: as --evict)"),
         ("--reduce-grad", 0.0, "of the reduction over replicas"),
+        ("--fetch", 0.0, "l2l: of copying a stage's weights to the device"),
+        ("--store", 0.0, "l2l: of copying its gradients to the host"),
+        ("--update", 0.0, "l2l: of its update there"),
     ):
         costs.add_argument(name, type=times, default=default, metavar="T[,T...]", help=meaning)
     costs.add_argument("--reduce-embed", type=time, default=0.0, metavar="T", help="of the tied embeddings' reduction")

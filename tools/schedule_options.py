@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import command_line  # first: it finds the sources
@@ -9,13 +10,17 @@ import schedule_costs
 from command_line import count, positive
 
 from megatron.pipeline.program import Program
+from megatron.pipeline.residency import DEFERRED, EAGER, Residency
 from megatron.pipeline.schedules import Schedule, TooManyRead
 from megatron.pipeline.schedules.orders import PRESETS
 from megatron.pipeline.weights import POLICIES, TWO_BW, weight_policy
 
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PREDICTIONS = ("provisional_microbatches", "reduce_partial")
-_PRESET_ONLY = ("provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *FLAGS)
+_HOST = ("resident_stages", "host_update")
+_PRESET_ONLY = (
+    "provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *_HOST, *FLAGS
+)  # fmt: skip
 _MOST = 20_000_000  # computations and transfers of a program; more do not fit into the memory of a common machine
 _JOB_ONLY = ("tensor", "data", "distributed_optimizer")
 _TEXT_ONLY = ("versions", "columns")
@@ -38,8 +43,17 @@ def schedule(options: argparse.Namespace) -> Schedule:
         num_virtual_stages=num_virtual_stages,
         microbatch_group_size=options.microbatch_group_size,
         predict=predicts(options),
+        residency=residency(options),
         **flags,
     )
+
+
+def residency(options: argparse.Namespace) -> Residency | None:
+    """Where the preset's weights live on the host, how: as it says, but for what is asked for."""
+    asked = {"stages": options.resident_stages, "update": options.host_update}
+    given = {name: value for name, value in asked.items() if value is not None}
+    chosen = PRESETS[options.schedule].residency
+    return None if chosen is None else replace(chosen, **given)
 
 
 def predicts(options: argparse.Namespace) -> bool:
@@ -100,12 +114,14 @@ def title(options: argparse.Namespace, program: Program) -> str:
         extras += ", provisional" + (f" from {num_read} microbatch{'es' * (num_read > 1)}" if num_read else "")
         extras += " of all replicas" * options.reduce_partial
     sizes = ", ".join(map(str, program.batches)) if len(set(program.batches)) > 1 else str(program.batches[0])
+    if given := residency(options):
+        extras += f", {given.stages} resident, {given.update} updates"
     noun = "microbatch" if sizes == "1" else "microbatches"
     stages = f"{program.num_ranks} stages"
     if program.num_stages > program.num_ranks:
         counts = {len(program.stages_of(rank)) for rank in range(program.num_ranks)}
         each = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-        stages = f"{program.num_ranks} ranks of {each} stages"
+        stages = f"{program.num_ranks} rank{'s' * (program.num_ranks > 1)} of {each} stages"
     placement = PRESETS[options.schedule].placement
     stages += f" placed {placement}" if placement != "round-robin" else ""
     return f"{options.schedule}: {stages}, batches of {sizes} {noun}{extras}"
@@ -120,7 +136,7 @@ def parse(description: str, commands: dict[str, Command], arguments: list[str] |
     _require_one_source(options)
     if options.command == "check" and options.schedule is not None and options.data > 1:
         options.data_parallel = True
-    _require_predictions(options)
+    _require_subject(options)
     _require_effect(options)
     return options
 
@@ -139,14 +155,17 @@ def _require_one_source(options: argparse.Namespace) -> None:
         options.parser.error(f"--{ignored[0].replace('_', '-')} says nothing about {source}; leave it out")
 
 
-def _require_predictions(options: argparse.Namespace) -> None:
-    """End with a message where there is nothing to predict, or nothing to reduce for it."""
+def _require_subject(options: argparse.Namespace) -> None:
+    """End with a message where there is nothing to predict, nothing to reduce for it, or nothing on the host."""
     if options.schedule is None:
         return
     error = options.parser.error
     if predicts(options) and PRESETS[options.schedule].policy != TWO_BW:
         flag = "provisional" if options.provisional else "provisional-microbatches"
         error(f"--{flag} predicts the weights of 2bw, not of {options.schedule}; give --schedule 2bw, or leave it out")
+    for name in _HOST:
+        if getattr(options, name) and PRESETS[options.schedule].residency is None:
+            error(f"--{name.replace('_', '-')} says nothing about weights on the device; give --schedule l2l")
     if options.reduce_partial and not predicts(options):
         error("--reduce-partial says nothing about a program without predictions; add --provisional")
     if options.reduce_partial and not options.data_parallel:
@@ -172,6 +191,10 @@ def _require_effect(options: argparse.Namespace) -> None:
         if options.command != "show":
             without |= {"tied_gradients_size": "tied_embeddings" if predicts(options) else "provisional"}
         without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
+        if PRESETS[options.schedule].recompute:
+            del without["recompute_time"]
+        if PRESETS[options.schedule].residency is None:
+            ignored += [(name, "weights on the device; give --schedule l2l") for name in ("fetch", "store", "update")]
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")
             for name, flag in without.items()
@@ -276,13 +299,21 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--virtual-stages",
         type=count,
         metavar="V",
-        help="interleaved: cut each into V, dealt out in turn (default: 2)",
+        help="interleaved, l2l: cut each into V, dealt out in turn (default: 2)",
     )
     preset.add_argument(
         "--microbatch-group-size", type=count, metavar="N", help="interleaved: microbatches in a row (default: P)"
     )
     preset.add_argument(
         "--batches", type=count, metavar="N", help="where --microbatches is one number (default: 3; pipedream: 2P)"
+    )
+    preset.add_argument(
+        "--resident-stages", type=count, metavar="K", help="l2l: of a rank, on the device at once (default: 2)"
+    )
+    preset.add_argument(
+        "--host-update",
+        choices=(EAGER, DEFERRED),
+        help="l2l: update a stage as soon as its gradients are on the host, or behind the step (default: deferred)",
     )
     preset.add_argument("--recompute", action="store_true", help="recompute each forward before its backward")
     preset.add_argument("--extra-warmup", action="store_true", help="2(p-s-1) forwards of warm-up, which hide latency")

@@ -36,7 +36,9 @@ class Costs:
         evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
             occupies its pair; `load` by default as long as `evict`.
         reduce_grad: of the reduction of a stage's gradients, whole or partial; a rank with several stages reduces
-            their sum.
+            their sum, unless its weights live on the host.
+        fetch, store, update: where weights live on the host, seconds for which copying a stage's weights to the device
+            and its gradients to the host occupy their lanes, and its update the host's optimizer.
         reduce_embed, reduce_norm: of the reductions, once all members have reached them; that of partial embeddings
             takes as long.
     """
@@ -58,6 +60,9 @@ class Costs:
     reduce_grad: PerStage = 0.0
     reduce_embed: float = 0.0
     reduce_norm: float = 0.0
+    fetch: PerStage = 0.0
+    store: PerStage = 0.0
+    update: PerStage = 0.0
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
         """Duration of each computation, reduction and move at each stage; a move is named by the end that evicts.
@@ -92,6 +97,10 @@ class Costs:
             Kind.REDUCE_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
             Kind.REDUCE_NORM: spread("reduce_norm", self.reduce_norm, num_stages),
             Kind.REDUCE_PARTIAL: spread("reduce_grad", self.reduce_grad, num_stages),
+            Kind.FETCH: spread("fetch", self.fetch, num_stages),
+            Kind.FREE: [0.0] * num_stages,
+            Kind.STORE_GRAD: spread("store", self.store, num_stages),
+            Kind.UPDATE: spread("update", self.update, num_stages),
             Kind.REDUCE_PARTIAL_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
         }
 

@@ -16,6 +16,7 @@ from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import (
     AWAITS_REDUCTIONS,
     BUSY,
+    HOST_WORDS,
     MOVES,
     REDUCTIONS,
     SEND_OF,
@@ -23,10 +24,12 @@ from megatron.pipeline.instruction import (
     SHARED_REDUCTIONS,
     Instruction,
     Kind,
+    Lane,
     Tensor,
     kinds,
 )
 from megatron.pipeline.moves import awaited_moves, counterpart
+from megatron.pipeline.residency import awaited_in_lanes
 from megatron.pipeline.timeline import Span, Timeline
 
 _TOLERANCE = 1e-9  # of the makespan
@@ -92,6 +95,8 @@ class _Waits:
         self.reductions_to: dict[tuple[int, int | None], list[int]] = defaultdict(list)  # of a rank, a version
         self.moves: list[list[int]] = []  # positions of each rank's moves
         self.awaited: list[dict[int, int]] = []
+        self.awaited_in_lanes: list[dict[int, tuple[int, ...]]] = []
+        self.before_in_lane: list[dict[int, int]] = []  # of a rank's words to and from the host
         self.sends = any(each.kind in SENDS for row in self.rows for each in row)
         for rank in range(len(self.rows)):
             self._read(rank)
@@ -109,6 +114,8 @@ class _Waits:
 
     def _read(self, rank: int) -> None:
         stepped, moves, row = set(), [], self.rows[rank]
+        before_in_lane: dict[int, int] = {}
+        last_of_lane: dict[Lane, int] = {}
         for position, each in enumerate(row):
             kind = each.kind
             if kind is Kind.STEP:
@@ -117,6 +124,9 @@ class _Waits:
                 self.members[kind, each.version].append((rank, position))
                 self.reductions[rank, each.version in stepped].append(position)
                 self.reductions_to[rank, each.version].append(position)
+            elif kind in HOST_WORDS:
+                before_in_lane[position] = last_of_lane.get(kind.row.lane, -1)
+                last_of_lane[kind.row.lane] = position
             else:
                 self.place[kind, each.stage, each.microbatch] = rank, position
                 if kind in MOVES:
@@ -126,6 +136,8 @@ class _Waits:
                     self.sent[channel, each.stage].append(each.microbatch)
         self.moves.append(moves)
         self.awaited.append(awaited_moves(row, synchronous=self.synchronous_moves) if moves else {})
+        self.before_in_lane.append(before_in_lane)
+        self.awaited_in_lanes.append(awaited_in_lanes(row, self.timeline.rank_of_stage) if before_in_lane else {})
 
     def follow(self) -> Iterator[Span]:
         """The spans of the chain, from the last one back."""
@@ -159,6 +171,7 @@ class _Waits:
             yield self._arrived(SEND_OF[needs], instruction.stage - needs.value, instruction.microbatch)
         if position in self.awaited[rank]:
             yield self._moved(rank, self.awaited[rank][position] - 1)
+        yield from self._awaited_in_lanes(rank, position)
 
     def _before(self, rank: int, position: int) -> Iterator[_Cause]:
         """What held the rank until it came to a position: the computation before, or a SEND without overlap."""
@@ -252,6 +265,23 @@ class _Waits:
         if nth:  # both ends have completed it at once
             yield self._moved(pair[0], nth - 1)
 
+    def _awaited_in_lanes(self, rank: int, position: int) -> Iterator[_Cause]:
+        """What an instruction waits for where weights live on the host: words of lanes, or reductions."""
+        for earlier in self.awaited_in_lanes[rank].get(position, ()):
+            reduces = self.rows[rank][earlier].kind in REDUCTIONS
+            yield self._reduced(rank, earlier) if reduces else self._carried(rank, earlier)
+
+    def _carried(self, rank: int, position: int) -> _Cause:
+        """A word to or from the host."""
+        start, end, instruction = self.starts[rank][position], self.ends[rank][position], self.rows[rank][position]
+        return _Cause(start, end, rank, instruction, lambda: self._before_carried(rank, position))
+
+    def _before_carried(self, rank: int, position: int) -> Iterator[_Cause]:
+        yield from self._before(rank, position)
+        yield from self._awaited_in_lanes(rank, position)
+        if self.before_in_lane[rank][position] >= 0:
+            yield self._carried(rank, self.before_in_lane[rank][position])
+
     def _reductions_of(self, rank: int, position: int, version: int | None) -> Iterator[_Cause]:
         """The reductions that a STEP waits for."""
         for earlier in self.reductions_to[rank, version]:
@@ -267,6 +297,7 @@ class _Waits:
     def _before_reduced(self, members: list[tuple[int, int]]) -> Iterator[_Cause]:
         for rank, position in members:
             yield from self._before(rank, position)
+            yield from self._awaited_in_lanes(rank, position)
             late, number = self.queue_place[rank, position]
             if number:
                 yield self._reduced(rank, self.reductions[rank, late][number - 1])

@@ -41,6 +41,10 @@ class Kind(str, Enum):
     REDUCE_PARTIAL = "REDUCE_PARTIAL"  # what is kept, over the replicas
     REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"
     PREDICT = "PREDICT"  # takes the step to a version provisionally, from a part of its gradients
+    FETCH = "FETCH"  # where weights live on the host: copy a version of a stage to the device
+    FREE = "FREE"  # what is computed before it was the last use of that copy
+    STORE_GRAD = "STORE_GRAD"  # copy the gradients that lead to a version of a stage to the host
+    UPDATE = "UPDATE"  # the host's optimizer makes a version of a stage
 
     @property
     def row(self) -> Word:
@@ -78,6 +82,9 @@ class Lane(Enum):
     TRANSFERS = "transfers"
     MOVES = "moves"
     CHAIN = "chain"
+    H2D = "host to device"
+    D2H = "device to host"
+    HOST = "host optimizer"
 
 
 class Tensor(Enum):
@@ -110,6 +117,8 @@ class Word:
         sends, receives: the tensor that a transfer takes to, or from, a neighbour.
         other_end: of a transfer or a move, the word at the other stage.
         members: of a reduction.
+        awaits: where weights live on the host, the words for which it waits in its lane: of its stage and version, as
+            far as they stand before it in its row. Besides, every lane carries out its words in the order of the row.
         colour: family of colours in drawings.
     """
 
@@ -126,6 +135,7 @@ class Word:
     receives: Tensor | None = None
     other_end: Kind | None = None
     members: Members | None = None
+    awaits: tuple[Kind, ...] = ()
     colour: str = "grey"
 
     @property
@@ -144,18 +154,24 @@ class Word:
 _F, _B = Tensor.ACTIVATION, Tensor.GRADIENT
 
 WORDS: dict[Kind, Word] = {
-    Kind.FORWARD: Word(name="forward", lane=Lane.COMPUTE, needs=_F, makes=_F, saved=+1, colour="blue"),
+    Kind.FORWARD: Word(
+        name="forward", lane=Lane.COMPUTE, needs=_F, makes=_F, saved=+1, awaits=(Kind.FETCH,), colour="blue"
+    ),
     Kind.BACKWARD: Word(
         name="backward", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, adds_gradients=True, saved=-1,
-        colour="green",
+        awaits=(Kind.FETCH,), colour="green",
     ),
     Kind.BACKWARD_INPUT: Word(
-        name="backward, inputs", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, colour="green"
+        name="backward, inputs", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, awaits=(Kind.FETCH,),
+        colour="green",
     ),
     Kind.BACKWARD_WEIGHT: Word(
-        name="backward, weights", lane=Lane.COMPUTE, adds_gradients=True, saved=-1, colour="olive"
+        name="backward, weights", lane=Lane.COMPUTE, adds_gradients=True, saved=-1, awaits=(Kind.FETCH,),
+        colour="olive",
     ),
-    Kind.RECOMPUTE: Word(name="recompute", lane=Lane.COMPUTE, uses_saved=True, colour="purple"),
+    Kind.RECOMPUTE: Word(
+        name="recompute", lane=Lane.COMPUTE, uses_saved=True, awaits=(Kind.FETCH,), colour="purple"
+    ),
     Kind.SEND_F: Word(name="send activation", lane=Lane.TRANSFERS, sends=_F, other_end=Kind.RECV_F),
     Kind.RECV_F: Word(name="receive activation", lane=Lane.TRANSFERS, receives=_F, other_end=Kind.SEND_F),
     Kind.SEND_B: Word(name="send gradient", lane=Lane.TRANSFERS, sends=_B, other_end=Kind.RECV_B),
@@ -172,7 +188,8 @@ WORDS: dict[Kind, Word] = {
         name="gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
     ),
     Kind.REDUCE_EMBED: Word(
-        name="tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS
+        name="tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS,
+        awaits=(Kind.STORE_GRAD,),
     ),
     Kind.REDUCE_NORM: Word(name="norm reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ALL),
     Kind.STEP: Word(name="step", lane=Lane.COMPUTE, subject=Subject.UPDATE),
@@ -184,6 +201,15 @@ WORDS: dict[Kind, Word] = {
         name="partial tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS
     ),
     Kind.PREDICT: Word(name="prediction", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+    Kind.FETCH: Word(name="weights fetched", lane=Lane.H2D, subject=Subject.UPDATE, awaits=(Kind.UPDATE,)),
+    Kind.FREE: Word(name="weights freed", lane=Lane.H2D, subject=Subject.UPDATE),
+    Kind.STORE_GRAD: Word(
+        name="gradients stored", lane=Lane.D2H, subject=Subject.UPDATE, awaits=(Kind.REDUCE_GRAD,)
+    ),
+    Kind.UPDATE: Word(
+        name="update on the host", lane=Lane.HOST, subject=Subject.UPDATE,
+        awaits=(Kind.STORE_GRAD, Kind.REDUCE_EMBED),
+    ),
 }  # fmt: skip
 
 
@@ -202,6 +228,8 @@ SENDS = kinds(lambda word: word.sends)
 RECEIVES = kinds(lambda word: word.receives)
 TRANSFERS = MOVES | SENDS | RECEIVES
 REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
+HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # of one stage each
+AWAITED = frozenset(kind for word in WORDS.values() for kind in word.awaits)
 SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # stages wait for each other there
 USES_SAVED = kinds(lambda word: word.uses_saved)
 BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)

@@ -14,6 +14,9 @@ a timeline, simulated or measured, so that one sees when memory is short and wha
 - transfers: what is received, from when the receive is posted to the start of the computation that takes it, and what
   is sent, until it has arrived;
 - optimizer: what stays from the beginning.
+
+Where weights live on the host, all of this is the device's: weights of each stage from the start of a FETCH to its
+FREE, gradients of each from its first backward of a batch to the end of its STORE_GRAD, and no optimizer.
 """
 
 import math
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron.pipeline.costs import PerStage, spread
-from megatron.pipeline.instruction import BEGINS_BACKWARD, BUSY, COMPUTATIONS, WORDS, Kind
+from megatron.pipeline.instruction import BEGINS_BACKWARD, BUSY, COMPUTATIONS, ENDS_BACKWARD, HOST_WORDS, WORDS, Kind
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.timeline import Timeline
 from megatron.pipeline.weights import WeightPolicy
@@ -102,10 +105,15 @@ class _Rank:
         self.spans = list(zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True))
 
     def curve(self) -> MemoryCurve:
-        events = {
-            "optimizer": [(self.start, self._of_rank("optimizer"))],
-            "weights": self._kept("weights", self._versions()),
-            "gradients": [*self._kept("gradients", self._open_batches()), *self._held_gradients()],
+        if any(each.kind in HOST_WORDS for each, _, _ in self.spans):
+            staying = {"optimizer": [(self.start, 0.0)], "weights": self._resident(), "gradients": self._passing()}
+        else:
+            staying = {
+                "optimizer": [(self.start, self._of_rank("optimizer"))],
+                "weights": self._kept("weights", self._versions()),
+                "gradients": [*self._kept("gradients", self._open_batches()), *self._held_gradients()],
+            }
+        events = staying | {
             "activations": list(self._activations()),
             "transfers": list(self._transfers()),
         }
@@ -181,6 +189,25 @@ class _Rank:
                 held += kept[1]
             if each.kind in BUSY:
                 now = end
+
+    def _resident(self) -> list[_Event]:
+        """The weights that come to the device and go."""
+        sizes = self.sizes["weights"]
+        come = [(start, sizes[each.stage]) for each, start, _ in self.spans if each.kind is Kind.FETCH]
+        return come + [(end, -sizes[each.stage]) for each, _, end in self.spans if each.kind is Kind.FREE]
+
+    def _passing(self) -> list[_Event]:
+        """The gradients that leave for the host, each in a buffer of its own."""
+        sizes, events = self.sizes["gradients"], []
+        begun: set[int] = set()
+        for each, start, end in self.spans:
+            if each.kind in ENDS_BACKWARD and each.stage not in begun:
+                begun.add(each.stage)
+                events.append((start, sizes[each.stage]))
+            elif each.kind is Kind.STORE_GRAD:
+                begun.discard(each.stage)
+                events.append((end, -sizes[each.stage]))
+        return events
 
     def _activations(self) -> Iterator[_Event]:
         sizes = self.sizes["activations"]

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.stages import stages_of
 from megatron.pipeline.weights import WeightPolicy
 
@@ -34,7 +35,9 @@ class Program:
         weights: the weight policy.
         first_batch, first_microbatch: index, over the whole run, of its first batch and first microbatch.
         recompute: whether backwards are preceded by a recompute.
+        not_recomputed: the stages at which they are not, though the program recomputes.
         tied_embeddings, data_parallel, global_norm: which links the update chain has.
+        residency: weights live on the host, and how; None: on the device.
         unread: where the weights predict, for each stage how many backwards of a batch stand behind the prediction from
             it; empty where `provisional_microbatches` says how many each prediction reads.
         provisional_microbatches: of a batch, that each stage's prediction reads; None: all but the `unread` ones.
@@ -49,9 +52,11 @@ class Program:
     first_batch: int = 0
     first_microbatch: int = 0
     recompute: bool = False
+    not_recomputed: tuple[int, ...] = ()
     tied_embeddings: bool = False
     data_parallel: bool = False
     global_norm: bool = True
+    residency: Residency | None = None
     unread: tuple[int, ...] = ()
     provisional_microbatches: int | None = None
     reduce_partial: bool = False
@@ -95,6 +100,20 @@ class Program:
         """Whether both stages exist and live on different ranks, so that tensors between them are sent."""
         last = self.num_stages - 1
         return 0 <= stage <= last and 0 <= other <= last and self.rank_of_stage[stage] != self.rank_of_stage[other]
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether backwards at the stage are preceded by a recompute."""
+        return self.recompute and stage not in self.not_recomputed
+
+    def reduces_embeddings(self, rank: int) -> bool:
+        """Whether a rank has a REDUCE_EMBED in each chain.
+
+        The optimizer of a rank with both ends of tied embeddings adds up their gradients itself, unless one of them has
+        left for the host long before it has the other.
+        """
+        ends = {self.rank_of_stage[0], self.rank_of_stage[-1]}
+        apart = len(ends) > 1 or (self.residency is not None and self.num_stages > 1)
+        return self.tied_embeddings and apart and rank in ends
 
     # --- batches
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program import Program, Row, Rows
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.weights import FLUSH, POLICIES, WeightPolicy
 
 _FACT = re.compile(r"#\s*([a-z_]+)\s*:(.*)")
@@ -68,9 +69,11 @@ _READ: dict[str, Callable[[str], Any]] = {
     "first_batch": _integer,
     "first_microbatch": _integer,
     "recompute": _flag,
+    "not_recomputed": _integers,
     "tied_embeddings": _flag,
     "data_parallel": _flag,
     "global_norm": _flag,
+    "residency": Residency.parse,
     "unread": _integers,
     "provisional_microbatches": _integer,
     "reduce_partial": _flag,
@@ -78,7 +81,8 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 
 
-_OF_PREDICTIONS = ("unread", "provisional_microbatches", "reduce_partial")  # written where there are any
+# Written where there are any.
+_OF_FEW = ("not_recomputed", "residency", "unread", "provisional_microbatches", "reduce_partial")
 
 
 def _write_value(value: Any) -> str:
@@ -94,7 +98,7 @@ def _write_value(value: Any) -> str:
 
 def to_csv(program: Program) -> str:
     """The text from which `from_csv` reads an equal program."""
-    names = [name for name in _READ if name not in _OF_PREDICTIONS or getattr(program, name)]
+    names = [name for name in _READ if name not in _OF_FEW or getattr(program, name)]
     facts = [f"# {name}: {_write_value(getattr(program, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in program.rows)]) + "\n"
 

@@ -10,7 +10,8 @@ before it:
   row;
 - a move of saved activations (EVICT, ACCEPT, RETURN, LOAD): from when the rank's queue of moves posts it until it is
   complete; where the other end comes later, that is longer than the transfer takes;
-- a reduction: from its start until it is complete.
+- a reduction: from its start until it is complete;
+- a word to or from the host (FETCH, STORE_GRAD, UPDATE): from when its lane begins it until it is complete.
 
 What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the
 rows, because a long run has millions of spans; `spans` makes objects of them for those who want to look at a few.
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from megatron.pipeline.instruction import BUSY, ENDS_BACKWARD, MOVES, WORDS, Instruction, Kind
+from megatron.pipeline.instruction import BUSY, ENDS_BACKWARD, HOST_WORDS, MOVES, WORDS, Instruction, Kind, Lane
 from megatron.pipeline.stages import stages_by_rank, stages_of
 
 FORMAT = "megatron.pipeline.timeline/1"
@@ -136,6 +137,14 @@ class Timeline:
     def busy(self, rank: int) -> float:
         """Seconds that the rank computes or steps."""
         return math.fsum(span.end - span.start for span in self.computations(rank))
+
+    def busy_lanes(self, rank: int) -> dict[Lane, float]:
+        """Seconds that each of the rank's lanes to and from the host works; empty where it has none."""
+        spent: dict[Lane, list[float]] = {}
+        for instruction, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
+            if instruction.kind in HOST_WORDS:
+                spent.setdefault(WORDS[instruction.kind].lane, []).append(end - start)
+        return {lane: math.fsum(spent[lane]) for lane in Lane if lane in spent}
 
     def idle(self, rank: int) -> float:
         """Seconds of the makespan in which the rank neither computes nor steps."""

@@ -62,6 +62,8 @@ class Configuration:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1; give 1 or more")
         if self.schedule not in PRESETS:
             raise ValueError(f"there is no schedule {self.schedule!r}; choose from {', '.join(PRESETS)}")
+        if PRESETS[self.schedule].residency is not None:
+            raise ValueError(f"{self.schedule} keeps weights on the host, which has no price yet; choose another")
         if self.rank_mapping not in NAMES:
             raise ValueError(f"there is no rank mapping {self.rank_mapping!r}; choose from {', '.join(NAMES)}")
         if self.layers is not None and (len(self.layers) != self.num_stages or min(self.layers) < 0):

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program, Row
+from megatron.pipeline.residency import DEFERRED, EAGER, Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.weights import PROVISIONAL, STASH, WeightPolicy
 
-PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved")
+PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "l2l")
 DELAYED = (WeightPolicy("3bw", delay=2), WeightPolicy("4bw", delay=3))
 """Policies that no preset has, in place of 2bw's."""
 
@@ -32,7 +33,9 @@ class Run:
 def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
     name, num_stages = draw(st.sampled_from(PRESETS)), draw(st.integers(1, max_stages))
     flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
-    if name == "interleaved":
+    if name == "l2l":
+        flags["residency"] = Residency(draw(st.integers(1, 3)), draw(st.sampled_from((EAGER, DEFERRED))))
+    if name in ("interleaved", "l2l"):
         flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 3, 4, 1) if num_stages % v == 0]))
     if name != "pipedream":
         flags["tied_embeddings"] = draw(st.booleans())
@@ -64,7 +67,7 @@ def sizes(schedule: Schedule) -> st.SearchStrategy[int]:
     if schedule.weights is STASH:
         return st.just(1)
     fewest = fewest_microbatches(schedule)
-    if schedule.num_virtual_stages > 1:
+    if schedule.order == "interleaved" and schedule.num_virtual_stages > 1:
         return st.integers(1, 4).map(lambda groups: groups * schedule.num_ranks)
     return st.integers(fewest, fewest + 6)
 

@@ -1,7 +1,7 @@
 """The programs of the papers' figures, instruction for instruction, and what the papers say about them.
 
 Figures 1 to 3 are those of PipeDream-2BW, which numbers inputs from 1, so its input k is microbatch k-1. Two programs
-more are 2bw's with predicted weights, which no paper draws.
+more are 2bw's with predicted weights, and three have weights on the host, which no paper draws.
 """
 
 from itertools import groupby
@@ -12,6 +12,7 @@ import pytest
 from megatron.pipeline.check import check
 from megatron.pipeline.instruction import UPDATES, Instruction, Kind
 from megatron.pipeline.program import Program
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.strategies import kinds_of
 
@@ -26,11 +27,17 @@ FILES = {
     "bpipe_figure10": ("interleaved", 8, (8,)),
     "provisional_p2_m4": ("2bw", 2, (4, 4, 4)),
     "provisional_uniform_p2_m4": ("2bw", 2, (4, 4, 4)),
+    "l2l_p1_n4_m2": ("l2l", 4, (2, 2)),
+    "l2l_eager_p1_n4_m2": ("l2l", 4, (2, 2)),
+    "l2l_p2_n4_m2": ("l2l", 4, (2, 2)),
 }
 CHOICES = {
     "bpipe_figure10": {"num_virtual_stages": 2, "balance": True},
     "provisional_p2_m4": {"predict": True, "tied_embeddings": True},
     "provisional_uniform_p2_m4": {"predict": True, "tied_embeddings": True, "provisional_microbatches": 1},
+    "l2l_p1_n4_m2": {"num_virtual_stages": 4},
+    "l2l_eager_p1_n4_m2": {"num_virtual_stages": 4, "residency": Residency(2, "eager"), "tied_embeddings": True},
+    "l2l_p2_n4_m2": {"num_virtual_stages": 2, "data_parallel": True},
 }
 
 # The figures' rows, read off by hand: f is a forward, b a backward, inputs counted from 1.
@@ -198,3 +205,28 @@ def test_predictions_stand_behind_what_they_read(name: str):
             predicted = row.index(next(each for each in kinds_of(row, Kind.PREDICT) if each.version == version))
             assert kinds_of(row[predicted:], Kind.FORWARD)[0].microbatch == 4 * version
     assert check(program).live_versions == (2, 2)
+
+
+def test_l2l_relays():
+    """L2L, Algorithm 2: a layer on all microbatches before the next one; backwards recompute from the stored input, and
+    gradients leave before the next layer (section 2.1). Here weights come beside the layer before.
+    """
+    [row] = golden("l2l_eager_p1_n4_m2").rows
+    batch = row[: row.index(Instruction.parse("0STEP@1")) + 1]
+    assert " ".join(str(each).replace("@0", "") for each in batch) == (
+        "0FETCH 1FETCH 0F0 0F1 0FREE 2FETCH 1F0 1F1 1FREE 3FETCH 2F0 2F1 3F0 3B0 3F1 3B1 3STORE_GRAD@1 "
+        "3FREE 1FETCH 2R0 2B0 2R1 2B1 2STORE_GRAD@1 2UPDATE@1 "
+        "2FREE 0FETCH 1R0 1B0 1R1 1B1 1STORE_GRAD@1 1UPDATE@1 "
+        "1FREE 0R0 0B0 0R1 0B1 0STORE_GRAD@1 0REDUCE_EMBED@1 0UPDATE@1 3UPDATE@1 0REDUCE_NORM@1 0FREE 0STEP@1"
+    )
+    report = check(golden("l2l_eager_p1_n4_m2"))
+    assert (report.num_fetches, report.peak_resident_stages) == ((12,), (2,))
+
+
+def test_l2l_deferred_updates_follow_the_step():
+    """Ascending, so that the next batch, which fetches the first stages first, waits for their updates alone."""
+    for name, stages in (("l2l_p1_n4_m2", ["0123"]), ("l2l_p2_n4_m2", ["02", "13"])):
+        for row, owned in zip(golden(name).rows, stages, strict=True):
+            border = row.index(Instruction.parse(f"{owned[0]}STEP@1")) + 1
+            expected = [f"{stage}UPDATE@1" for stage in owned] + [f"{stage}FETCH@1" for stage in owned[:2]]
+            assert [str(each) for each in row[border : border + len(expected)]] == expected

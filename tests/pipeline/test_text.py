@@ -41,8 +41,10 @@ def test_flags_follow_from_the_instructions(run: Run):
     given = {"weights": program.weights, "batches": program.batches, "first_batch": program.first_batch}
     if program.weights.predicts:
         given |= {"unread": program.unread, "provisional_microbatches": program.provisional_microbatches}
+    if program.residency:  # and where no stage but the last is, nothing shows that the others recompute
+        given |= {name: getattr(program, name) for name in ("residency", "recompute", "not_recomputed")}
     read = Program.from_csv(rows, **given)
-    if program.num_ranks == 1:  # it ties its embeddings within the rank, and no instruction shows it
+    if not program.reduces_embeddings(0):  # it ties its embeddings within the rank, and no instruction shows it
         program = dataclasses.replace(program, tied_embeddings=False)
     assert read == program
 

@@ -11,6 +11,7 @@ from megatron.pipeline.instruction import (
     BUSY,
     COMPUTATIONS,
     ENDS_BACKWARD,
+    HOST_WORDS,
     MOVES,
     RECEIVES,
     REDUCTIONS,
@@ -39,7 +40,8 @@ def test_every_word_has_a_row():
     assert set(WORDS) == set(Kind)
     assert set(Kind) == COMPUTATIONS | SENDS | RECEIVES | MOVES | UPDATES
     assert AWAITS_REDUCTIONS == BUSY - COMPUTATIONS
-    assert UPDATES - AWAITS_REDUCTIONS == REDUCTIONS
+    assert UPDATES - AWAITS_REDUCTIONS == REDUCTIONS | HOST_WORDS
+    assert not REDUCTIONS & HOST_WORDS
     assert {Kind.STEP, Kind.HOLD, Kind.PREDICT} == AWAITS_REDUCTIONS
 
 
@@ -55,6 +57,12 @@ def test_the_ends_of_a_transfer_agree(kind: Kind):
     else:
         assert (word.saved, word.of_pair) == (-other.saved, not other.of_pair)
         assert word.leaves == other.leaves
+
+
+def test_who_waits_for_the_host():
+    """Computations wait for their weights alone, and what is waited for is carried out in the background."""
+    assert {kind: kind.row.awaits for kind in COMPUTATIONS} == dict.fromkeys(COMPUTATIONS, (Kind.FETCH,))
+    assert all(other.row.lane is not Lane.COMPUTE for word in WORDS.values() for other in word.awaits)
 
 
 def test_tensors_are_made_and_needed():

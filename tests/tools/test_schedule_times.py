@@ -149,3 +149,41 @@ def test_a_v_of_a_file_is_drawn(run, tmp_path):
     assert all(f"<!-- {words} -->" in drawn for words in ("v.csv", "rank 0", "rank 1", "transfer", "critical path"))
     status, out, _ = run("draw", path, "--text")
     assert status == 0 and out.startswith("rank 0 |0F0|0F1.") and "|3F0|3F1|3B0" in out.splitlines()[0]
+
+
+L2L = ["--schedule", "l2l", "--stages", "1", "--virtual-stages", "6", "--microbatches", "4"]
+
+
+def test_l2l_is_shown_proved_timed_and_drawn(run, tmp_path):
+    """With its own choices and costs: what is fetched, how busy the lanes are, and panels of them."""
+    shown = run("show", *L2L, "--host-update", "eager", "--resident-stages", "3", "--csv", tmp_path / "l2l.csv")
+    assert shown[0] == 0 and "# residency: 3 eager" in (tmp_path / "l2l.csv").read_text()
+    out = " ".join(run("check", *L2L)[1].split())
+    assert "resident stages 2 fetches a batch 10 proved for every number of batches" in out
+    assert "tensors between a rank's stages 4" in out
+    assert "fetches a batch 9" in " ".join(run("check", tmp_path / "l2l.csv")[1].split())
+    costs = ["--fetch", "1", "--store", "1", "--update", "2"]
+    out = " ".join(run("simulate", *L2L, *costs, "--batches", "1", "--host-update", "eager")[1].split())
+    # 1 fetch before, 5 * 4 + 6 * 12 of computation, 1 store and 2 of update behind
+    assert "makespan 92 " in out and "last update ends 95" in out
+    assert "rank 0: host to device, device to host, host optimizer 10, 6, 12" in out
+    status, _, _ = run("draw", *L2L, *costs, "--lanes", "--saved", "--output", tmp_path / "l2l.svg")
+    picture = (tmp_path / "l2l.svg").read_text()
+    assert status == 0 and "host optimizer" in picture and '"resident"' in picture
+    assert "host to device |0" in run("draw", *L2L, "--batches", "1", "--fetch", "1", "--text")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        ("check --schedule 2bw --resident-stages 3", 2, "--resident-stages says nothing about weights on the device"),
+        ("check --schedule flush --host-update eager", 2, "--host-update says nothing about weights on the device"),
+        ("simulate --schedule 2bw --fetch 1", 2, "--fetch says nothing about weights on the device"),
+        ("check --schedule l2l --hardware-queues 8", 1, "what lanes between device and host launch is not modelled"),
+        ("check --schedule l2l --microbatch-group-size 4", 1, "relay takes a whole batch as one group"),
+    ],
+)
+def test_what_says_nothing_is_refused(run, arguments: str, status: int, sentence: str):
+    """Choices and costs of weights on the host, and what does not go with them."""
+    found, _, err = run(*arguments.split())
+    assert (found, sentence in err) == (status, True)

@@ -11,7 +11,10 @@ proof a file:
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
     predictions    where a policy predicts: from the gradients that the program says, before the batch begins
     versions       each computation uses the version that the policy says and finds it live; few are live
+    residency      where weights live on the host: each computation finds its own on the device; few are there
+    host_updates   and each stage's gradients come to the host complete, and are applied there once
     memory         saved activations stay within their bound
+    waiting        and how many tensors wait between two stages of one rank
     progress       no deadlock, even where a send completes only once its receive is posted
     periods        the same for fill + n periods + drain, for every n
 
@@ -31,14 +34,17 @@ from megatron.pipeline.check.balance import prove_balance
 from megatron.pipeline.check.compact import CompactProgram, compact
 from megatron.pipeline.check.computations import prove_computations
 from megatron.pipeline.check.error import ProgramError
+from megatron.pipeline.check.host_updates import prove_host_updates
 from megatron.pipeline.check.memory import prove_memory
 from megatron.pipeline.check.periods import Origin, Periodic, prove_periods, prove_repetition
 from megatron.pipeline.check.predictions import prove_predictions
 from megatron.pipeline.check.progress import prove_progress
 from megatron.pipeline.check.report import CheckReport
+from megatron.pipeline.check.residency import prove_residency, require_residency
 from megatron.pipeline.check.transfers import prove_transfers
 from megatron.pipeline.check.updates import prove_updates
 from megatron.pipeline.check.versions import prove_evaluation, prove_versions
+from megatron.pipeline.check.waiting import count_waiting
 from megatron.pipeline.program import Program
 
 __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
@@ -74,6 +80,7 @@ def _prove(
     live_versions: tuple[int, ...] = ()
     peak_saved = peak_recomputed = (0,) * compacted.num_stages
     peak_on_rank = (0,) * len(compacted.codes)
+    require_residency(compacted)
     prove_computations(compacted)
     prove_transfers(compacted)
     prove_balance(compacted)
@@ -83,6 +90,8 @@ def _prove(
         prove_updates(compacted)
         prove_predictions(compacted)
         live_versions = prove_versions(compacted)
+        prove_host_updates(compacted)
+    num_fetches, peak_resident = prove_residency(compacted)
     if not evaluates:
         peak_saved, peak_recomputed, peak_on_rank = prove_memory(compacted, max_saved, max_saved_on_rank)
     prove_progress(compacted)
@@ -97,7 +106,10 @@ def _prove(
         peak_saved_microbatches=peak_saved,
         peak_saved_on_rank=peak_on_rank,
         peak_recomputed_microbatches=peak_recomputed,
+        peak_waiting_on_rank=count_waiting(compacted),
         live_versions=live_versions,
+        num_fetches=num_fetches,
+        peak_resident_stages=peak_resident,
         evicted_microbatches=compacted.program.num_evictions if compacted.moves else (0,) * compacted.num_stages,
     )
 

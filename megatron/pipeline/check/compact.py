@@ -22,6 +22,7 @@ from megatron.pipeline.check.error import ProgramError, error_at
 from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction, Kind
 from megatron.pipeline.moves import awaited_moves, pair_of, partner_of_rank
 from megatron.pipeline.program import Program
+from megatron.pipeline.residency import awaited_in_lanes
 
 _PROVED = {  # the words that have a proof, by what is proved of them
     "computations": (
@@ -31,17 +32,19 @@ _PROVED = {  # the words that have a proof, by what is proved of them
     "moves": (Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD),
     "updates": (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP),
     "predictions": (Kind.HOLD, Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED, Kind.PREDICT),
+    "weights on the host": (Kind.FETCH, Kind.FREE, Kind.STORE_GRAD, Kind.UPDATE),
 }  # fmt: skip
 KIND_OF_CODE = tuple(kind for group in _PROVED.values() for kind in group)  # so a bound tells the group
 CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
 NUM_CODES = len(KIND_OF_CODE)
-FIRST_TRANSFER, FIRST_MOVE, FIRST_UPDATE, FIRST_PREDICTION, _ = accumulate(map(len, _PROVED.values()))
+FIRST_TRANSFER, FIRST_MOVE, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD, _ = accumulate(map(len, _PROVED.values()))
 (
     F, B, I, W, R,  # noqa: E741
     SEND_F, RECV_F, SEND_B, RECV_B,
     EVICT, ACCEPT, RETURN, LOAD,
     REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP,
     HOLD, REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED, PREDICT,
+    FETCH, FREE, STORE_GRAD, UPDATE,
 ) = range(NUM_CODES)  # fmt: skip
 AWAITS = frozenset(CODE_OF_KIND[kind] for kind in AWAITS_REDUCTIONS)
 _PEER_OFFSET = [kind.row.neighbour for kind in KIND_OF_CODE]
@@ -79,6 +82,13 @@ class CompactProgram:
     def awaited_moves(self) -> tuple[dict[int, int], ...]:
         """Per rank and position, how many of the rank's moves have to be complete there; only where some have."""
         return tuple(awaited_moves(row) if self.moves else {} for row in self.program.rows)
+
+    @cached_property
+    def awaited_in_lanes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
+        """Per rank and position, the positions that have to be complete besides those before it in its lane."""
+        if self.program.residency is None:
+            return ({},) * len(self.codes)
+        return tuple(awaited_in_lanes(row, self.rank_of_stage) for row in self.program.rows)
 
     @cached_property
     def partners(self) -> tuple[int, ...]:

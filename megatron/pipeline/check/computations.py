@@ -94,7 +94,7 @@ def prove_computations(compact: CompactProgram) -> None:
 def stage_rules(compact: CompactProgram, stage: int) -> list[_Rule | None]:
     """The rule of each code at a stage; None where the stage cannot have such an instruction."""
     receives, sends = compact.crosses(stage - 1), compact.crosses(stage)
-    recompute = compact.program.recompute
+    recompute = compact.program.recomputes(stage)
     rules: list[_Rule | None] = [_NO_CONCERN] * NUM_CODES
     ready = FORWARD | (GRAD_POSTED if sends else 0) | (RECOMPUTED if recompute else 0)
 
@@ -129,7 +129,7 @@ def _explain_no_rule(compact: CompactProgram, code: int, stage: int) -> str:
     if compact.program.forward_only and code not in (SEND_F, RECV_F):
         return "a program that evaluates has forwards only"
     if code == R:
-        return "the program recomputes nothing"
+        return "the program recomputes nothing" + " at this stage" * compact.program.recompute
     neighbour = stage + 1 if code in (SEND_F, RECV_B) else stage - 1
     if not 0 <= neighbour < compact.num_stages:
         return f"stage {stage} has no neighbour there: the program has stages 0 to {compact.num_stages - 1}"

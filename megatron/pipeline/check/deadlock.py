@@ -51,6 +51,8 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
     if position == execution.ends[rank]:
         return f"rank {rank} has executed all that stands before the border", None
     here = f"rank {rank} waits at {compact.program.rows[rank][position]}"
+    if execution.reductions.are_awaited(rank) and compact.codes[rank][position] not in AWAITS:
+        return f"{here}, by its lanes to and from the host, for its chain of reductions", (_QUEUE, rank)
     if compact.codes[rank][position] in AWAITS:
         return f"{here} for its chain of reductions", (_QUEUE, rank)
     if execution.awaited_moves[rank]:

@@ -130,6 +130,8 @@ class _Job:
                 f"the program has no REDUCE_GRAD for {data} data parallel replicas; build it with data_parallel"
             )
         self.compact = compact(program)
+        if program.residency is not None:
+            raise ValueError("what lanes between device and host launch is not modelled; keep weights on the device")
         num_ranks = len(self.compact.codes)
         if num_ranks > 1 and not self.compact.communicates:
             raise ValueError("a compute-only program does not say what is launched; give one with SENDs and RECVs")

@@ -20,14 +20,16 @@ and so are peaks where nothing moves.
 The state at a cut is, for each stage: which facts hold of each microbatch that has been touched and is not complete,
 and the version of its forward; which versions are live; the version of the next batch; what is away or lent, and how
 much it holds. For each rank: how many of each link of its chain stand; its reductions that are posted and not complete;
-the moves that its partner has not requested, and those that are still awaited. For each channel: what only one of its
-ends has posted.
+the moves that its partner has not requested, and those that are still awaited. Where weights live on the host: which
+are on the device, whose gradients are in a buffer, and what its lanes cannot have completed yet. For each channel:
+what only one of its ends has posted.
 
 How many moves may be under way at worst is no part of the state: an acceptor waits for none, so from its own row alone
 any number may be. What it holds at worst repeats from the second period on, in which the whole first one may be under
 way; so peaks are taken from two periods.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -44,13 +46,15 @@ from megatron.pipeline.check.compact import (
 )
 from megatron.pipeline.check.computations import complete_facts, stage_rules
 from megatron.pipeline.check.error import error_at
+from megatron.pipeline.check.host_updates import codes_of_host_updates
+from megatron.pipeline.check.lanes import words_under_way
 from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.predictions import codes_of_predictions
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.check.versions import version_of_batch
-from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.program import Program
 
@@ -141,6 +145,9 @@ def _state(compact: CompactProgram, execution: Execution, ends: list[int], origi
             state[f"what is under way in {what} (code, version)"] = [
                 (code, version - origin.batch) for code, version in incomplete
             ]
+    if compact.program.residency is not None:
+        for rank, state in enumerate(states):
+            state |= _host_state(compact, rank, ends[rank], execution.reductions.num_completed(rank), origin)
     if compact.moves:
         for rank, state in enumerate(states):
             state |= _moves_state(compact, rank, ends, origin)
@@ -193,6 +200,38 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
     codes = (*chain_of_rank(compact, rank), *codes_of_predictions(compact, rank))
     for code in codes if compact.versioned else ():
         state[f"how many {KIND_OF_CODE[code].value} stand on the rank"] = posted[code] - origin.batch
+    return state
+
+
+def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, origin: Origin) -> _RankState:
+    """What a rank's words to and from the host before a cut leave to those after it."""
+    row = compact.program.rows[rank]
+    resident: dict[int, int] = {}
+    in_use: set[int] = set()
+    counts: Counter[tuple[Kind, int]] = Counter()
+    for each in row[:end]:
+        counts[each.kind, each.stage] += 1
+        if each.kind is Kind.FETCH:
+            resident[each.stage] = each.version - origin.batch
+        elif each.kind is Kind.FREE:
+            del resident[each.stage]
+        elif each.kind in ENDS_BACKWARD:
+            in_use.add(each.stage)
+        elif each.kind is Kind.STORE_GRAD:
+            in_use.discard(each.stage)
+    under_way = [row[position] for position in words_under_way(compact, rank, end, num_reduced)]
+    state: _RankState = {
+        "what is resident (stage, version)": resident,
+        "which stages have a gradient buffer": in_use,
+        "what is under way between device and host (kind, stage, version)": [
+            (each.kind.value, each.stage, each.version - origin.batch) for each in under_way
+        ],
+    }
+    for code in codes_of_host_updates(compact):
+        kind = KIND_OF_CODE[code]
+        state[f"how many {kind.value} each stage of the rank has"] = [
+            counts[kind, stage] - origin.batch for stage in compact.stages_of(rank)
+        ]
     return state
 
 

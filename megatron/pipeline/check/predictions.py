@@ -14,6 +14,7 @@ begins with that prediction.
 """
 
 from megatron.pipeline.check.compact import (
+    FIRST_HOST_WORD,
     FIRST_PREDICTION,
     FIRST_UPDATE,
     HOLD,
@@ -47,7 +48,10 @@ def prove_predictions(compact: CompactProgram) -> None:
         if program.weights.predicts:
             _Rank(compact, rank).prove()
         elif max(codes, default=0) >= FIRST_PREDICTION:
-            position = next(position for position, code in enumerate(codes) if code >= FIRST_PREDICTION)
+            found = (position for position, code in enumerate(codes) if FIRST_PREDICTION <= code < FIRST_HOST_WORD)
+            position = next(found, None)
+            if position is None:
+                continue
             raise compact.error(rank, position, f"weights {program.weights.name} predict nothing")
 
 

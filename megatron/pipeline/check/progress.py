@@ -4,7 +4,8 @@ The model. A rank executes its row in order. SEND, RECV and REDUCE only post and
 and I for the gradient of their output, STEP and PREDICT for the reductions of their version before them. A transfer
 completes when both ends have posted it and all earlier ones of its channel have completed. What waits for moves of
 saved activations is said in `megatron.pipeline.moves`; a rank and its partner have completed as many as the one of them
-that has requested fewer. When a reduction completes is said in `reductions`.
+that has requested fewer. When a reduction completes is said in `reductions`. Where weights live on the host, what waits
+for the lanes to and from it waits for reductions of its own rank in the end (see `lanes`).
 
 Nothing a rank does depends on which other rank was faster: it reads its channels by blocking reads in its own order,
 like a process of a Kahn network, and a reduction, too, only waits for all its members. So whether an instruction can
@@ -19,6 +20,7 @@ a transfer that an F or B waits for is complete as soon as it is sent.
 
 from megatron.pipeline.check.compact import (
     AWAITS,
+    FIRST_HOST_WORD,
     FIRST_MOVE,
     FIRST_UPDATE,
     KIND_OF_CODE,
@@ -30,6 +32,7 @@ from megatron.pipeline.check.compact import (
     I,
 )
 from megatron.pipeline.check.deadlock import explain_deadlock
+from megatron.pipeline.check.lanes import awaited_reductions
 from megatron.pipeline.check.reductions import Reductions
 
 NOTHING = -1
@@ -64,6 +67,11 @@ class Execution:
         self.reductions = Reductions(compact)
         self.num_moves = [0] * num_ranks  # that each rank has requested
         self.awaited_moves = [0] * num_ranks  # how many a rank waits for; 0: it does not
+        self._awaited_reductions = [awaited_reductions(compact, rank) for rank in range(num_ranks)]
+        self._held = [  # positions that wait for moves, or for lanes
+            moves.keys() | reductions.keys()
+            for moves, reductions in zip(compact.awaited_moves, self._awaited_reductions, strict=True)
+        ]
         self.partners = compact.partners if compact.moves else range(num_ranks)
         self._rank_awaiting: dict[int, int] = {}  # tensor -> rank
         self._waits, self._brings = self._offsets(num_places)
@@ -103,14 +111,14 @@ class Execution:
         codes, places, versions = compact.codes[rank], compact.places[rank], compact.versions[rank]
         waits, brings, width = self._waits, self._brings, compact.num_microbatches
         self.awaited_tensor[rank] = NOTHING
-        awaited_moves = compact.awaited_moves[rank]
+        held = self._held[rank]
         for position in range(self.position[rank], self.ends[rank]):
             code, place = codes[position], places[position]
             if code < FIRST_UPDATE:
                 if code >= FIRST_MOVE:
                     self._request_move(rank)
                     continue
-                if awaited_moves and self._waits_for_moves(rank, awaited_moves.get(position, 0)):
+                if held and position in held and self._is_held(rank, position):
                     self.position[rank] = position
                     return
                 stage = place // width
@@ -129,7 +137,7 @@ class Execution:
                 if not self.reductions.is_done(rank, versions[position]):
                     self.position[rank] = position
                     return
-            else:
+            elif code < FIRST_HOST_WORD:
                 runnable += self.reductions.post(rank, code, versions[position])
         self.position[rank] = self.ends[rank]
 
@@ -140,6 +148,12 @@ class Execution:
         if 0 < self.awaited_moves[partner] <= self.num_moves[rank]:
             self.awaited_moves[partner] = 0
             self._runnable.append(partner)
+
+    def _is_held(self, rank: int, position: int) -> bool:
+        """Whether a computation has to wait for moves, or for the reductions behind what it awaits in its lanes."""
+        return self._waits_for_moves(
+            rank, self.compact.awaited_moves[rank].get(position, 0)
+        ) or not self.reductions.are_done(rank, self._awaited_reductions[rank].get(position, 0))
 
     def _waits_for_moves(self, rank: int, needed: int) -> bool:
         """Whether the rank has to wait until so many of its moves are complete, all of which it has requested."""

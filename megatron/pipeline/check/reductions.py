@@ -63,11 +63,22 @@ class Reductions:
 
     def is_done(self, rank: int, version: int) -> bool:
         """Whether what the rank's chain has of a version is complete; if not, the rank waits for it."""
-        needed = self._last_of_version[rank].get(version, 0)
+        return self.are_done(rank, self._last_of_version[rank].get(version, 0))
+
+    def are_done(self, rank: int, needed: int) -> bool:
+        """Whether so many of the rank's chain are complete; if not, the rank waits for them."""
         if self._num_completed[rank] >= needed:
             return True
         self._awaited[rank] = needed
         return False
+
+    def num_completed(self, rank: int) -> int:
+        """How many of the rank's chain are complete."""
+        return self._num_completed[rank]
+
+    def are_awaited(self, rank: int) -> bool:
+        """Whether the rank waits for its chain."""
+        return bool(self._awaited[rank])
 
     def members(self, queue: int, reduction: Reduction) -> list[int]:
         """The queues that take part in a reduction of `queue`."""

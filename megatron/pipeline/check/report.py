@@ -16,8 +16,13 @@ class CheckReport:
         peak_saved_on_rank: per rank, the same over all its stages at once; a microbatch counts once at each of them.
         peak_recomputed_microbatches: per stage, the largest number between their recompute and the end of their
             backward.
+        peak_waiting_on_rank: per rank, the most activations, or gradients of them, that one of its stages has made and
+            another one has not taken yet.
         live_versions: per stage, the largest number of weight versions that are live at once; empty where the program
             is not versioned.
+        num_fetches: per rank, how often it fetches the weights of a stage from the host; empty where they live on the
+            device.
+        peak_resident_stages: per rank, the most stages whose weights are on the device at once; likewise.
         evicted_microbatches: per stage, how many microbatches move to the pair stage and back.
     """
 
@@ -31,5 +36,8 @@ class CheckReport:
     peak_saved_microbatches: tuple[int, ...]
     peak_saved_on_rank: tuple[int, ...]
     peak_recomputed_microbatches: tuple[int, ...]
+    peak_waiting_on_rank: tuple[int, ...]
     live_versions: tuple[int, ...]
+    num_fetches: tuple[int, ...]
+    peak_resident_stages: tuple[int, ...]
     evicted_microbatches: tuple[int, ...]

@@ -8,6 +8,10 @@ it stands at the lowest of them. Its links are
     REDUCE_NORM@v    over all ranks                                             where the program takes a global norm
     STEP@v           makes the version
 
+Where weights live on the host, gradients leave the device stage by stage. Then REDUCE_GRAD is of one stage, and the
+ends of tied embeddings have a REDUCE_EMBED even on one rank, which may stand before backwards of other stages. After
+what these two stand is proved in `host_updates`.
+
 A link stands after the batch's last backward at any of the rank's stages, after the links before it in its chain, and
 after the same link of the batch before; and each stands once. Where each stage uses its newest version (`stash`),
 REDUCE_NORM comes last, for it only reports.
@@ -33,11 +37,10 @@ from megatron.pipeline.check.compact import (
 
 def chain_of_rank(compact: CompactProgram, rank: int) -> tuple[int, ...]:
     """The codes of the links that the program's flags demand of a rank, in order."""
-    program, rank_of_stage = compact.program, compact.rank_of_stage
-    ends = {rank_of_stage[0], rank_of_stage[-1]}
+    program = compact.program
     wanted = {
-        REDUCE_GRAD: program.data_parallel,
-        REDUCE_EMBED: program.tied_embeddings and len(ends) > 1 and rank in ends,
+        REDUCE_GRAD: program.data_parallel and program.residency is None,
+        REDUCE_EMBED: program.reduces_embeddings(rank),
         REDUCE_NORM: program.global_norm,
         STEP: True,
     }
@@ -68,6 +71,7 @@ def prove_updates(compact: CompactProgram) -> None:
         raise ValueError(f"{program.weights.name} updates each stage by itself: give each rank one stage")
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
+    of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
         num_stages = len(compact.stages_of(rank))
@@ -76,7 +80,7 @@ def prove_updates(compact: CompactProgram) -> None:
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             if code in (B, W):
                 unfinished[batch_of[place % num_microbatches]] -= 1
-            elif FIRST_UPDATE <= code < FIRST_PREDICTION:
+            elif FIRST_UPDATE <= code < FIRST_PREDICTION and code not in of_stages:
                 stage, index = place // num_microbatches, version - program.first_batch - 1
                 reason = ""
                 if stage != lowest:
@@ -85,7 +89,7 @@ def prove_updates(compact: CompactProgram) -> None:
                     reason = f"by the program's flags the chain of stage {stage} has no {KIND_OF_CODE[code].value}"
                 elif index != posted[code] or index >= num_batches:
                     reason = _explain_order(compact, stage, code, posted[code])
-                elif unfinished[index]:
+                elif unfinished[index] and code not in of_ends:
                     reason = f"batch {version - 1}, whose gradients it takes, has backwards to come on this rank"
                 else:
                     missing = [link for link in chain[: chain.index(code)] if posted[link] <= index]

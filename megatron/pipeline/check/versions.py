@@ -22,8 +22,10 @@ computes follows from the policy alone, here as for the others.
 
 from megatron.pipeline.check.compact import (
     CODE_OF_KIND,
+    FETCH,
     FIRST_TRANSFER,
     FIRST_UPDATE,
+    FREE,
     B,
     CompactProgram,
     F,
@@ -141,7 +143,7 @@ def prove_evaluation(compact: CompactProgram) -> tuple[int, ...]:
     entry = compact.program.entry_versions
     for rank, (codes, versions) in enumerate(zip(compact.codes, compact.versions, strict=True)):
         for position, (code, version) in enumerate(zip(codes, versions, strict=True)):
-            if code >= FIRST_UPDATE:
+            if code >= FIRST_UPDATE and code not in (FETCH, FREE):
                 raise compact.error(rank, position, "a program that evaluates updates nothing")
             if code == F and version != max(entry):
                 raise compact.error(rank, position, f"the program evaluates version {max(entry)}, the newest")

@@ -4,7 +4,8 @@ One row per rank, time to the right. Forwards are blue, backwards green, recompu
 number in a cell is its microbatch, and the lightness its weight version, which stands below the number where there is
 room. On a rank with several stages the lightness is the stage, dark for the first. The hatched backward completes the
 gradient of a batch; the red mark is the optimizer step that makes the version written beside it, and the thin line
-with ~n the prediction of version n. A dashed line follows the first forward of each batch down the stages. Arrows
+with ~n the prediction of version n. Where weights live on the host, panels below show the lanes to and from it and what
+is on the device. A dashed line follows the first forward of each batch down the stages. Arrows
 between the rows of a pair are moves of saved activations. Several timelines stand below one another on one scale of
 time, so that a plan can be compared with its measurement.
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw.cells import Cell, cells_of, holds_of, predictions_of, steps_of
 from megatron.pipeline.draw.critical import draw_critical_path
+from megatron.pipeline.draw.host import draw_host_lanes, draw_resident, extent, has_host
 from megatron.pipeline.draw.legend import draw_legend, legend_entries, more_entries
 from megatron.pipeline.draw.memory import draw_memory
 from megatron.pipeline.draw.rows import (
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROW, _SAVED_ROW, _MEMORY_ROW = 0.40, 0.24, 0.36  # inches
+_LANES_ROW, _RESIDENT_ROW = 0.45, 0.32
 _LEFT, _RIGHT = 0.85, 0.3  # inches beside the panels
 _DOTS_PER_INCH = 140
 _LARGEST = 400  # inches; a side of an image has fewer than 2^16 dots
@@ -63,13 +66,15 @@ def draw_timeline(
     """Draw one timeline, or several below one another on one scale of time.
 
     Args:
-        timelines: simulated or measured; each is drawn from its first computation on, and headed by its name where
-            there are several.
+        timelines: simulated or measured; each is drawn from its first computation or fetch on, and headed by its name
+            where there are several.
         path: where to write; the suffix chooses the format (.png, .svg, .pdf). None: only return the figure.
         title: above the picture.
         one_based: number microbatches from 1, as the paper does; programs number from 0.
-        saved_microbatches: below each timeline, how many microbatches' activations each rank holds.
-        lanes: draw transfers as lines between the rows, and reductions as bars below them, where they take time.
+        saved_microbatches: below each timeline, how many microbatches' activations each rank holds, and whose weights
+            are on the device where they live on the host.
+        lanes: draw transfers as lines between the rows, and reductions as bars below them, where they take time; below
+            each timeline, what runs between device and host.
         critical_path: of the first timeline (`critical_path.critical_path`), to be marked there.
         memory: below each timeline, what each rank holds over time: sizes, and the weight policy of what ran.
         time_label, time_scale: name of the axis, and its units per unit of the timeline (1000 for milliseconds).
@@ -86,17 +91,18 @@ def draw_timeline(
     from matplotlib.figure import Figure
 
     timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    origin = timelines[0].start if timelines else 0.0
+    origin = extent(timelines[0])[0] if timelines else 0.0
     marked = [
         replace(span, start=(span.start - origin) * time_scale, end=(span.end - origin) * time_scale)
         for span in critical_path
     ]
-    timelines = [timeline.shifted(-timeline.start).scaled(time_scale) for timeline in timelines]
-    if not all(math.isfinite(timeline.end) for timeline in timelines):
+    timelines = [timeline.shifted(-extent(timeline)[0]).scaled(time_scale) for timeline in timelines]
+    ends = [extent(timeline)[1] for timeline in timelines]
+    if not all(map(math.isfinite, ends)):
         raise ValueError(f"times that are multiplied by {time_scale:g} are more than a number can hold; give less")
     all_cells = [cells_of(timeline) for timeline in timelines]
-    span = max((timeline.end for timeline in timelines), default=0.0)
-    if not span:
+    span = max(ends, default=0.0)
+    if not any(timeline.end for timeline in timelines):
         raise ValueError("there is nothing to draw; give timelines in which a computation takes time")
     width = width or _width(all_cells, span)
     if not _LEFT + _RIGHT + 1 <= width <= _LARGEST:
@@ -110,12 +116,21 @@ def draw_timeline(
 
     foot = 0.62 + 0.19 * math.ceil(len(entries) / num_columns)  # the axis with its label, and the legend
     head = (0.3 if title else 0.04) + (0.36 if len(timelines) > 1 else 0.2)
-    num_curves = saved_microbatches + (memory is not None)
+    left, right = _LEFT / width, 1.0 - _RIGHT / width
+    points = 72.0 * width * (right - left) / span
+    hosts = any(map(has_host, timelines))
+    wanted = (  # below each timeline: the height of a rank's row, who draws it, whether it is there
+        (_LANES_ROW, lambda axes, index: draw_host_lanes(axes, timelines[index], points=points), lanes and hosts),
+        (_SAVED_ROW, lambda axes, index: draw_saved(axes, timelines[index]), saved_microbatches),
+        (_RESIDENT_ROW, lambda axes, index: draw_resident(axes, timelines[index], points=points),
+         saved_microbatches and hosts),
+        (_MEMORY_ROW, lambda axes, index: draw_memory(axes, timelines[index], curves[index]), memory is not None),
+    )  # fmt: skip
+    below = [(height, draw) for height, draw, is_wanted in wanted if is_wanted]
     heights, gaps = [], []
     for timeline in timelines:
-        rows = [_ROW] + [_SAVED_ROW] * saved_microbatches + [_MEMORY_ROW] * (memory is not None)
-        heights += [timeline.num_ranks * row for row in rows]
-        gaps += [0.3] * num_curves + [0.55]
+        heights += [timeline.num_ranks * height for height in (_ROW, *(height for height, _ in below))]
+        gaps += [0.3] * len(below) + [0.55]
     height = head + sum(heights) + sum(gaps[:-1]) + foot
     if height > _LARGEST:
         ranks = sum(timeline.num_ranks for timeline in timelines)
@@ -126,16 +141,14 @@ def draw_timeline(
 
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
-    left, right = _LEFT / width, 1.0 - _RIGHT / width
     panels: list[Axes] = []
     top = height - head
     for panel_height, gap in zip(heights, gaps, strict=True):
         panels.append(figure.add_axes((left, (top - panel_height) / height, right - left, panel_height / height)))
         top -= panel_height + gap
     _finish_axes(panels, span, time_label)
-    points = 72.0 * width * (right - left) / span
     for index, (timeline, cells) in enumerate(zip(timelines, all_cells, strict=True)):
-        axes, *below = panels[index * (1 + num_curves) : (index + 1) * (1 + num_curves)]
+        axes, *others = panels[index * (1 + len(below)) : (index + 1) * (1 + len(below))]
         draw_rows(axes, timeline, cells)
         draw_labels(axes, cells, points=points, one_based=one_based)
         draw_moves(axes, timeline, one_based=one_based)
@@ -149,10 +162,8 @@ def draw_timeline(
             axes.set_title(timeline.name or f"timeline {index}", loc="left", fontsize=9, fontweight="bold", pad=12)
         if marked and not index:
             draw_critical_path(axes, marked)
-        if saved_microbatches:
-            draw_saved(below[0], timeline)
-        if memory is not None:
-            draw_memory(below[-1], timeline, curves[index])
+        for (_, draw), other in zip(below, others, strict=True):
+            draw(other, index)
     if title:
         figure.suptitle(title, fontsize=11, x=left, ha="left", y=1 - 0.08 / height, va="top")
     draw_legend(figure, entries, num_columns=num_columns, left=_RIGHT / width)

@@ -18,6 +18,11 @@ One that predicts its weights has `~2` there where the prediction of version 2 b
 
     stage 0 |F0|F1......|B0---|F2|B1---|F3|B2---#..|B3---#
     weights                   ~1                ~2
+
+One whose weights live on the host has a line for each lane that takes time, with the stage that it is about:
+
+    rank 0           ......|0F0|0F1|1F0|1B0---
+    host to device   |0----|1----
 """
 
 import math
@@ -26,6 +31,7 @@ from rich.style import Style
 from rich.text import Text
 
 from megatron.pipeline.draw.cells import Cell, Update, cells_of, names_of_rows, predictions_of, steps_of
+from megatron.pipeline.draw.host import LANES, Carried, carried_of, extent
 from megatron.pipeline.instruction import OWN_MOVES
 from megatron.pipeline.timeline import Timeline
 
@@ -36,7 +42,8 @@ _COLOURS = {  # by a word's colour; weight versions take them in turn
     "purple": ("purple", "magenta", "dark_violet", "medium_orchid"),
     "grey": ("grey37", "grey50", "grey30", "grey58"),
 }
-_MOVES, _WEIGHTS = "moves", "weights"  # the heads of a rank's further lines
+_MOVES, _WEIGHTS = "moves", "weights"
+_FURTHER = (_MOVES, _WEIGHTS, *(lane.value for lane in LANES))  # the heads of a rank's further lines
 _MOVE_SIGNS = {-1: (">", "red"), +1: ("<", "blue")}  # by what the move does to what the rank saves
 _LONGEST = 20_000  # characters of a line before it is cut into blocks; a longer drawing helps nobody
 
@@ -53,13 +60,14 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
     Raises:
         ValueError: the timeline is too long for its shortest computation to be legible.
     """
-    timeline = timeline.shifted(-timeline.start)
+    first, last = extent(timeline)
+    timeline = timeline.shifted(-first)
     cells, steps, predictions = cells_of(timeline), steps_of(timeline), predictions_of(timeline)
     stages = {rank: timeline.stages_of(rank) for rank in range(timeline.num_ranks)}
     labels = [_label(cell, one_based=one_based, versions=versions, stage=len(stages[cell.rank]) > 1) for cell in cells]
     lengths = [cell.end - cell.start for cell in cells if cell.end > cell.start]
     scale = (max(map(len, labels), default=1) + 1) / min(lengths, default=1.0)
-    length = timeline.makespan * scale  # infinite where the shortest computation is next to nothing
+    length = (last - first) * scale  # infinite where the shortest computation is next to nothing
     if length > _LONGEST:
         size = f"{length:.3g}" if math.isfinite(length) else "more than 1e308"
         raise ValueError(f"as text this timeline is {size} characters long; draw fewer batches, or a picture")
@@ -70,6 +78,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
         rows[cell.rank].put(first, last, label, _style(cell))
     for step in steps:
         rows[step.rank].mark(round(step.end * scale))
+    carried = carried_of(timeline)
     lines: list[tuple[str, _Row]] = []
     for rank, name in enumerate(names_of_rows(timeline)):
         lines.append((name, rows[rank]))
@@ -79,6 +88,10 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
         predicted = [each for each in predictions if each.rank == rank]
         if predicted:
             lines.append((_WEIGHTS, _predictions(predicted, scale, total)))
+        for lane in LANES:
+            found = [each for each in carried if each.rank == rank and each.lane is lane]
+            if found:
+                lines.append((lane.value, _carried(found, scale, total)))
     return _blocks(lines, total, width)
 
 
@@ -106,6 +119,15 @@ def _predictions(predictions: list[Update], scale: float, total: int) -> "_Row":
     for each in predictions:
         first, last = (round(time * scale) for time in (each.start, each.end))
         line.write(first, f"~{each.version}".ljust(last - first, "-"), Style(color="dark_cyan", bold=True))
+    return line
+
+
+def _carried(carried: list[Carried], scale: float, total: int) -> "_Row":
+    """The words of a lane."""
+    line = _Row(total, blank=" ")
+    for each in carried:
+        first, last = (round(time * scale) for time in (each.start, each.end))
+        line.put(first, last, str(each.instruction.stage), Style(color="blue"))
     return line
 
 
@@ -147,7 +169,7 @@ def _blocks(lines: list[tuple[str, _Row]], total: int, width: int) -> Text:
         if begin:
             text.append("\n")
         for head, row in lines:
-            text.append((head.rjust(margin - 1) if head in (_MOVES, _WEIGHTS) else head).ljust(margin))
+            text.append((head.rjust(margin - 1) if head in _FURTHER else head).ljust(margin))
             for place in range(begin, min(begin + span, total)):
                 text.append(row.characters[place], row.styles[place])
             text.append("\n")

@@ -7,15 +7,16 @@ waits for it.
 
 from megatron.pipeline.instruction import BEGINS_BACKWARD, Instruction, Kind
 from megatron.pipeline.passes import Leg, Legs
+from megatron.pipeline.program import Program
 
 
-def add_recompute(legs: Legs) -> Legs:
-    """The legs with an R before each B, or before the I of a backward in two halves."""
+def add_recompute(legs: Legs, outline: Program) -> Legs:
+    """The legs with an R before each B, or before the I of a backward in two halves, at the stages that recompute."""
     result = []
     for leg in legs:
         extended: Leg = []
         for instruction in leg:
-            if instruction.kind in BEGINS_BACKWARD:
+            if instruction.kind in BEGINS_BACKWARD and outline.recomputes(instruction.stage):
                 extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))
             extended.append(instruction)
         result.append(extended)

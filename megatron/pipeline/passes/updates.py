@@ -40,20 +40,20 @@ class _Chain:
     """What a rank posts when a batch has ended there, at all its stages."""
 
     def __init__(self, rank: int, outline: Program) -> None:
-        self._outline = outline
+        self._outline, self._rank = outline, rank
         self._stages = outline.stages_of(rank)
         sizes = enumerate(outline.batches, start=outline.first_batch)
         self._backwards_left = {batch: size * len(self._stages) for batch, size in sizes}
 
     def after(self, backward: Instruction) -> Leg:
         """What follows this backward: nothing, unless it is the batch's last on the rank."""
-        outline, last = self._outline, self._outline.num_stages - 1
+        outline = self._outline
         batch = outline.batch_of(backward.microbatch)
         self._backwards_left[batch] -= 1
         if self._backwards_left[batch]:
             return []
         kinds = [Kind.REDUCE_GRAD] if outline.data_parallel else []
-        if outline.tied_embeddings and outline.crosses(0, last) and {0, last} & set(self._stages):
+        if outline.reduces_embeddings(self._rank):
             kinds.append(Kind.REDUCE_EMBED)
         if outline.weights.updates_alone:
             kinds.append(Kind.STEP)

@@ -32,7 +32,8 @@ class Interleaved(Order):
     def validate_placement(self) -> None:
         if self.rank_of_stage != round_robin(self.num_ranks, self.num_virtual_stages):
             raise ValueError(
-                f"interleaved takes stages that are dealt out in turn, not {self.rank_of_stage}; drop rank_of_stage"
+                f"{type(self).__name__.lower()} takes stages that are dealt out in turn, not {self.rank_of_stage}; "
+                "drop rank_of_stage"
             )
 
     def validate(self, num_microbatches: int) -> None:
@@ -59,7 +60,7 @@ class Interleaved(Order):
         return max(self._in_flight_after_group(stage, size) for size in sizes)
 
     def max_in_flight_on_rank(self, rank: int) -> int:
-        return self._ahead(rank) + 1
+        return self._ahead(rank, self._group_size) + 1
 
     # --- parts
 
@@ -67,14 +68,18 @@ class Interleaved(Order):
     def _group_size(self) -> int:
         return self.microbatch_group_size or self.num_ranks
 
-    def _ahead(self, rank: int) -> int:
+    def _group_of(self, batch: range) -> int:
+        """Microbatches that a rank takes through one of its stages before it turns to the next."""
+        return self._group_size
+
+    def _ahead(self, rank: int, group: int) -> int:
         """Forwards that a rank runs before the one that is followed by its first backward, in a batch that is long
-        enough.
+        enough, with groups of this size.
         """
         ranks_after = self.num_ranks - rank - 1
         if self.num_virtual_stages == 1:
             return ranks_after
-        return 2 * ranks_after + (self.num_virtual_stages - 1) * self._group_size
+        return 2 * ranks_after + (self.num_virtual_stages - 1) * group
 
     def _in_flight_after_group(self, stage: int, size: int) -> int:
         """How many a stage has in flight when a group of its forwards, of this size, has ended, deep in a long batch.
@@ -85,25 +90,25 @@ class Interleaved(Order):
         groups are full.
         """
         chunk, rank = divmod(stage, self.num_ranks)
-        num_backwards = (chunk + 1) * size - 1 - self._ahead(rank)
+        num_backwards = (chunk + 1) * size - 1 - self._ahead(rank, self._group_size)
         group = size if num_backwards >= 0 else self._group_size
         chunks_above = self.num_virtual_stages - 1 - chunk
         num_rounds, begun = divmod(num_backwards - chunks_above * group, self.num_virtual_stages * group)
         return size - (num_rounds * group + min(begun, group))
 
     def _leg(self, rank: int, batch: range) -> Leg:
-        turns = self._turns(batch)
+        size = self._group_of(batch)
+        turns = self._turns(batch, size)
         last = self.num_virtual_stages - 1
         forwards = [forward(chunk * self.num_ranks + rank, microbatch) for chunk, microbatch in turns]
         backwards = [backward((last - chunk) * self.num_ranks + rank, microbatch) for chunk, microbatch in turns]
-        ahead = min(self._ahead(rank), len(turns))
+        ahead = min(self._ahead(rank, size), len(turns))
         num_pairs = len(turns) - ahead
         pairs = zip(forwards[ahead:], backwards[:num_pairs], strict=True)
         return [*forwards[:ahead], *(each for pair in pairs for each in pair), *backwards[num_pairs:]]
 
-    def _turns(self, batch: range) -> list[tuple[int, int]]:
-        """(chunk, microbatch) of a rank's forwards in their order."""
-        size = self._group_size
+    def _turns(self, batch: range, size: int) -> list[tuple[int, int]]:
+        """(chunk, microbatch) of a rank's forwards in their order, in groups of this size."""
         groups = [batch[start : start + size] for start in range(0, len(batch), size)]
         chunks = range(self.num_virtual_stages)
         return [(chunk, microbatch) for group in groups for chunk in chunks for microbatch in group]

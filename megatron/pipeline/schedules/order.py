@@ -19,6 +19,7 @@ class Order(ABC):
         drains: no stage begins a batch before the one before it is through the pipeline.
         extends_warmup: the order knows how to start further ahead (`extra_warmup`).
         interleaves: the order knows what to do with several stages on a rank.
+        relays: a rank takes a whole batch through one of its stages before it turns to the next, up and down again.
         num_stages: of the whole pipeline.
         rank_of_stage: the rank of each stage; default: each has its own.
         num_ranks: of the pipeline.
@@ -30,6 +31,7 @@ class Order(ABC):
     drains: ClassVar[bool] = False
     extends_warmup: ClassVar[bool] = False
     interleaves: ClassVar[bool] = False
+    relays: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -64,6 +66,10 @@ class Order(ABC):
     def max_in_flight_on_rank(self, rank: int) -> int | None:
         """The same over all stages of a rank together; a microbatch counts once at each stage."""
         return self.max_in_flight(self.rank_of_stage.index(rank))
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a backward at the stage needs a recompute, where the program recomputes."""
+        return True
 
     def validate_placement(self) -> None:  # noqa: B027  most orders take any
         """Raises ValueError where the order does not go with `rank_of_stage`."""

@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass
 
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.placements import PLACEMENTS
+from megatron.pipeline.schedules.relay import Relay
 from megatron.pipeline.weights import WeightPolicy, weight_policy
 
 ORDERS: dict[str, type[Order]] = {
     "gpipe": GPipe,
     "1f1b": OneForwardOneBackward,
     "interleaved": Interleaved,
+    "relay": Relay,
 }
 
 
@@ -25,12 +28,16 @@ class Preset:
         weights: in `POLICIES`.
         balance: saved activations are moved between the ranks of a pair.
         placement: in `PLACEMENTS`.
+        recompute: backwards are preceded by a recompute.
+        residency: weights live on the host, and how; None: on the device. The runtime does not execute such programs.
     """
 
     order: str
     weights: str
     balance: bool = False
     placement: str = "round-robin"
+    recompute: bool = False
+    residency: Residency | None = None
 
     def validate(self) -> None:
         """Raises ValueError where an order, a policy or a placement of that name is in no table."""
@@ -58,4 +65,5 @@ PRESETS: dict[str, Preset] = {
     "pipedream": Preset("1f1b", "stash"),
     "interleaved": Preset("interleaved", "flush"),
     "bpipe": Preset("1f1b", "flush", balance=True),
+    "l2l": Preset("relay", "flush", recompute=True, residency=Residency()),
 }

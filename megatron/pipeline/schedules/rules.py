@@ -27,6 +27,11 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             f"{schedule.order} does not say how many microbatches are in flight, and {schedule.name_of_weights} keeps "
             "a weight version for each; use an order that says it, or weights flush"
         )
+    if schedule.weights.updates_alone and schedule.norm_decides:
+        raise ValueError(
+            f"under {schedule.name_of_weights} every stage steps before the norm of all gradients and any overflow are "
+            "known, and here they decide about it; use flush or 2bw, or neither clip by the norm nor scale the loss"
+        )
     if schedule.weights.updates_alone and schedule.extra_warmup:
         raise ValueError(
             f"{schedule.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
@@ -46,6 +51,8 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             f"{schedule.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop "
             "balance, or use flush or 2bw"
         )
+    if schedule.residency is not None:
+        _validate_residency(schedule, order)
     if not schedule.weights.predicts and (schedule.provisional_microbatches is not None or schedule.reduce_partial):
         raise ValueError(
             f"weights {schedule.weights.name} predict nothing, so nothing is read for it; drop "
@@ -91,6 +98,34 @@ def validate_predictions(schedule: Schedule, num_microbatches: int) -> None:
         )
 
 
+def _validate_residency(schedule: Schedule, order: Order) -> None:
+    if not schedule.weights.drains:
+        raise ValueError(
+            f"weights on the host have one version, and {schedule.name_of_weights} needs more; use weights flush, or "
+            "leave them on the device"
+        )
+    if schedule.num_virtual_stages > 1 and not order.relays:
+        raise ValueError(
+            f"{schedule.order} comes back to a stage within a batch, so its weights would come and go with every "
+            "group and its gradients could not leave; use order relay, or leave the weights on the device"
+        )
+    if schedule.balance:
+        raise ValueError(
+            "balance moves saved activations to a rank that saves few, and with weights on the host ranks save alike; "
+            "drop balance"
+        )
+    if not schedule.recompute:
+        raise ValueError(
+            "what a forward saves refers to weights that are gone before the backward; add recompute, or leave the "
+            "weights on the device"
+        )
+    if schedule.norm_decides and schedule.residency.is_eager:
+        raise ValueError(
+            "an eager update is made before the norm of all gradients and any overflow are known, and here they decide "
+            "about it; use deferred updates, or neither clip by the norm nor scale the loss"
+        )
+
+
 def _validate_virtual_stages(schedule: Schedule, order: Order) -> None:
     interleaves, group = order.interleaves, schedule.microbatch_group_size
     if schedule.num_virtual_stages > 1 and not interleaves:
@@ -100,6 +135,8 @@ def _validate_virtual_stages(schedule: Schedule, order: Order) -> None:
         )
     if group is not None and not interleaves:
         raise ValueError(f"{schedule.order} takes no groups of microbatches; drop microbatch_group_size")
+    if group is not None and order.relays:
+        raise ValueError(f"{schedule.order} takes a whole batch as one group; drop microbatch_group_size")
     if group is not None and group < schedule.num_ranks:
         raise ValueError(
             f"microbatch groups of {group} are smaller than the {schedule.num_ranks} ranks, so a rank would wait for "

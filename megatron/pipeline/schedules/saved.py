@@ -25,11 +25,6 @@ class SavedActivations:
         limits = _in_flight(self.order)
         return None if None in limits else max(limits)
 
-    @property
-    def bounds_of_ranks(self) -> tuple[int, ...]:
-        """With `balance`, the most that each rank may hold, over all its stages."""
-        return balanced_bounds(self._limits_of_ranks)
-
     def on_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The most that each stage holds in a program of these batches."""
         own = _cut(_in_flight(self.order), self._most_together(batches))
@@ -48,31 +43,37 @@ class SavedActivations:
             return own
         accepting = self._accepting_ranks(batches)
         return tuple(
-            bound if rank in accepting else min(own[rank], bound) for rank, bound in enumerate(self.bounds_of_ranks)
+            bound if rank in accepting else min(own[rank], bound)
+            for rank, bound in enumerate(bounds_of_ranks(self.order))
         )
 
     def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The ranks that have more in flight than they may hold."""
         if not self.balance:
             return ()
-        pairs = enumerate(zip(self._in_flight_on_rank(batches), self.bounds_of_ranks, strict=True))
+        pairs = enumerate(zip(self._in_flight_on_rank(batches), bounds_of_ranks(self.order), strict=True))
         return tuple(rank for rank, (own, bound) in pairs if own > bound)
 
     def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
         return {pair_of(rank, self.order.num_ranks) for rank in self.evicting_ranks(batches)}
 
-    @property
-    def _limits_of_ranks(self) -> list[int | None]:
-        return [self.order.max_in_flight_on_rank(rank) for rank in range(self.order.num_ranks)]
-
     def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
-        together, limits = self._most_together(batches), self._limits_of_ranks
+        together, limits = self._most_together(batches), _limits_of_ranks(self.order)
         stages = stages_by_rank(self.rank_of_stage)
         return tuple(_cut([limit], together * len(own))[0] for limit, own in zip(limits, stages, strict=True))
 
     def _most_together(self, batches: Sequence[int]) -> int:
         """The most that can be under way at once in a program of these batches."""
         return max(batches) if self.drains else sum(batches)
+
+
+def bounds_of_ranks(order: Order) -> tuple[int, ...]:
+    """Where activations are balanced, the most microbatches that each rank may hold, over all its stages."""
+    return balanced_bounds(_limits_of_ranks(order))
+
+
+def _limits_of_ranks(order: Order) -> list[int | None]:
+    return [order.max_in_flight_on_rank(rank) for rank in range(order.num_ranks)]
 
 
 @lru_cache(maxsize=256)

@@ -6,20 +6,13 @@ the order, then one pass for each concern.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.passes import Legs
-from megatron.pipeline.passes.balance import add_balance
-from megatron.pipeline.passes.communication import add_communication
-from megatron.pipeline.passes.predictions import add_predictions
-from megatron.pipeline.passes.recompute import add_recompute
-from megatron.pipeline.passes.updates import add_updates
-from megatron.pipeline.passes.versions import set_versions
 from megatron.pipeline.periodic import PeriodicProgram
-from megatron.pipeline.program import Program, shifted_row
+from megatron.pipeline.program import Program
+from megatron.pipeline.residency import Residency
+from megatron.pipeline.schedules.building import build_evaluation, build_in_legs, build_periodic
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS
@@ -37,7 +30,7 @@ class Schedule:
     """What to build programs from. Equal schedules build equal programs.
 
     Attributes:
-        order: a name in `ORDERS`: `gpipe`, `1f1b` or `interleaved`.
+        order: a name in `ORDERS`: `gpipe`, `1f1b`, `interleaved` or `relay`.
         weights: the weight policy, or its name in `POLICIES`.
         num_stages: stages of the whole pipeline, over all ranks, as in `Program`.
         num_virtual_stages: stages on each rank, Megatron's v (orders that interleave only). Where `rank_of_stage` is
@@ -50,6 +43,9 @@ class Schedule:
         balance: move saved activations between the stages of a pair, so that all save about as much (BPipe).
         tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
+        norm_decides: an update depends on all stages together, as where gradients are clipped by their norm or a loss
+            scale may overflow.
+        residency: weights live on the host, and how; None: on the device.
         provisional_microbatches: where the weights predict, how many microbatches of the batch before each stage reads.
             None: each stage all that it has done.
         reduce_partial: where they predict, each replica reads what all have done, for one more reduction a batch.
@@ -69,6 +65,8 @@ class Schedule:
     balance: bool = False
     tied_embeddings: bool = False
     data_parallel: bool = False
+    norm_decides: bool = False
+    residency: Residency | None = None
     provisional_microbatches: int | None = None
     reduce_partial: bool = False
     order_class: type[Order] = field(init=False, repr=False)  # what `order` means; another meaning is another schedule
@@ -99,8 +97,9 @@ class Schedule:
         object.__setattr__(self, "rank_of_stage", placement)
 
     @classmethod
-    def preset(cls, name: str, *, num_stages: int, predict: bool = False, **choices: bool | int | None) -> "Schedule":
-        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe or a registered one.
+    def preset(cls, name: str, *, num_stages: int, predict: bool = False, **choices: object) -> "Schedule":
+        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, l2l or a registered
+        one.
 
         `predict`: with predicted weights, which go with 2bw's.
 
@@ -111,6 +110,8 @@ class Schedule:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
         choices["balance"] = choices.get("balance", False) or preset.balance
+        choices["recompute"] = choices.get("recompute", False) or preset.recompute
+        choices["residency"] = choices.get("residency") or preset.residency
         deals_out = num_stages > 0 and num_virtual_stages > 0 and num_stages % num_virtual_stages == 0
         if choices.get("rank_of_stage") is None and deals_out:
             num_ranks = num_stages // num_virtual_stages
@@ -240,32 +241,11 @@ class Schedule:
             raise ValueError("a program needs a batch; give the number of microbatches of each")
         for num_microbatches in batches:
             self.validate(num_microbatches)
-        outline = self._outline(batches, first_batch=first_batch, first_microbatch=first_microbatch)
-        ordered = [self._order_legs(rank, outline) for rank in range(self.num_ranks)]
-        if self.balance:
-            ordered = add_balance(ordered, outline, self._saved.bounds_of_ranks)
-        legs_of_rank = []
-        for rank, legs in enumerate(ordered):
-            if self.recompute:
-                legs = add_recompute(legs)
-            legs = add_updates(legs, rank, outline)
-            if self.weights.predicts:
-                legs = add_predictions(legs, rank, outline)
-            legs_of_rank.append(set_versions(legs, outline))
-        return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline))
+        return build_in_legs(self, self._order, batches, first_batch, first_microbatch)
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of batches of this size."""
-        num_fill = max(1, (self.weights.delay or 0) + self.settling_batches)
-        batches = (num_microbatches,) * num_fill
-        built = self.build_in_legs((*batches, num_microbatches))
-        return PeriodicProgram(
-            outline=self._outline(batches),
-            fill=built.legs(0, num_fill),
-            period=built.legs(num_fill, num_fill + 1),
-            drain=tuple(shifted_row(row, microbatches=-num_microbatches, versions=-1) for row in built.drain),
-            num_microbatches=num_microbatches,
-        )
+        return build_periodic(self, self._order, num_microbatches)
 
     def build_evaluation(self, num_microbatches: int, *, version: int, first_microbatch: int = 0) -> Program:
         """Forwards of one batch with one weight version, the newest of a drained state.
@@ -275,22 +255,7 @@ class Schedule:
         """
         if num_microbatches < 1:
             raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
-        outline = Program(
-            rows=((),) * self.num_ranks,
-            rank_of_stage=self.rank_of_stage,
-            batches=(num_microbatches,),
-            weights=self.weights,
-            first_batch=version,
-            first_microbatch=first_microbatch,
-            forward_only=True,
-        )
-        microbatches = range(first_microbatch, first_microbatch + num_microbatches)
-        legs_of_rank = []
-        for rank in range(self.num_ranks):
-            computations = (each for leg in self._legs_of(rank, [microbatches]) for each in leg)
-            forwards = [each for each in computations if each.kind is Kind.FORWARD]
-            legs_of_rank.append([[replace(each, version=version) for each in forwards]])
-        return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
+        return build_evaluation(self, self._order, num_microbatches, version, first_microbatch)
 
     def stream(self, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramStream:
         """The batches of a run one at a time, from a drained state before `first_batch` on."""
@@ -307,55 +272,6 @@ class Schedule:
     @property
     def _saved(self) -> SavedActivations:
         return SavedActivations(self._order, self.rank_of_stage, self.balance, self.weights.drains)
-
-    def _outline(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
-        return Program(
-            rows=((),) * self.num_ranks,
-            rank_of_stage=self.rank_of_stage,
-            batches=tuple(batches),
-            weights=self.weights,
-            first_batch=first_batch,
-            first_microbatch=first_microbatch,
-            recompute=self.recompute,
-            tied_embeddings=self.tied_embeddings,
-            data_parallel=self.data_parallel,
-            **self._predictions(batches),
-        )
-
-    def _predictions(self, batches: Sequence[int]) -> dict[str, Any]:
-        """What the program says about its predictions.
-
-        Raises:
-            ValueError: the batches begin where different numbers of backwards are left of the one before.
-        """
-        if not self.weights.predicts:
-            return {}
-        found = {self.unread(size) for size in batches}
-        if len(found) > 1 and self.provisional_microbatches is None:
-            raise ValueError(
-                f"{self.order} begins a batch where other numbers of backwards are left of the one before for each "
-                f"size of {batches}, so none can be said for all; give provisional_microbatches"
-            )
-        unread = next(iter(found)) if self.provisional_microbatches is None else ()
-        return {
-            "unread": unread,
-            "provisional_microbatches": self.provisional_microbatches,
-            "reduce_partial": self.reduce_partial and self.data_parallel,
-        }
-
-    def _order_legs(self, rank: int, outline: Program) -> Legs:
-        """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
-        first = outline.first_batch
-        batches = [outline.microbatches_of(batch) for batch in range(first, first + len(outline.batches))]
-        if not self.weights.drains:
-            return self._legs_of(rank, batches)
-        stretches = [self._legs_of(rank, [batch]) for batch in batches]
-        return [*(leg + drain for leg, drain in stretches), []]
-
-    def _legs_of(self, rank: int, batches: Sequence[range]) -> Legs:
-        """What the order says of a rank; one that does not interleave is asked for the rank's stage."""
-        order = self._order
-        return order.legs(rank if order.interleaves else self.stages_of(rank)[0], batches)
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,8 @@ instructions, so what it says changes when the program changes:
   its time on the pair (`pair_moves`). What waits for moves is said there, too;
 - REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row;
   one starts when all its members have reached it (`reductions`);
-- STEP waits for the reductions of its version that its rank has posted.
+- STEP waits for the reductions of its version that its rank has posted;
+- FETCH, FREE, STORE_GRAD and UPDATE only post, to lanes between device and host that run beside all that (`lanes`).
 
 A program without any transfers (a compute-only one) is timed as if each tensor were sent when it is made and its
 receive posted in time.

@@ -35,6 +35,8 @@ class PairMoves:
 
     def complete_at(self, rank: int, needed: int) -> float:
         """When the first `needed` moves of a rank are complete; `UNKNOWN`: the rank is called when that is known."""
+        if not needed:
+            return 0.0
         queue = self._queues[rank]
         if len(queue.ends) < needed:
             queue.awaited = needed

@@ -5,6 +5,7 @@ import math
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import (
     AWAITS_REDUCTIONS,
+    HOST_WORDS,
     SHARED_REDUCTIONS,
     UPDATES,
     Kind,
@@ -14,12 +15,13 @@ from megatron.pipeline.instruction import (
 )
 from megatron.pipeline.program import Program
 from megatron.pipeline.simulate.channels import Channels
+from megatron.pipeline.simulate.lanes import Lanes
 from megatron.pipeline.simulate.pair_moves import PairMoves
 from megatron.pipeline.simulate.reductions import Reductions
 from megatron.pipeline.simulate.state import UNKNOWN, SimulationError, State
 from megatron.pipeline.timeline import Timeline
 
-_COMPUTE, _SEND, _RECEIVE, _MOVE, _STEP, _REDUCE = range(6)
+_COMPUTE, _SEND, _RECEIVE, _MOVE, _STEP, _REDUCE, _CARRY = range(7)
 
 
 def _action(kind: Kind) -> int:
@@ -29,7 +31,9 @@ def _action(kind: Kind) -> int:
         return _COMPUTE if word.subject is Subject.MICROBATCH else _STEP
     if word.lane is Lane.TRANSFERS:
         return _SEND if word.sends else _RECEIVE
-    return _MOVE if word.lane is Lane.MOVES else _REDUCE
+    if word.lane is Lane.MOVES:
+        return _MOVE
+    return _REDUCE if word.lane is Lane.CHAIN else _CARRY
 
 
 _ACTIONS = {kind: _action(kind) for kind in Kind}
@@ -42,7 +46,8 @@ class Simulation:
         self.state = State(program)
         num_stages = len(program.rank_of_stage)
         seconds = costs.seconds(num_stages)
-        for kind in UPDATES - SHARED_REDUCTIONS:  # a rank's, for all its stages; it stands at the lowest
+        of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
+        for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # a rank's, for all its stages; it stands at the lowest
             times = seconds[kind]
             seconds[kind] = [
                 math.fsum(times[each] for each in program.stages_of(rank)) for rank in program.rank_of_stage
@@ -51,7 +56,10 @@ class Simulation:
         self.num_microbatches = sum(program.batches)
         self.channels = Channels(self.state, costs)
         self.moves = PairMoves(self.state, seconds, synchronous=synchronous_moves)
-        self.reductions = Reductions(self.state, seconds)
+        self.lanes = Lanes(self.state, seconds)
+        self.reductions = Reductions(self.state, seconds, self.lanes)
+        awaited = zip(self.moves.awaited, self.lanes.awaited, strict=True)
+        self.held = [moves.keys() | lanes.keys() for moves, lanes in awaited]  # positions that wait for any of them
         self.clock = [0.0] * len(program.rows)
         self.position = [0] * len(program.rows)
         self.meanings = self._meanings(seconds)
@@ -93,7 +101,7 @@ class Simulation:
 
     def _run_rank(self, rank: int) -> None:
         """Execute a rank's row until it waits for a time that is not known, or ends."""
-        state, meanings, awaited_moves = self.state, self.meanings, self.moves.awaited[rank]
+        state, meanings, held = self.state, self.meanings, self.held[rank]
         row, starts, ends, now = state.rows[rank], state.starts[rank], state.ends[rank], self.clock[rank]
         first, limit, overlap = state.program.first_microbatch, self.num_microbatches, self.overlap
         for position in range(self.position[rank], len(row)):
@@ -108,11 +116,11 @@ class Simulation:
                     raise state.error(rank, position, "there is no such microbatch")
                 if action == _COMPUTE:
                     seconds, needs, makes = of_stage[instruction.stage]
-                    if awaited_moves and position in awaited_moves:
-                        moved = self.moves.complete_at(rank, awaited_moves[position])
-                        if moved == UNKNOWN:
+                    if held and position in held:
+                        until = self._held_until(rank, position)
+                        if until == UNKNOWN:
                             break
-                        now = max(now, moved)
+                        now = max(now, until)
                     if needs is not None:
                         arrival = needs.arrivals[microbatch]
                         if arrival == UNKNOWN:
@@ -157,11 +165,21 @@ class Simulation:
                 ends[position] = now
                 if instruction.kind is Kind.STEP:
                     self.reductions.step(rank, instruction.version)
-            else:
+            elif action == _REDUCE:
                 self.reductions.post(rank, position, now)
+            else:
+                self.lanes.post(rank, position, now)
         else:
             position = len(row)
         self.position[rank], self.clock[rank] = position, now
+
+    def _held_until(self, rank: int, position: int) -> float:
+        """When the moves and the words to and from the host that a computation waits for are complete; `UNKNOWN`: the
+        rank is called when that is known.
+        """
+        moved = self.moves.complete_at(rank, self.moves.awaited[rank].get(position, 0))
+        carried = self.lanes.complete_at(rank, position)
+        return UNKNOWN if UNKNOWN in (moved, carried) else max(moved, carried)
 
     def _require_end(self) -> None:
         """Raise if a rank has not reached the end of its row, or a transfer or reduction has lost a member."""
@@ -174,6 +192,7 @@ class Simulation:
                 "the reductions of its version" if row[position].kind in AWAITS_REDUCTIONS else "its input or gradient"
             )
             what = "the moves that it waits for" if self.moves.is_awaited(rank) else what
+            what = "the copies to and from the host that it waits for" if self.lanes.is_awaited(rank) else what
             raise state.error(rank, position, f"a deadlock: {what} can never come")
         for rank, ends in enumerate(state.ends):
             if UNKNOWN in ends:

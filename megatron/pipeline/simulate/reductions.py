@@ -3,12 +3,13 @@
 The reductions of a rank run one after another, in the order of its row; one starts when all its members have reached it
 (norm: every rank; embedding: the ranks that post it; gradients: replicas do the same at the same time, so none is
 waited for). One that stands after the STEP of its version serves the report alone and runs in a queue beside, so that
-no later STEP waits for it.
+no later STEP waits for it. Tied embeddings on the host are added up once the rank's ends have come there (`lanes`).
 """
 
 from collections import Counter, deque
 
 from megatron.pipeline.instruction import SHARED_REDUCTIONS, Kind
+from megatron.pipeline.simulate.lanes import Lanes
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
 
@@ -38,9 +39,9 @@ class _Reduction:
 class Reductions:
     """The reductions of all ranks, and for which version's each rank waits."""
 
-    def __init__(self, state: State, seconds: dict[Kind, list[float]]) -> None:
+    def __init__(self, state: State, seconds: dict[Kind, list[float]], lanes: Lanes) -> None:
         num_ranks = len(state.rows)
-        self._state, self._seconds = state, seconds
+        self._state, self._seconds, self._lanes = state, seconds, lanes
         self._chains = [_Queue(rank) for rank in range(num_ranks)]
         self._reports = [_Queue(rank) for rank in range(num_ranks)]
         self._stepped: list[set[int | None]] = [set() for _ in range(num_ranks)]
@@ -85,7 +86,8 @@ class Reductions:
             num_members = self._num_members.get(key, 1)
             reduction = self._running.setdefault(key, _Reduction()) if num_members > 1 else _Reduction()
             reduction.members.append((queue, position))
-            reduction.start = max(reduction.start, posted, queue.free_at)
+            stored = self._lanes.complete_at(queue.rank, position)  # known: it needs reductions before this one alone
+            reduction.start = max(reduction.start, posted, queue.free_at, stored)
             reduction.duration = max(reduction.duration, self._seconds[instruction.kind][instruction.stage])
             queue.reached = True
             if len(reduction.members) == num_members:
@@ -106,3 +108,4 @@ class Reductions:
             if self._waits[rank] and not self._pending[rank][version]:
                 self._waits[rank] = False
                 state.runnable.append(rank)
+            self._lanes.advance(rank)

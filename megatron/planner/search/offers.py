@@ -1,7 +1,8 @@
 """The schedules that a search may choose from: the registered presets, and what they are when they move activations.
 
 A name stands for a `Preset`, and all that a search has to know of a schedule follows from that. `NAME+balance` is the
-preset of that name that moves saved activations besides.
+preset of that name that moves saved activations besides. Weights on the host have no price yet: such presets are not
+offered.
 """
 
 from dataclasses import replace
@@ -29,9 +30,10 @@ def offered() -> dict[str, Preset]:
             preset.validate()
         except ValueError as error:
             raise ValueError(f"schedule {name}: {error}") from error
-    balanced = {f"{name}{_BALANCED}": replace(preset, balance=True) for name, preset in PRESETS.items()}
-    others = set(PRESETS.values())
-    return PRESETS | {name: preset for name, preset in balanced.items() if preset not in others and can_move(preset)}
+    known = {name: preset for name, preset in PRESETS.items() if preset.residency is None}
+    balanced = {f"{name}{_BALANCED}": replace(preset, balance=True) for name, preset in known.items()}
+    others = set(known.values())
+    return known | {name: preset for name, preset in balanced.items() if preset not in others and can_move(preset)}
 
 
 def preset_of(name: str) -> tuple[str, bool]:

@@ -4,7 +4,7 @@ out.
 The checker reasons about the text of a program. The oracle runs it, as naively as possible: ranks are generators,
 channels are untagged queues, activations, gradients and weights are symbols that remember what they were made from. A
 program is right if it ends, leaves nothing behind, and every weight version of every stage is the symbol that the
-policy's definition (oracle_definition.py) gives, batch after batch, on a single process. The sum of gradients is a
+policy's definition (oracle_reference.py) gives, batch after batch, on a single process. The sum of gradients is a
 multiset, so the order in which microbatches are added does not matter.
 """
 
@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program
 from megatron.pipeline.weights import PROVISIONAL, STASH
-from tests.pipeline.check.oracle_definition import TRUE, Symbols, predicted, reads_ties, reference, true
+from tests.pipeline.check.host_oracle import HOST_WORDS, HostMachine
+from tests.pipeline.check.oracle_reference import TRUE, Symbols, Wrong, predicted, reads_ties, reference, require, true
 
 REDUCTIONS = (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM)
 PARTIAL_REDUCTIONS = (Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED)
 
 
-class Wrong(Exception):
-    """The program does something that a runtime could not do, or must not."""
+def verdict(program: Program, bounds: list[int], *, lazy: bool = False) -> str:
+    """'' if the program is right and stays within `bounds` saved microbatches per stage, else what is wrong.
 
-
-def verdict(program: Program, bounds: list[int]) -> str:
-    """'' if the program is right and stays within `bounds` saved microbatches per stage, else what is wrong."""
+    `lazy`: what runs between device and host runs as late as it can, not as early.
+    """
     symbols = Symbols()
     try:
-        made = Machine(program, bounds, symbols).run()
+        made = Machine(program, bounds, symbols, lazy=lazy).run()
     except Wrong as wrong:
         return str(wrong)
     return "" if made == reference(program, symbols) else "the weights are other ones"
@@ -45,10 +45,11 @@ class Channel:
 class Machine:
     """One process that runs all ranks in turn."""
 
-    def __init__(self, program: Program, bounds: list[int], symbols: Symbols) -> None:
-        self.program, self.bounds, self.symbols = program, bounds, symbols
+    def __init__(self, program: Program, bounds: list[int], symbols: Symbols, *, lazy: bool = False) -> None:
+        self.program, self.bounds, self.symbols, self.lazy = program, bounds, symbols, lazy
+        self.hosts: dict[int, HostMachine] = {}  # by rank, where weights live there
         self.channels: dict[tuple[str, int, int], Channel] = {}
-        ends = [program.rank_of_stage[0], program.rank_of_stage[-1]]
+        ends = sorted({program.rank_of_stage[0], program.rank_of_stage[-1]})
         self.groups = {
             Kind.REDUCE_EMBED: ends,
             Kind.REDUCE_PARTIAL_EMBED: ends,
@@ -63,22 +64,28 @@ class Machine:
         ranks = [self.rank(rank, row) for rank, row in enumerate(self.program.rows)]
         going = list(ranks)
         while going:
-            progress = self.reduce()
+            progress = self.reduce() | (not self.lazy and self.carry())
             for rank in list(going):
                 try:
                     progress |= next(rank)
                 except StopIteration:
                     going.remove(rank)
                     progress = True
-            if not progress:
+            if not progress and not self.carry():
                 raise Wrong("deadlock")
-        while self.reduce():
+        while self.reduce() or self.carry():
             pass
+        if any(lane for host in self.hosts.values() for lane in host.lanes.values()):
+            raise Wrong("a lane never ends")
         if any(len(chain) != done for chain, done in zip(self.chains, self.done, strict=True)):
             raise Wrong("a reduction never completes")
         if any(len(channel.sent) != channel.num_received for channel in self.channels.values()):
             raise Wrong("a transfer never completes")
         return self.made
+
+    def carry(self) -> bool:
+        """Carry out one word between a device and its host, if any can be."""
+        return any(host.carry() for host in self.hosts.values())
 
     def reduce(self) -> bool:
         """Run every reduction that stands at the head of the chains of all its members."""
@@ -93,6 +100,8 @@ class Machine:
                 for member in members
             ]
             if any(head is None or head[0] is not kind for head in heads):
+                continue
+            if kind is Kind.REDUCE_EMBED and not all(self.hosts[each].has_ends(version) for each in self.hosts):
                 continue
             if any(head[1] != version for head in heads):
                 raise Wrong("a group reduces different versions together")
@@ -111,11 +120,6 @@ class Machine:
         state.end()
 
 
-def require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise Wrong(reason)
-
-
 class RankMachine:
     """The stages of a rank, and the one chain of reductions and the one optimizer that they share."""
 
@@ -130,10 +134,29 @@ class RankMachine:
         self.reduced: dict[int, list[Kind]] = {}
         self.partial: dict[int, list[Kind]] = {}
         self.position_of_partial = 0  # in the chain, of the last one before the next prediction; 0: none
+        self.host: HostMachine | None = None
+        if machine.program.residency is not None:
+            self.host = machine.hosts[rank] = HostMachine(self)
 
     def try_to_execute(self, instruction: Instruction) -> bool:
         """False if it has to wait."""
         require(instruction.stage in self.stages, "a stage of another rank")
+        if self.host is not None:
+            return self.try_with_host(self.host, instruction)
+        require(instruction.kind not in HOST_WORDS, "the weights live on the device")
+        return self.try_alone(instruction)
+
+    def try_with_host(self, host: HostMachine, instruction: Instruction) -> bool:
+        if instruction.kind in HOST_WORDS or instruction.kind is Kind.REDUCE_GRAD:
+            host.post(instruction)
+            return True
+        if not host.is_ready(instruction) or not self.try_alone(instruction):
+            return False
+        host.executed(instruction)
+        return True
+
+    def try_alone(self, instruction: Instruction) -> bool:
+        """The same but for what concerns the host."""
         if instruction.kind is Kind.STEP:
             require(instruction.stage == min(self.stages), "a step of one stage alone")
             return self.step(instruction.version)
@@ -153,7 +176,8 @@ class RankMachine:
     def reduce(self, kind: Kind, version: int) -> None:
         index = version - 1 - self.program.first_batch
         require(0 <= index < len(self.program.batches), "a version that the program does not make")
-        for stage in self.stages.values():
+        of_ends = self.host is not None and kind is Kind.REDUCE_EMBED
+        for stage in self.stages.values() if not of_ends else ():
             complete = stage.sums.get(version - 1, Counter()).total() == self.program.batches[index]
             require(complete, "a reduction of an incomplete gradient")
         self.chain.append((kind, version))
@@ -200,7 +224,7 @@ class RankMachine:
         require(self.reduced.get(version, []) == needed, "a step without its reductions")
         if self.machine.done[self.rank] < self.position_of_version.get(version, 0):
             return False
-        for stage in self.stages.values():
+        for stage in self.stages.values() if self.host is None else ():
             stage.step(version)
         self.reduced.setdefault(version, [])
         return True
@@ -208,6 +232,8 @@ class RankMachine:
     def end(self) -> None:
         for stage in self.stages.values():
             stage.end()
+        if self.host is not None:
+            self.host.end()
         every = {
             batch + 1: self.flags()
             for batch in range(self.program.first_batch, self.program.first_batch + len(self.program.batches))
@@ -219,9 +245,10 @@ class RankMachine:
     def flags(self) -> list[Kind]:
         program = self.program
         ends = {program.rank_of_stage[0], program.rank_of_stage[-1]}
+        apart = len(ends) > 1 or (self.host is not None and program.num_stages > 1)
         wanted = [
-            program.data_parallel,
-            program.tied_embeddings and len(ends) > 1 and self.rank in ends,
+            program.data_parallel and self.host is None,
+            program.tied_embeddings and apart and self.rank in ends,
             program.global_norm,
         ]
         return [kind for kind, is_wanted in zip(REDUCTIONS, wanted, strict=True) if is_wanted]
@@ -296,7 +323,8 @@ class StageMachine:
 
     def backward(self, microbatch: int, version: int) -> bool:
         require(microbatch in self.saved, "a backward without forward")
-        require((microbatch in self.recomputed) == self.program.recompute, "nothing recomputed")
+        recomputes = self.program.recompute and self.stage not in self.program.not_recomputed
+        require((microbatch in self.recomputed) == recomputes, "nothing recomputed")
         require(version in self.weights, "weights are not there")
         if self.is_last:
             gradient = self.symbols("loss", microbatch, self.take(self.outputs, microbatch))
@@ -311,10 +339,8 @@ class StageMachine:
             del self.gradients[microbatch]
         _, value = self.saved.pop(microbatch)
         batch = self.program.batch_of(microbatch)
-        require(
-            batch + 1 not in self.rank.position_of_version and batch + 1 not in self.rank.reduced,
-            "a gradient comes after its reduction",
-        )
+        reduced = batch + 1 in self.rank.position_of_version or batch + 1 in self.rank.reduced
+        require(not reduced or self.rank.host is not None, "a gradient comes after its reduction")
         result = self.symbols("B", microbatch, self.weights[version], value, gradient)
         self.sums.setdefault(batch, Counter())[result] += 1
         if not self.is_first:

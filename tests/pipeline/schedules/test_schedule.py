@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.program import shifted_row
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.pipeline.weights import FLUSH, STASH, TWO_BW, WeightPolicy
 from tests.pipeline.strategies import Run, kinds_of, runs, text
@@ -106,6 +107,20 @@ def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batc
         ("pipedream", {"tied_embeddings": True}, r"^under pipedream \(stash\) .* cannot share an embedding"),
         ("gpipe", {"balance": True}, "gpipe saves a whole batch at every stage, so there is nothing to balance"),
         ("pipedream", {"balance": True}, "may drain after every microbatch, so no eviction can be planned ahead"),
+        ("pipedream", {"norm_decides": True}, "steps before the norm of all gradients"),
+        ("2bw", {"residency": Residency(), "recompute": True}, "weights on the host have one version, and 2bw needs"),
+        ("flush", {"residency": Residency()}, "refers to weights that are gone before the backward; add recompute"),
+        (
+            "interleaved",
+            {"num_virtual_stages": 2, "residency": Residency(), "recompute": True},
+            "interleaved comes back to a stage within a batch",
+        ),
+        ("bpipe", {"residency": Residency(), "recompute": True}, "with weights on the host ranks save alike"),
+        (
+            "l2l",
+            {"num_virtual_stages": 4, "residency": Residency(2, "eager"), "norm_decides": True},
+            "an eager update is made before the norm",
+        ),
     ],
 )
 def test_choices_that_do_not_go_together(name: str, flags: dict, message: str):

@@ -1,6 +1,9 @@
 """The schedules that a search offers follow from the tables, at the time when it is asked."""
 
+import pytest
+
 from megatron.pipeline.schedules import PRESETS, Preset
+from megatron.planner import Configuration
 from megatron.planner.search import Space, offered
 from megatron.planner.search.offers import fewest_ranks, name_of, offer, preset_of
 from tests.planner import made_up
@@ -29,3 +32,12 @@ def test_ranks_from_which_on_something_moves():
     """1F1B: 4, since of 3 stages the pair saves 3 and 1, two each. Two stages on each rank: 3."""
     found = {name: fewest_ranks(preset) for name, preset in offered().items()}
     assert found == dict(zip(KNOWN, (None, 4, 4, None, 3, 4, 4, 3), strict=True))
+
+
+def test_weights_on_the_host_are_not_offered():
+    """They have no price yet: a search leaves them out, balanced ones too, and a configuration refuses them."""
+    hosted = {name for name, preset in PRESETS.items() if preset.residency is not None}
+    assert hosted == {"l2l"}
+    assert not {preset_of(name)[0] for name in offered()} & hosted
+    with pytest.raises(ValueError, match="l2l keeps weights on the host, which has no price yet"):
+        Configuration(schedule="l2l", micro_batch_size=1, global_batch_size=1)

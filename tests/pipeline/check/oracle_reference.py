@@ -1,7 +1,4 @@
-"""What the weights of a program are by the definition of its policy, as symbols that remember what they were made from.
-
-One process computes one batch after another. The machine that executes programs on such symbols: oracle.py.
-"""
+"""What programs have to compute, by the definition of their weights, on one process: for the oracle."""
 
 from collections import Counter
 
@@ -10,6 +7,15 @@ from megatron.pipeline.weights import PROVISIONAL, STASH
 
 DELAYS = {"flush": 0, "2bw": 1, "3bw": 2, "4bw": 3}  # of the policies whose stages step together
 TRUE = -(10**6)  # true weights, where a policy predicts, are numbered from here down
+
+
+class Wrong(Exception):
+    """The program does something that a runtime could not do, or must not."""
+
+
+def require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Wrong(reason)
 
 
 class Symbols:

@@ -1,0 +1,139 @@
+"""What a drawing shows of weights that live on the host: the lanes to and from it, and what is on the device.
+
+Below the ranks stand two panels. The first has three lines for each rank, one for each lane, with the stage that a word
+is about. The second has a line for each of the rank's slots, with the stage whose weights are there: pale while they
+are fetched, and up to their FREE.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.draw import legend
+from megatron.pipeline.draw.cells import names_of_rows
+from megatron.pipeline.instruction import HOST_WORDS, Instruction, Kind, Lane
+from megatron.pipeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LANES = tuple(lane for lane in Lane if any(kind.row.lane is lane for kind in HOST_WORDS))
+_SHORT = {Lane.H2D: "to device", Lane.D2H: "to host", Lane.HOST: "optimizer"}  # beside a line
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A word of a lane of a rank, with its times."""
+
+    rank: int
+    lane: Lane
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The weights of a stage in a slot of a rank: fetched from `start` to `fetched`, and there until `end`."""
+
+    rank: int
+    slot: int
+    stage: int
+    version: int
+    start: float
+    fetched: float
+    end: float
+
+
+def carried_of(timeline: Timeline) -> list[Carried]:
+    """The words that take time, rank by rank in the order of the rows."""
+    return [
+        Carried(span.rank, span.instruction.kind.row.lane, span.instruction, span.start, span.end)
+        for span in timeline.spans
+        if span.instruction.kind in HOST_WORDS and span.end > span.start
+    ]
+
+
+def residents_of(timeline: Timeline) -> list[Resident]:
+    """What is in the slots of each rank, slots counted from 0: a stage takes the lowest one that is free."""
+    found: list[Resident] = []
+    taken: dict[tuple[int, int], tuple[int, float, float]] = {}  # rank, stage -> slot, start, fetched
+    for span in timeline.spans:
+        place = span.rank, span.instruction.stage
+        if span.instruction.kind is Kind.FETCH:
+            used = {slot for (rank, _), (slot, _, _) in taken.items() if rank == span.rank}
+            slot = next(each for each in range(len(used) + 1) if each not in used)
+            taken[place] = slot, span.start, span.end
+        elif span.instruction.kind is Kind.FREE:
+            slot, start, fetched = taken.pop(place)
+            found.append(Resident(span.rank, slot, place[1], span.instruction.version, start, fetched, span.end))
+    return found
+
+
+def has_host(timeline: Timeline) -> bool:
+    return any(each.kind in HOST_WORDS for row in timeline.rows for each in row)
+
+
+def extent(timeline: Timeline) -> tuple[float, float]:
+    """When the first and the last of all that is drawn begins and ends: computations, and what lanes carry beside."""
+    carried = carried_of(timeline)
+    starts, ends = [each.start for each in carried], [each.end for each in carried]
+    return min([timeline.start, *starts]), max([timeline.end, *ends])
+
+
+def draw_host_lanes(axes: "Axes", timeline: Timeline, *, points: float) -> None:
+    """Bars in three lines for each rank. `points`: typographic points per unit of the axis."""
+    from matplotlib.collections import PolyCollection
+
+    carried = carried_of(timeline)
+    for lane in LANES:
+        of_lane = [each for each in carried if each.lane is lane]
+        lines = [each.rank * len(LANES) + LANES.index(lane) for each in of_lane]
+        boxes = [_bar(each.start, each.end, line) for each, line in zip(of_lane, lines, strict=True)]
+        colour = legend.HOST_LANES[lane]
+        axes.add_collection(
+            PolyCollection(boxes, facecolors=colour, edgecolors=legend.EDGE, linewidths=0.4, gid=lane.value)
+        )
+        for each, line in zip(of_lane, lines, strict=True):
+            _label(axes, str(each.instruction.stage), each.start, each.end, line, points)
+    names = [f"{name}: {lane}" if not index else lane for name in names_of_rows(timeline) for index, lane in
+             enumerate(map(_SHORT.get, LANES))]  # fmt: skip
+    _finish(axes, names, "between device and host: stages")
+
+
+def draw_resident(axes: "Axes", timeline: Timeline, *, points: float) -> None:
+    """Bars in a line for each slot. `points`: as above."""
+    from matplotlib.collections import PolyCollection
+
+    residents = residents_of(timeline)
+    slots = [1 + max((each.slot for each in residents if each.rank == rank), default=0) for rank in
+             range(timeline.num_ranks)]  # fmt: skip
+    foot = [sum(slots[:rank]) for rank in range(timeline.num_ranks)]
+    lines = [foot[each.rank] + each.slot for each in residents]
+    for gid, colour, bounds in (
+        ("resident", legend.RESIDENT, [(each.fetched, each.end) for each in residents]),
+        ("fetched", legend.FETCHED, [(each.start, each.fetched) for each in residents]),
+    ):
+        boxes = [_bar(*times, line) for times, line in zip(bounds, lines, strict=True)]
+        axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors=legend.EDGE, linewidths=0.4, gid=gid))
+    for each, line in zip(residents, lines, strict=True):
+        _label(axes, str(each.stage), each.start, each.end, line, points)
+    names = [f"{name}: slot 0" if not slot else f"slot {slot}" for name, count in
+             zip(names_of_rows(timeline), slots, strict=True) for slot in range(count)]  # fmt: skip
+    _finish(axes, names, "stages whose weights are on the device; pale while they are fetched")
+
+
+def _bar(start: float, end: float, line: int) -> list[tuple[float, float]]:
+    return [(start, line - 0.42), (end, line - 0.42), (end, line + 0.42), (start, line + 0.42)]
+
+
+def _label(axes: "Axes", text: str, start: float, end: float, line: int, points: float) -> None:
+    """The text in the middle of a bar that has room for it."""
+    if (end - start) * points >= 4.0 * len(text) + 2:
+        middle = (start + end) / 2
+        axes.text(middle, line + 0.02, text, ha="center", va="center", fontsize=6, color=legend.INK, gid="stage")
+
+
+def _finish(axes: "Axes", names: list[str], title: str) -> None:
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), names, fontsize=6)
+    axes.set_title(title, loc="left", fontsize=8, pad=2)

@@ -1,0 +1,148 @@
+"""From the choices of a schedule to a program: its order, then one pass for each concern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.passes import Legs
+from megatron.pipeline.passes.balance import add_balance
+from megatron.pipeline.passes.communication import add_communication
+from megatron.pipeline.passes.host_updates import add_host_updates
+from megatron.pipeline.passes.predictions import add_predictions
+from megatron.pipeline.passes.recompute import add_recompute
+from megatron.pipeline.passes.residency import add_residency
+from megatron.pipeline.passes.updates import add_updates
+from megatron.pipeline.passes.versions import set_versions
+from megatron.pipeline.periodic import PeriodicProgram
+from megatron.pipeline.program import Program, shifted_row
+from megatron.pipeline.schedules.legs import ProgramInLegs
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.saved import bounds_of_ranks
+
+if TYPE_CHECKING:
+    from megatron.pipeline.schedules.schedule import Schedule
+
+
+def build_in_legs(
+    schedule: Schedule, order: Order, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0
+) -> ProgramInLegs:
+    """The program of batches that the schedule takes, with the places at which a run could be drained."""
+    outline = _outline(schedule, order, batches, first_batch, first_microbatch)
+    ordered = [_order_legs(order, rank, outline) for rank in range(schedule.num_ranks)]
+    if schedule.balance:
+        ordered = add_balance(ordered, outline, bounds_of_ranks(order))
+    legs_of_rank = [_with_updates(legs, rank, outline) for rank, legs in enumerate(ordered)]
+    return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline))
+
+
+def build_periodic(schedule: Schedule, order: Order, num_microbatches: int) -> PeriodicProgram:
+    """The run from batch 0 on of any number of batches of this size."""
+    num_fill = max(1, (schedule.weights.delay or 0) + schedule.settling_batches)
+    batches = (num_microbatches,) * num_fill
+    built = schedule.build_in_legs((*batches, num_microbatches))
+    return PeriodicProgram(
+        outline=_outline(schedule, order, batches),
+        fill=built.legs(0, num_fill),
+        period=built.legs(num_fill, num_fill + 1),
+        drain=tuple(shifted_row(row, microbatches=-num_microbatches, versions=-1) for row in built.drain),
+        num_microbatches=num_microbatches,
+    )
+
+
+def build_evaluation(
+    schedule: Schedule, order: Order, num_microbatches: int, version: int, first_microbatch: int = 0
+) -> Program:
+    """Forwards of one batch with one weight version."""
+    outline = Program(
+        rows=((),) * schedule.num_ranks,
+        rank_of_stage=schedule.rank_of_stage,
+        batches=(num_microbatches,),
+        weights=schedule.weights,
+        first_batch=version,
+        first_microbatch=first_microbatch,
+        residency=schedule.residency,
+        forward_only=True,
+    )
+    microbatches = range(first_microbatch, first_microbatch + num_microbatches)
+    legs_of_rank = []
+    for rank in range(schedule.num_ranks):
+        computations = (each for leg in _legs_of(order, rank, outline, [microbatches]) for each in leg)
+        forwards = [replace(each, version=version) for each in computations if each.kind is Kind.FORWARD]
+        legs = [forwards]
+        legs_of_rank.append(add_residency(legs, outline) if outline.residency else legs)
+    return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
+
+
+# --- parts
+
+
+def _with_updates(legs: Legs, rank: int, outline: Program) -> Legs:
+    """The order of a rank, with all that concerns it alone."""
+    if outline.recompute:
+        legs = add_recompute(legs, outline)
+    if outline.residency:
+        legs = add_host_updates(add_residency(legs, outline), rank, outline)
+    else:
+        legs = add_updates(legs, rank, outline)
+    if outline.weights.predicts:
+        legs = add_predictions(legs, rank, outline)
+    return set_versions(legs, outline)
+
+
+def _outline(
+    schedule: Schedule, order: Order, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0
+) -> Program:
+    stages = range(schedule.num_stages)
+    return Program(
+        rows=((),) * schedule.num_ranks,
+        rank_of_stage=schedule.rank_of_stage,
+        batches=tuple(batches),
+        weights=schedule.weights,
+        first_batch=first_batch,
+        first_microbatch=first_microbatch,
+        recompute=schedule.recompute,
+        not_recomputed=tuple(each for each in stages if schedule.recompute and not order.recomputes(each)),
+        tied_embeddings=schedule.tied_embeddings,
+        data_parallel=schedule.data_parallel,
+        residency=schedule.residency,
+        **_predictions(schedule, batches),
+    )
+
+
+def _predictions(schedule: Schedule, batches: Sequence[int]) -> dict[str, Any]:
+    """What the program says about its predictions.
+
+    Raises:
+        ValueError: the batches begin where different numbers of backwards are left of the one before.
+    """
+    if not schedule.weights.predicts:
+        return {}
+    found = {schedule.unread(size) for size in batches}
+    if len(found) > 1 and schedule.provisional_microbatches is None:
+        raise ValueError(
+            f"{schedule.order} begins a batch where other numbers of backwards are left of the one before for each "
+            f"size of {batches}, so none can be said for all; give provisional_microbatches"
+        )
+    return {
+        "unread": next(iter(found)) if schedule.provisional_microbatches is None else (),
+        "provisional_microbatches": schedule.provisional_microbatches,
+        "reduce_partial": schedule.reduce_partial and schedule.data_parallel,
+    }
+
+
+def _order_legs(order: Order, rank: int, outline: Program) -> Legs:
+    """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
+    first = outline.first_batch
+    batches = [outline.microbatches_of(batch) for batch in range(first, first + len(outline.batches))]
+    if not outline.weights.drains:
+        return _legs_of(order, rank, outline, batches)
+    stretches = [_legs_of(order, rank, outline, [batch]) for batch in batches]
+    return [*(leg + drain for leg, drain in stretches), []]
+
+
+def _legs_of(order: Order, rank: int, outline: Program, batches: Sequence[range]) -> Legs:
+    """What the order says of a rank; one that does not interleave is asked for the rank's stage."""
+    return order.legs(rank if order.interleaves else outline.stages_of(rank)[0], batches)

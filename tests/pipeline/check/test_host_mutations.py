@@ -1,0 +1,113 @@
+"""Bad programs with weights on the host are rejected, and what is judged agrees with a machine that runs them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.check import ProgramError, check, check_periodic
+from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.program import Program
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.check.examples import broken, swapped, with_row
+from tests.pipeline.check.hosted import hosted, hosted_bounds, hosted_cases
+from tests.pipeline.check.oracle import verdict
+from tests.pipeline.check.test_mutations import accepts, assert_placed, replacements
+
+
+def both_verdicts(program: Program, bounds: list[int]) -> str:
+    """What the oracle says where lanes run as early as they can, and where as late."""
+    return verdict(program, bounds) or verdict(program, bounds, lazy=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(hosted_cases(max_ranks=4, max_virtual=5))
+def test_what_is_built_is_right(case: tuple[Schedule, Program]):
+    """By the oracle and by the checker, for every number of batches, with the memory of the relay."""
+    schedule, program = case
+    bounds = hosted_bounds(schedule, program.batches)
+    assert not both_verdicts(program, bounds)
+    assert list(check(program, max_saved=bounds).peak_saved_microbatches) == bounds
+    check_periodic(schedule.build_periodic(program.batches[0]))
+    assert Program.from_csv(program.to_csv()) == program
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_broken_program_is_rejected(data: st.DataObject):
+    """Any instruction dropped, doubled anywhere, or with another version."""
+    _, program = data.draw(hosted_cases())
+    mutant, what = data.draw(broken(program))
+    with pytest.raises(ProgramError) as caught:
+        check(mutant)
+    assert_placed(caught.value, mutant, what)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
+    """Two instructions exchanged: accepted are exactly the programs that run right, early and late."""
+    schedule, program = data.draw(hosted_cases())
+    mutant, what = data.draw(swapped(program))
+    bounds = hosted_bounds(schedule, program.batches)
+    wrong = both_verdicts(mutant, bounds)
+    if not wrong:
+        check(mutant, max_saved=bounds)
+        return
+    with pytest.raises(ProgramError) as caught:
+        check(mutant, max_saved=bounds)
+    assert_placed(caught.value, mutant, f"{what}: {wrong}")
+
+
+FULL = {
+    "one rank, eager": hosted(1, 4, update="eager", data_parallel=True, tied_embeddings=True),
+    "one rank, deferred": hosted(1, 3, tied_embeddings=True),
+    "two ranks, eager": hosted(2, 3, update="eager", data_parallel=True, tied_embeddings=True),
+    "two ranks, deferred": hosted(2, 2, resident=1, data_parallel=True, tied_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_single_mutation_is_rejected(name: str):
+    """Not a sample: each instruction is dropped, doubled and re-versioned; of an evaluation, too."""
+    for program in (FULL[name].build((2, 1)), FULL[name].build_evaluation(2, version=3)):
+        for rank, row in enumerate(program.rows):
+            for position, instruction in enumerate(row):
+                for changed in replacements(instruction):
+                    mutant = with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]])
+                    with pytest.raises(ProgramError) as caught:
+                        check(mutant)
+                    assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_near_swap_is_judged_as_the_oracle_judges_it(name: str):
+    """Not a sample either: each word is moved to each of the next four places."""
+    program = FULL[name].build((2, 1))
+    bounds, verdicts = hosted_bounds(FULL[name], program.batches), []
+    for rank, row in enumerate(program.rows):
+        for position in range(len(row) - 1):
+            for target in range(position + 1, min(position + 5, len(row))):
+                moved = [*row[:position], *row[position + 1 : target + 1], row[position], *row[target + 1 :]]
+                mutant = with_row(program, rank, moved)
+                wrong = both_verdicts(mutant, bounds)
+                assert accepts(mutant, bounds) == (not wrong), (rank, position, target, str(row[position]), wrong)
+                verdicts.append(not wrong)
+    assert any(verdicts) and not all(verdicts)
+
+
+@pytest.mark.parametrize("data_parallel", [False, True])
+def test_every_place_of_the_embeddings_sum_is_judged_as_the_oracle_judges_it(data_parallel: bool):
+    """On the last rank, from before its first computation to the end: too early for its gradients, too early for what
+    waits behind it in the chain, right, or too late.
+    """
+    schedule = hosted(2, 4, tied_embeddings=True, data_parallel=data_parallel)
+    program = schedule.build((2,))
+    bounds, row = hosted_bounds(schedule, program.batches), list(program.rows[1])
+    word = row.pop(row.index(Instruction.parse("1REDUCE_EMBED@1")))
+    verdicts = []
+    for position in range(len(row) + 1):
+        mutant = with_row(program, 1, [*row[:position], word, *row[position:]])
+        wrong = both_verdicts(mutant, bounds)
+        assert accepts(mutant, bounds) == (not wrong), (position, wrong)
+        verdicts.append(wrong)
+    assert "" in verdicts and ("deadlock" in verdicts) == data_parallel
