@@ -23,13 +23,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.pipeline.runtime.megatron_gradients import GradientSlot
+from megatron.pipeline.runtime.megatron_optimizers import MegatronCoreOptimizer
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction, tensor_parallel_parameters
-from megatron.pipeline.runtime.megatron_weights import (
-    DistributedSlots,
-    MegatronCoreOptimizer,
-    named_parameters,
-    separate_masters,
-)
+from megatron.pipeline.runtime.megatron_weights import DistributedSlots, named_parameters, separate_masters
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.provisional_step import ProvisionalStep, all_finite, is_scale_invariant
 

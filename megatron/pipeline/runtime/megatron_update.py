@@ -24,19 +24,20 @@ from megatron.backend.streams import Milestone, streams_of
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
 from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
 from megatron.pipeline.runtime.megatron_loss_scale import LossScales
+from megatron.pipeline.runtime.megatron_optimizers import (
+    copy_gradients,
+    gradients_of,
+    single_optimizer,
+    steps_parameters_in_place,
+)
 from megatron.pipeline.runtime.megatron_prediction import MegatronPrediction, PartialEmbedding, PartialGradients
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.megatron_warm_up import warm_up
-from megatron.pipeline.runtime.megatron_weights import (
-    MegatronCoreOptimizer,
-    steps_parameters_in_place,
-    weight_versions,
-)
+from megatron.pipeline.runtime.megatron_weights import weight_versions
 from megatron.pipeline.runtime.norm_reduction import NormReduction, all_reduce_norm
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.weights import FLUSH, WeightPolicy, weight_policy
@@ -107,7 +108,7 @@ class MegatronWeightUpdate:
         self.loss_names = loss_names
         self._gauges = dict(gauges or {})
         rule = self.weights
-        self._inner = _single_optimizer(optimizer)
+        self._inner = single_optimizer(optimizer)
         self._scaler = getattr(self._inner, "grad_scaler", None)
         self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
@@ -297,9 +298,9 @@ class MegatronWeightUpdate:
         elif not report.overflow:
             running = self._gradients.shown
             self._gradients.show(batch.slot)
-            _copy_gradients(self._inner)
+            copy_gradients(self._inner)
             if coefficient != 1.0:
-                torch._foreach_mul_(_gradients_of(self._inner), coefficient)
+                torch._foreach_mul_(gradients_of(self._inner), coefficient)
             if self._prediction is None:
                 with self.versions.making(version, copy=self._copy_newest):
                     self._inner.step_with_ready_grads()
@@ -384,28 +385,3 @@ class MegatronWeightUpdate:
         self._last_norm = state["last_grad_norm"] if state else None
         if self._prediction is not None and state and "clip_factor" in state:
             self._prediction.clip_factor = state["clip_factor"]
-
-
-def _single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:
-    if not isinstance(optimizer, ChainedOptimizer):
-        return optimizer
-    if len(optimizer.chained_optimizers) != 1:
-        raise ValueError(
-            f"The model needs {len(optimizer.chained_optimizers)} chained optimizers (expert parameters?): the "
-            "pipeline's weight update supports one."
-        )
-    return optimizer.chained_optimizers[0]
-
-
-def _copy_gradients(optimizer: MegatronCoreOptimizer) -> None:
-    """Give the optimizer's parameters their gradients, in FP32, without any collective."""
-    if isinstance(optimizer, FP32Optimizer):
-        optimizer.prepare_grads()
-    elif not optimizer.is_stub_optimizer:
-        optimizer._copy_model_grads_to_main_grads()
-
-
-def _gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
-    if optimizer.is_stub_optimizer:
-        return []
-    return [param.grad for param in optimizer.get_parameters() if param.grad is not None]

@@ -12,12 +12,10 @@ from torch.nn import Parameter
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.megatron_gradients import bucket_of
+from megatron.pipeline.runtime.megatron_optimizers import MegatronCoreOptimizer
 from megatron.pipeline.runtime.versions import WeightVersions
-
-MegatronCoreOptimizer = FP32Optimizer | Float16OptimizerWithFloat16Params | DistributedOptimizer
 
 
 def named_parameters(chunks: list[nn.Module]) -> dict[str, Parameter]:
@@ -28,15 +26,6 @@ def named_parameters(chunks: list[nn.Module]) -> dict[str, Parameter]:
         for name, param in unwrap_model(chunk).named_parameters()
         if param.requires_grad
     }
-
-
-def steps_parameters_in_place(optimizer: MegatronCoreOptimizer) -> bool:
-    """True if the optimizer updates some of the model's parameters themselves and not masters of them."""
-    if isinstance(optimizer, DistributedOptimizer) or optimizer.is_stub_optimizer:
-        return False
-    if isinstance(optimizer, FP32Optimizer):
-        return True
-    return any(optimizer.fp32_from_fp32_groups)
 
 
 class DistributedSlots:
