@@ -85,21 +85,18 @@ class ElementwiseStep:
             return
         scratch = [torch.empty(_block_size(), dtype=torch.float32) for _ in range(3)]
         for each, steps in zip(chunk, where, strict=True):
-            if steps is None or steps:
-                self._take_in_blocks(each, scratch)
-            else:
-                each.target.view(-1).copy_(each.parameter.view(-1))
+            self._take_in_blocks(each, steps, scratch)
 
-    def _take_in_blocks(self, each: Operands, scratch: list[Tensor]) -> None:
+    def _take_in_blocks(self, each: Operands, steps: Tensor | None, scratch: list[Tensor]) -> None:
         step = self._rule.block_step(each.state, each.factor)
         tensors = (each.parameter, each.gradient, *(each.state[name] for name in self._rule.moments))
-        is_direct = each.target.dtype is torch.float32
+        is_direct = each.target.dtype is torch.float32 and steps is None
         for target, p, g, *moments in _blocks(each.target, *tensors):
             parts = scratch if len(p) == len(scratch[0]) else [tensor[: len(p)] for tensor in scratch]
             result = target if is_direct else parts[0]
             step(parts, result, p, g if g.dtype is torch.float32 else g.float(), *moments)
             if not is_direct:
-                target.copy_(result)
+                target.copy_(result if steps is None else torch.where(steps, result, p))
 
     def _take_at_once(self, chunk: list[Operands], where: list[Tensor | None]) -> None:
         parameters = [each.parameter for each in chunk]
