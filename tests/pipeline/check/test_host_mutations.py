@@ -10,8 +10,8 @@ from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import broken, swapped, with_row
 from tests.pipeline.check.hosted import hosted, hosted_bounds, hosted_cases
+from tests.pipeline.check.mutations import accepts, assert_every_mutation_is_rejected, assert_placed
 from tests.pipeline.check.oracle import verdict
-from tests.pipeline.check.test_mutations import accepts, assert_placed, replacements
 
 
 def both_verdicts(program: Program, bounds: list[int]) -> str:
@@ -70,13 +70,7 @@ FULL = {
 def test_every_single_mutation_is_rejected(name: str):
     """Not a sample: each instruction is dropped, doubled and re-versioned; of an evaluation, too."""
     for program in (FULL[name].build((2, 1)), FULL[name].build_evaluation(2, version=3)):
-        for rank, row in enumerate(program.rows):
-            for position, instruction in enumerate(row):
-                for changed in replacements(instruction):
-                    mutant = with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]])
-                    with pytest.raises(ProgramError) as caught:
-                        check(mutant)
-                    assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
+        assert_every_mutation_is_rejected(program)
 
 
 @pytest.mark.parametrize("name", FULL)

@@ -5,11 +5,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.weights import PROVISIONAL
 from tests.pipeline.check.examples import broken, cases, saved_bounds, swapped, with_row
+from tests.pipeline.check.mutations import accepts, assert_every_mutation_is_rejected, assert_placed
 from tests.pipeline.check.oracle import verdict
 
 SMALL = {"max_stages": 4, "max_microbatches": 5, "max_batches": 3}
@@ -53,27 +53,14 @@ PREDICTIONS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_every_single_mutation_of_a_program_is_rejected(name: str):
     """Not a sample: each instruction of a program with a full chain is dropped, doubled and re-versioned."""
-    program = full_program(name)
-    for rank, row in enumerate(program.rows):
-        for position, instruction in enumerate(row):
-            for changed in replacements(instruction):
-                mutant = with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]])
-                with pytest.raises(ProgramError) as caught:
-                    check(mutant)
-                assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
+    assert_every_mutation_is_rejected(full_program(name))
 
 
 def test_every_single_mutation_of_an_evaluation_is_rejected():
     """The same for forwards only."""
     program = full_schedule("2bw").build_evaluation(4, version=3, first_microbatch=11)
     check(program)
-    for rank, row in enumerate(program.rows):
-        for position, instruction in enumerate(row):
-            for changed in replacements(instruction):
-                mutant = with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]])
-                with pytest.raises(ProgramError) as caught:
-                    check(mutant)
-                assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
+    assert_every_mutation_is_rejected(program)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,32 +97,3 @@ def full_schedule(name: str) -> Schedule:
 def full_program(name: str) -> Program:
     batches = {"pipedream": (1,) * 7, "interleaved": (4, 2)}
     return full_schedule(name).build(batches.get(name, (3, 4, 5)))
-
-
-def replacements(instruction: Instruction) -> list[list[Instruction]]:
-    """What a single mutation puts in the place of an instruction."""
-    changed = [[], [instruction, instruction]]
-    if instruction.version is not None:
-        versions = [version for version in (instruction.version - 1, instruction.version + 1) if version >= 0]
-        changed += [
-            [Instruction(instruction.kind, instruction.stage, instruction.microbatch, version)] for version in versions
-        ]
-    return changed
-
-
-def accepts(program: Program, bounds: list[int]) -> bool:
-    try:
-        check(program, max_saved=bounds)
-    except ProgramError:
-        return False
-    return True
-
-
-def assert_placed(error: ProgramError, program: Program, what: str) -> None:
-    """The error names a rank, a position in its row and the instruction there, and draws an arrow."""
-    assert 0 <= error.rank < len(program.rows), what
-    row = program.rows[error.rank]
-    assert 0 <= error.position <= len(row), what
-    assert error.instruction == (row[error.position] if error.position < len(row) else None), what
-    assert f"rank {error.rank}, position {error.position}" in str(error), what
-    assert str(error).rstrip().endswith("^"), what
