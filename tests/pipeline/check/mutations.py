@@ -14,9 +14,21 @@ def assert_every_mutation_is_rejected(program: Program) -> None:
         for position, instruction in enumerate(row):
             for changed in replacements(instruction):
                 mutant = with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]])
-                with pytest.raises(ProgramError) as caught:
-                    check(mutant)
-                assert_placed(caught.value, mutant, f"{instruction} -> {changed}")
+                assert_rejected(mutant, f"{instruction} -> {changed}")
+
+
+def assert_judged(program: Program, bounds: list[int], wrong: str, what: str) -> None:
+    """It is rejected where the oracle says that something is wrong, and accepted where it says nothing."""
+    if wrong:
+        assert_rejected(program, f"{what}: {wrong}", bounds)
+    else:
+        check(program, max_saved=bounds)
+
+
+def assert_rejected(program: Program, what: str, bounds: list[int] | None = None) -> None:
+    with pytest.raises(ProgramError) as caught:
+        check(program, max_saved=bounds)
+    assert_placed(caught.value, program, what)
 
 
 def replacements(instruction: Instruction) -> list[list[Instruction]]:
