@@ -146,7 +146,7 @@ def _build(
     update = MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=own_stages[0],
         loss_names=loss_names(args), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        reduce_partial=schedule.reduce_partial,
+        reduce_partial=schedule.reduce_partial, uniform=schedule.provisional_microbatches is not None,
         timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()

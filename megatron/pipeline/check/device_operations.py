@@ -275,6 +275,8 @@ class _Lowering:
         self._launch(MAIN, "compute", last)
         if code == PREDICT and self.tensor > 1:
             self._collective(MAIN, "compute", "tensor group", TENSOR, f"tensor {self.rank}")
+        if self.gathers and code == PREDICT and self.compact.program.reduce_partial:  # the norm of all shards
+            self._collective(MAIN, "compute", "optimizer's data group", DATA, f"parameters {self.rank}")
         if self.gathers and code == self._maker:
             self._collective(MAIN, "compute", "optimizer's data group", DATA, f"parameters {self.rank}")
 

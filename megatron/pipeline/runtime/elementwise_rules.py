@@ -30,7 +30,7 @@ class Rule(Protocol):
     def covers(group: dict[str, Any]) -> bool:
         """Whether the options of the group are known here."""
 
-    def block_step(self, state: dict[str, Any], factor: float) -> BlockStep:
+    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
         """The next step of the parameter that has this state, with `factor` times the gradient."""
 
     def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
@@ -61,7 +61,7 @@ class AdamRule:
         count = float(state["step"] + 1)
         return self._lr / (1 - self._beta1**count), (1 - self._beta2**count) ** 0.5
 
-    def block_step(self, state: dict[str, Any], factor: float) -> BlockStep:
+    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
         length, correction = self._sizes(state)
         scale, beta2, bias, eps = map(_scalar, (factor, self._beta2, correction, self._eps))
         shrink = None if self._shrink is None else _scalar(self._shrink)
@@ -111,7 +111,7 @@ class SgdRule:
         numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
         return _are_numbers(*numbers) and not (group["maximize"] or group["differentiable"] or group["fused"])
 
-    def block_step(self, state: dict[str, Any], factor: float) -> BlockStep:
+    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
         scale, momentum = _scalar(factor), _scalar(self._momentum)
 
         def step(scratch: list[Tensor], result: Tensor, p: Tensor, g: Tensor, *moments: Tensor) -> None:
@@ -144,6 +144,6 @@ def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
-def _scalar(value: float) -> Tensor:
+def _scalar(value: float | Tensor) -> Tensor:
     """In a tensor, since a number is wrapped anew in each call, which takes about as long as the call itself."""
-    return torch.tensor(value, dtype=torch.float32)
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)

@@ -29,12 +29,13 @@ class Operands:
     """One parameter to step; all tensors have its number of elements.
 
     `parameter`: one of the optimizer's, and `state` what that keeps for it. `gradient`: of any floating dtype; the step
-    is taken with `factor` times it. `target`: receives the stepped values, of any floating dtype.
+    is taken with `factor` times it, a number or an FP32 scalar on the device. `target`: receives the stepped values, of
+    any floating dtype.
     """
 
     parameter: Tensor
     gradient: Tensor
-    factor: float
+    factor: float | Tensor
     state: dict[str, Any]
     target: Tensor
 
@@ -101,13 +102,24 @@ class ElementwiseStep:
     def _take_at_once(self, chunk: list[Operands], where: list[Tensor | None]) -> None:
         parameters = [each.parameter for each in chunk]
         gradients = [each.gradient.float().view_as(each.parameter) for each in chunk]
-        gradients = torch._foreach_mul(gradients, [each.factor for each in chunk])
+        gradients = _multiplied(gradients, [each.factor for each in chunk])
         values = self._rule.steps(parameters, gradients, [each.state for each in chunk])
         for each, value, steps in zip(chunk, values, where, strict=True):
             each.target.view_as(value).copy_(value if steps is None else torch.where(steps, value, each.parameter))
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _multiplied(gradients: list[Tensor], factors: list[float | Tensor]) -> list[Tensor]:
+    """Each times its factor, in one launch for all that share one."""
+    result = list(gradients)
+    for factor in {id(factor): factor for factor in factors}.values():
+        places = [place for place, each in enumerate(factors) if each is factor]
+        products = torch._foreach_mul([gradients[place] for place in places], factor)
+        for place, product in zip(places, products, strict=True):
+            result[place] = product
+    return result
 
 
 def _block_size() -> int:

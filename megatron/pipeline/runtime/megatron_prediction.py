@@ -1,13 +1,14 @@
 """Predicted weights of megatron.core's chunks: from a part of a batch's gradients, through its own optimizer.
 
 The step to come is taken provisionally (`provisional_step`), with the gradients that lie in the running buffer
-times c m / (n s): n of the batch's m microbatches are done, s is its loss scale and c the factor by which the last step
-clipped. The result goes into the slot of the weights that the next batch uses: each parameter from its FP32 master, or
+times c m / (n s): n of the batch's m microbatches are done, s is its loss scale and c clips (`prediction_clip`). The
+result goes into the slot of the weights that the next batch uses: each parameter from its FP32 master, or
 with the distributed optimizer each replica's shards, which are gathered then.
 
 Replicas read what they have themselves, so without the distributed optimizer each computes at a point of its own;
 `reduce_partial` has them read the mean. Tensor ranks have to agree: what each of them has seen a part of is added up,
-and an overflow of one leaves all without a prediction.
+they clip by one norm, and an overflow of one leaves all without a prediction. A tied embedding is judged by its own
+gradient, which both stages have, so its copies stay equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,16 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.megatron_gradients import GradientSlot
 from megatron.pipeline.runtime.megatron_optimizers import MegatronCoreOptimizer
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction, tensor_parallel_parameters
 from megatron.pipeline.runtime.megatron_weights import DistributedSlots, named_parameters, separate_masters
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
-from megatron.pipeline.runtime.provisional_step import ProvisionalStep, all_finite, is_scale_invariant
+from megatron.pipeline.runtime.prediction_clip import clipped_share
+from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 
 
 @dataclass
@@ -52,6 +57,7 @@ class MegatronPrediction:
     Attributes:
         versions: the predicted weights, and the true ones.
         reduces: replicas read the mean of all.
+        uniform: predictions are to be equal over cuts into stages, so they clip by `clip_factor` alone.
         clip_factor: of the last step that was not skipped; None: there was none yet, and it will clip.
 
     Raises:
@@ -65,6 +71,7 @@ class MegatronPrediction:
         reduction: Callable[[], GradientReduction],
         *,
         reduce_partial: bool,
+        uniform: bool,
     ) -> None:
         if optimizer.config.use_precision_aware_optimizer:
             raise ValueError(
@@ -73,7 +80,9 @@ class MegatronPrediction:
             )
         self._optimizer = optimizer
         self.reduces = reduce_partial
+        self.uniform = uniform
         self._distributed = isinstance(optimizer, DistributedOptimizer)
+        self._shards_group = chunks[0].intra_dp_cp_group
         self._reduction = reduction
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
         slots = None
@@ -147,31 +156,35 @@ class MegatronPrediction:
         can_overflow: bool,
     ) -> None:
         """Make the predicted weights of `version` from a part of the gradients of a batch of so many microbatches."""
-        whole = num_microbatches * (self.clip_factor or 1.0) / loss_scale
-        share = whole / partial.num_microbatches
         gradients = {model: partial.slot.views[model] for model in self._names}
-        shares = dict.fromkeys(gradients, share)
+        tied = None
         if embedding is not None:
             tied = self._reduction().tied_embedding
-            gradients[tied], shares[tied] = embedding.gradient, whole / embedding.num_microbatches
+            gradients[tied] = embedding.gradient
         for model, gradient in self._partial_sums_over_tensor(gradients):
             gradients[model] = gradient
+        read = [each.num_microbatches for each in (partial, embedding) if each is not None]
+        shares = [num_microbatches / loss_scale / each for each in read]
+        clips = self._optimizer.config.clip_grad > 0.0 and not self.uniform
+        squares = self._norms_squared(gradients, tied) if clips or can_overflow else None
+        factors = self._factors(shares, squares if clips else None)
+        finite = squares.isfinite().unbind() if can_overflow else (None, None)
         knows = self.clip_factor is not None or self._is_scale_invariant()
-        alone = set() if embedding is None else {self._reduction().tied_embedding}
-        finite = self._finite(gradients, alone) if can_overflow else dict.fromkeys(gradients)
         with self.versions.predicting(version) as target:
 
             def target_of(own: Tensor) -> Tensor:
                 model, part = self._model_of[own]
                 return target[self._names[model]].view(-1)[part]
 
-            def gradient_of(own: Tensor) -> tuple[Tensor, float]:
+            def gradient_of(own: Tensor) -> tuple[Tensor, float | Tensor]:
                 model, part = self._model_of[own]
-                return gradients[model].view(-1)[part], shares[model]
+                return gradients[model].view(-1)[part], factors[model is tied]
 
             with self.versions.true_weights():
                 if knows and self._provisional is not None:
-                    self._provisional.take(gradient_of, target_of, where=lambda own: finite[self._model_of[own][0]])
+                    self._provisional.take(
+                        gradient_of, target_of, where=lambda own: finite[self._model_of[own][0] is tied]
+                    )
                 else:
                     for own in self._model_of:
                         target_of(own).copy_(own.view(-1))
@@ -194,22 +207,36 @@ class MegatronPrediction:
     def _is_scale_invariant(self) -> bool:
         return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
 
-    def _finite(self, gradients: dict[Parameter, Tensor], alone: set[Parameter]) -> dict[Parameter, Tensor | None]:
-        """Whether to step each parameter: one of `alone`, whose gradient all copies have, is judged by it, so that they
-        stay equal; the others of the stage together.
+    def _norms_squared(self, gradients: dict[Parameter, Tensor], tied: Parameter | None) -> Tensor:
+        """Squared norms by which the parameters of the stage are judged, and the tied embedding, whose gradient both
+        its copies have: two scalars, equal on all ranks that have the same parameters, or parts, and read the same.
         """
-        of_stage = self._agreed(all_finite(each for model, each in gradients.items() if model not in alone))
-        of_ties = self._agreed(all_finite(gradients[model] for model in alone)) if alone else None
-        return {model: of_ties if model in alone else of_stage for model in gradients}
-
-    def _agreed(self, is_finite: Tensor | None) -> Tensor | None:
-        """Whether it is so on all tensor ranks, which have the same parameters or parts of them; or none at all."""
+        of_stage = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
+        reads_shards = self._distributed and self.reduces  # of the rest there is no mean on this rank
+        if reads_shards:
+            of_stage = {model: of_stage[model].view(-1)[part] for model, part in self._model_of.values() if model in of_stage}
+        parts = of_stage.values(), [gradients[tied]] if tied is not None else []
+        squares = torch.stack([norm_squared(each, device=backend.device()) for each in parts])
         group = parallel_state.get_tensor_model_parallel_group()
-        if is_finite is None or group.size() == 1:
-            return is_finite
-        overflows = 1.0 - is_finite.float()
-        dist.all_reduce(overflows, op=dist.ReduceOp.MAX, group=group)
-        return overflows == 0.0
+        if group.size() > 1:
+            dist.all_reduce(squares, group=group)
+        if reads_shards:
+            dist.all_reduce(squares[0], group=self._shards_group)
+        return squares
+
+    def _counts(self, model: Parameter) -> bool:
+        """Whether this tensor rank has a part of the parameter, or the one copy that counts."""
+        return param_is_not_tensor_parallel_duplicate(model, parallel_state.get_tensor_model_parallel_group())
+
+    def _factors(self, shares: list[float], squares: Tensor | None) -> list[float] | list[Tensor]:
+        last = self.clip_factor or 1.0
+        if squares is None:
+            return [share * last for share in shares]
+        largest = self._optimizer.config.clip_grad
+        return [
+            clipped_share(share, each, last=last, largest=largest)
+            for share, each in zip(shares, squares, strict=False)
+        ]
 
     def step(self) -> None:
         """Step the optimizer, whose gradients are ready; the model's parameters stay as they are."""

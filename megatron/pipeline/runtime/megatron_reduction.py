@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron import backend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -20,6 +21,7 @@ from megatron.pipeline.runtime.megatron_groups import ChainGroups
 from megatron.pipeline.runtime.megatron_optimizers import MegatronCoreOptimizer
 from megatron.pipeline.runtime.megatron_place import tied_embeddings
 from megatron.pipeline.runtime.megatron_weights import named_parameters
+from megatron.pipeline.runtime.gradient_norm import norm_squared
 
 
 class GradientReduction:
@@ -109,13 +111,10 @@ class GradientReduction:
         """Square of the norm of the gradients that this rank counts: every element of the model is counted once.
 
         One FP32 norm per parameter, their squares added in float64: so the sum depends on the cut into stages only in
-        its last bits. Not finite if any gradient is not. A scalar on the device: nobody has waited for it.
+        its last bits.
         """
         gradients = [part for param in self._counted if (part := self._owned(param, slot)) is not None]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64)
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        return torch.stack(norms).double().square().sum()
+        return norm_squared(gradients, device=backend.device())
 
     def _owned(self, param: Parameter, slot: GradientSlot) -> Tensor | None:
         """The part of a parameter's gradient that is valid on this rank after `over_data`; None if there is none."""

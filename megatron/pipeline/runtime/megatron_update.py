@@ -78,6 +78,8 @@ class MegatronWeightUpdate:
             batch waits for its own norm). So that first backward waits until the gradients of the batch before are
             reduced: the time of these reductions is not hidden, and the program does not show this wait.
         reduce_partial: of the schedule, whose weights are predicted.
+        uniform: predictions are to be equal over cuts into stages: each clips as the step before did, and not by what
+            its stage's own gradients ask for.
         timeout: of the chain's collectives; default: ten minutes.
         gauges: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of all
             ranks come with the batch's report. The same names on all ranks.
@@ -98,6 +100,7 @@ class MegatronWeightUpdate:
         loss_names: tuple[str, ...] = ("lm loss",),
         single_gradient_buffer: bool = False,
         reduce_partial: bool = False,
+        uniform: bool = False,
         timeout: timedelta | None = None,
         gauges: Mapping[str, Callable[[], float]] | None = None,
     ) -> None:
@@ -116,7 +119,7 @@ class MegatronWeightUpdate:
         self._prediction: MegatronPrediction | None = None
         if rule.predicts:
             self._prediction = MegatronPrediction(
-                chunks, self._inner, lambda: self._reduction, reduce_partial=reduce_partial
+                chunks, self._inner, lambda: self._reduction, reduce_partial=reduce_partial, uniform=uniform
             )
             self.versions = self._prediction.versions
         else:
@@ -133,7 +136,7 @@ class MegatronWeightUpdate:
         shards = isinstance(self._inner, DistributedOptimizer)
         warm_up(
             chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
-            reduces_partial_ties=self._prediction is not None and self._prediction.reduces,
+            reduces_partial=self._prediction is not None and self._prediction.reduces,
         )  # fmt: skip
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:

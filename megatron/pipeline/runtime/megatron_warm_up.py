@@ -35,23 +35,25 @@ def warm_up(
     world: ChainGroup | None,
     *,
     distributed_optimizer: bool,
-    reduces_partial_ties: bool = False,
+    reduces_partial: bool = False,
 ) -> None:
     """Use the chain's groups, and those of megatron.core's that forwards, backwards and steps use. Collective.
 
-    `zeros`: gradients that no batch has begun to add to. `reduces_partial_ties`: predictions read the mean of tied
-    embeddings over the replicas.
+    `zeros`: gradients that no batch has begun to add to. `reduces_partial`: predictions read the mean over the
+    replicas, of tied embeddings too, and with the distributed optimizer its norm.
     """
     reduction.over_data(zeros)
     reduction.over_embedding(zeros)
     reduction.over_tensor(zeros)
-    if reduces_partial_ties:
+    if reduces_partial:
         reduction.over_partial_embedding(zeros, over_data=True)
     if world is not None:
         world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
     for chunk in chunks if distributed_optimizer else ():
         chunk.start_param_sync()  # what a step ends with
+        if reduces_partial:
+            dist.all_reduce(_probe(_BYTES[0], 1), group=chunk.intra_dp_cp_group)
     dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and wishes between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
 from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.prediction_clip import clipped_share
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
-from megatron.pipeline.runtime.provisional_step import ProvisionalStep, all_finite, is_scale_invariant
+from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.versions import WeightVersions
 
@@ -70,7 +72,8 @@ class ModuleUpdate:
     but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
     nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate
     scheduler over `optimizer`. `reduce_partial`: of the schedule, whose weights are predicted; `versions` are
-    `PredictedVersions` then.
+    `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into stages, so each clips as the step
+    before did, and not by what its stage's own gradients ask for.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class ModuleUpdate:
         tied: TiedParameter | None = None,
         loss_names: tuple[str, ...] = ("loss",),
         reduce_partial: bool = False,
+        uniform: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         self.versions = versions
@@ -102,6 +106,7 @@ class ModuleUpdate:
         self._tied = tied
         self._uncounted = frozenset(tied.names[1 if tied.counts_in_norm else 0 :] if tied is not None else ())
         self._reduces_partial = reduce_partial
+        self._uniform = uniform
         self._loss_names = loss_names
         self._device = torch.device(device)
         self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
@@ -246,31 +251,32 @@ class ModuleUpdate:
         pending = self._pending[version]
         partial, ties = pending.partial or _Partial(pending.buffer.views, num_microbatches), pending.partial_embed
         pending.partial = pending.partial_embed = None
-        whole = pending.info.num_microbatches * (self.clip_factor or 1.0)
-        gradients, shares = dict(partial.gradients), dict.fromkeys(partial.gradients, whole / partial.num_microbatches)
-        tied = set(ties.gradients) if ties is not None else set()
-        for name in tied:
-            gradients[name], shares[name] = ties.gradients[name], whole / ties.num_microbatches
+        table: dict[str, tuple[Tensor, float | Tensor, Tensor]] = {}  # name -> gradient, factor, whether to step
+        tied = ties.gradients if ties is not None else {}  # which all copies have: judged by themselves
+        of_stage = {name: each for name, each in partial.gradients.items() if name not in tied}
+        for part, gradients in ((partial, of_stage), (ties, tied)):
+            if not gradients:
+                continue
+            squares = norm_squared(gradients.values(), device=self._device)
+            factor = self._factor(pending.info.num_microbatches / part.num_microbatches, squares)
+            table.update({name: (each, factor, squares.isfinite()) for name, each in gradients.items()})
         names = self._names
         with self.versions.predicting(version) as target, self.versions.true_weights():
             if self.clip_factor is None and not is_scale_invariant(self.optimizer):
                 for parameter, name in names.items():  # nobody knows yet how the step will be clipped
                     target[name].copy_(parameter)
             else:
-                where = self._finite(gradients, tied=tied)
                 self._provisional.take(
-                    lambda parameter: (gradients[names[parameter]], shares[names[parameter]]),
+                    lambda parameter: table[names[parameter]][:2],
                     lambda parameter: target[names[parameter]],
-                    where=lambda parameter: where[names[parameter]],
+                    where=lambda parameter: table[names[parameter]][2],
                 )
 
-    @staticmethod
-    def _finite(gradients: Mapping[str, Tensor], *, tied: set[str]) -> dict[str, Tensor]:
-        """By name, whether to step: a tied parameter is judged by the sum that all its copies have, the others of the
-        stage together.
-        """
-        of_stage = all_finite(each for name, each in gradients.items() if name not in tied)
-        return {name: all_finite([each]) if name in tied else of_stage for name, each in gradients.items()}
+    def _factor(self, share: float, squares: Tensor) -> float | Tensor:
+        last = self.clip_factor or 1.0
+        if not self._clip_grad or self._uniform:
+            return share * last
+        return clipped_share(share, squares, last=last, largest=self._clip_grad)
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._uncounted)

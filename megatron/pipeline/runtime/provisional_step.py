@@ -37,7 +37,7 @@ class ProvisionalStep:
     @torch.no_grad()
     def take(
         self,
-        gradient_of: Callable[[Tensor], tuple[Tensor, float] | None],
+        gradient_of: Callable[[Tensor], tuple[Tensor, float | Tensor] | None],
         target_of: Callable[[Tensor], Tensor],
         *,
         where: Callable[[Tensor], Tensor | None] = lambda parameter: None,
@@ -45,8 +45,9 @@ class ProvisionalStep:
         """Step from where the optimizer's parameters are.
 
         Args:
-            gradient_of: the gradient of one of them, and a factor on it. It has as many elements and any floating
-                dtype, and is not changed. None: the parameter is not stepped.
+            gradient_of: the gradient of one of them, and a factor on it, a number or an FP32 scalar on the device. The
+                gradient has as many elements and any floating dtype, and is not changed. None: the parameter is not
+                stepped.
             target_of: of a parameter, a tensor of as many elements that receives where the step leads.
             where: of a parameter, a scalar on the device that says whether to step it; None: yes.
         """
@@ -127,11 +128,3 @@ def _copied(value: Any) -> Any:
 def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a gradient many times as large would lead to about the same step: Adam's rule."""
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or "adam" in type(optimizer).__name__.lower()
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Whether no element of any of them is infinite or not a number: a scalar on their device, for which nobody has
-    waited. None where there are no tensors.
-    """
-    norms = [torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32) for tensor in tensors]
-    return torch.stack(norms).isfinite().all() if norms else None

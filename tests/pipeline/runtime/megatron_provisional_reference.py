@@ -29,13 +29,33 @@ def num_read(case: Case, name: str, num_microbatches: int) -> int:
     """Of a replica's microbatches, those whose gradients of a parameter a prediction reads."""
     if case.provisional_microbatches is not None:
         return case.provisional_microbatches
+    return num_microbatches - (case.p - 1 - stage_of(case, name))
+
+
+def stage_of(case: Case, name: str) -> int:
+    """The stage of a parameter; of tied embeddings that which has done the fewest microbatches."""
     if ".layers." in name:
-        stage = case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1) if case.p > 1 else 0
-    elif name.startswith("embedding") or (case.tied and "output_layer" in name):
-        stage = 0
-    else:
-        stage = case.p - 1
-    return num_microbatches - (case.p - 1 - stage)
+        return case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1) if case.p > 1 else 0
+    is_first = name.startswith("embedding") or (case.tied and "output_layer" in name)
+    return 0 if is_first else case.p - 1
+
+
+def _is_tied(case: Case, name: str) -> bool:
+    return case.tied and case.p > 1 and (name.startswith("embedding.word") or "output_layer" in name)
+
+
+def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -> dict[str, float]:
+    """By name, the factor that clips an estimate of a batch's gradients: at most `last`, and at most what the norm of the
+    stage asks for, or of a tied embedding its own.
+    """
+    last = last or 1.0
+    if case.clip == 0 or case.provisional_microbatches is not None:
+        return dict.fromkeys(gradients, last)
+    parts = {name: "ties" if _is_tied(case, name) else stage_of(case, name) for name in gradients}
+    squares = dict.fromkeys(parts.values(), 0.0)
+    for name, gradient in gradients.items():
+        squares[parts[name]] += float(gradient.norm().double() ** 2)
+    return {name: min(last, case.clip / (math.sqrt(squares[part]) + 1e-6)) for name, part in parts.items()}
 
 
 def _reference(case: Case, original: Case) -> dict:
@@ -113,9 +133,10 @@ def _reference(case: Case, original: Case) -> dict:
             copies = {name: value.clone() for name, value in true.items()}
             stand_in = make_optimizer(case, copies)
             stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            shares = {name: own / batch_scale / num_read(original, name, own) for name in copies}
+            factors = clip_factors(original, {name: sums[name] * share for name, share in shares.items()}, clip)
             for name, each in copies.items():
-                whole = own * (clip or 1.0) / batch_scale
-                each.grad = sums[name] * (whole / num_read(original, name, own))
+                each.grad = sums[name] * (shares[name] * factors[name])
             for group in stand_in.param_groups:
                 group["lr"] = _learning_rate(case, samples_done)
             stand_in.step()

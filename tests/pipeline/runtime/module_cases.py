@@ -156,6 +156,7 @@ class Pipeline:
             job_group=job,
             tied=self._tied(parameters, p) if training.tied else None,
             reduce_partial=self.schedule.reduce_partial,
+            uniform=self.schedule.provisional_microbatches is not None,
             device=device,
         )
         self.engine = PipelineEngine(

@@ -5,12 +5,15 @@ the gradients that a part of batch t-1 has. The weights themselves are 2BW's: W(
 """
 
 import copy
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tests.pipeline.runtime.reference import (
+    FIRST_WEIGHT,
     LAST_WEIGHT,
     NUM_LAYERS,
     Outcome,
@@ -25,16 +28,26 @@ from tests.pipeline.runtime.reference import (
 NumRead = Callable[[str, int], int]  # a parameter's name, microbatches of the batch -> how many are read
 
 
-def by_stage(num_stages: int, *, tied: bool = False) -> NumRead:
+@dataclass(frozen=True)
+class ByStage:
     """1F1B: stage s of p reads m - (p-1-s); both copies of a tied weight read what the first stage has."""
 
-    def num_read(name: str, num_microbatches: int) -> int:
-        stage = int(name.split(".")[0]) * num_stages // NUM_LAYERS
-        if tied and name in ("0.0.weight", LAST_WEIGHT):
-            stage = 0
-        return num_microbatches - (num_stages - 1 - stage)
+    num_stages: int
+    tied: bool = False
 
-    return num_read
+    def __call__(self, name: str, num_microbatches: int) -> int:
+        stage = 0 if self._is_tied(name) else self._stage(name)
+        return num_microbatches - (self.num_stages - 1 - stage)
+
+    def part(self, name: str) -> str:
+        """Parameters of one part are clipped by their common norm."""
+        return "tied" if self._is_tied(name) and self.num_stages > 1 else f"stage {self._stage(name)}"
+
+    def _stage(self, name: str) -> int:
+        return int(name.split(".")[0]) * self.num_stages // NUM_LAYERS
+
+    def _is_tied(self, name: str) -> bool:
+        return self.tied and name in (FIRST_WEIGHT, LAST_WEIGHT)
 
 
 def train(
@@ -102,7 +115,7 @@ def train(
         if reduce_partial:
             partial = [_mean(partial)] * training.num_replicas
         predicted = [
-            _predict(true, seen, read, num_microbatches, optimizer, training, make, clip, scale_invariant)
+            _predict(true, seen, num_read, num_microbatches, optimizer, training, make, clip, scale_invariant)
             for seen in partial
         ]
     step()
@@ -110,18 +123,32 @@ def train(
     return outcome
 
 
-def _predict(true, seen, read, num_microbatches, optimizer, training, make, clip, scale_invariant) -> dict[str, Tensor]:
+def _predict(true, seen, num_read, num_microbatches, optimizer, training, make, clip, scale_invariant):
     """The step from `true`, on copies of everything."""
+    read = {name: num_read(name, num_microbatches) for name in true}
     finite = all(gradient.isfinite().all() for gradient in seen.values())
     if not finite or (clip is None and not scale_invariant):
         return true
     copies = {name: torch.nn.Parameter(value.clone()) for name, value in true.items()}
     stand_in = make(copies.values(), training)
     stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    estimates = {name: seen[name] * (num_microbatches / read[name]) for name in copies}
+    factors = _clip_factors(estimates, num_read, training.clip_grad, 1.0 if clip is None else clip)
     for name, parameter in copies.items():
-        parameter.grad = seen[name] * (num_microbatches / read[name] * (1.0 if clip is None else clip))
+        parameter.grad = seen[name] * (num_microbatches / read[name] * factors[name])
     stand_in.step()
     return _values(copies)
+
+
+def _clip_factors(estimates: dict[str, Tensor], num_read: NumRead, largest: float, last: float) -> dict[str, float]:
+    """By name: at most `last`, and under `ByStage` at most what the norm of the part asks for."""
+    if not largest or not isinstance(num_read, ByStage):
+        return dict.fromkeys(estimates, last)
+    squares: dict[str, float] = {}
+    for name, each in estimates.items():
+        part = num_read.part(name)
+        squares[part] = squares.get(part, 0.0) + each.double().square().sum().item()
+    return {name: min(last, largest / (math.sqrt(squares[num_read.part(name)]) + 1e-6)) for name in estimates}
 
 
 def _mean(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:

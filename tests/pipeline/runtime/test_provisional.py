@@ -28,7 +28,7 @@ def uniform(num_read):
 def test_each_stage_reads_what_it_has_done(p):
     """Bit-equal losses and parameters, with a warm-up, and no drain, evaluation or ramp makes a difference."""
     training = Training(batches=sizes(p), warmup=4)
-    expected = provisional_reference.train(training, provisional_reference.by_stage(p))
+    expected = provisional_reference.train(training, provisional_reference.ByStage(p))
     assert_same(run(p, training), expected)
     drained = run(p, training, drains=(0, 3, 4, 6), evaluate=3)
     assert_same(drained, expected)
@@ -50,7 +50,7 @@ def test_evaluations_use_the_true_weights(p):
     training = Training(batches=(4,) * 4)
     outcomes = run(p, training, drains=(3,), evaluate=2)
     model = reference.build_model()
-    model.load_state_dict(provisional_reference.train(training, provisional_reference.by_stage(p)).parameters)
+    model.load_state_dict(provisional_reference.train(training, provisional_reference.ByStage(p)).parameters)
     losses = [reference.loss_of(model(inputs), target).item() for inputs, target in map(reference.data, range(2))]
     [(total, count)] = outcomes[0].evaluations[0].values()
     assert total / count == pytest.approx(sum(losses) / 2, rel=1e-6)
@@ -70,7 +70,7 @@ def test_two_modes_and_2bw_are_three_things():
     """So the tests above could fail."""
     training = Training(batches=(4,) * 6)
     losses = [
-        provisional_reference.train(training, provisional_reference.by_stage(2)).losses,
+        provisional_reference.train(training, provisional_reference.ByStage(2)).losses,
         provisional_reference.train(training, uniform(1)).losses,
         reference.train(training, delay=1).losses,
         reference.train(training, delay=0).losses,
@@ -82,7 +82,7 @@ def test_two_modes_and_2bw_are_three_things():
 def test_clipping(p):
     """A prediction is clipped as the step before was."""
     training = Training(batches=sizes(p), clip_grad=0.05)
-    expected = provisional_reference.train(training, provisional_reference.by_stage(p))
+    expected = provisional_reference.train(training, provisional_reference.ByStage(p))
     assert min(expected.grad_norms) > training.clip_grad
     outcomes = run(p, training)
     assert_same(outcomes, expected, exact=False)
@@ -94,7 +94,7 @@ def test_clipping(p):
 def test_replicas(reduce_partial):
     """d=2, p=2: each replica predicts from its own gradients, or all from the mean; their true weights are equal."""
     training = Training(batches=(2, 2, 4, 4, 2, 3, 2, 2), clip_grad=0.05, num_replicas=2)
-    number = provisional_reference.by_stage(2)
+    number = provisional_reference.ByStage(2)
     expected = provisional_reference.train(training, number, reduce_partial=reduce_partial)
     other = provisional_reference.train(training, number, reduce_partial=not reduce_partial)
     assert expected.losses != pytest.approx(other.losses, rel=1e-6)
@@ -110,7 +110,7 @@ def test_replicas(reduce_partial):
 def test_tied_weights(p, options):
     """Both copies read the sum of the two stages' gradients of as many microbatches as both have done."""
     training = Training(batches=(6, 6, 7, 8, 6, 6, 6, 6), tied=True)
-    number = uniform(2) if options else provisional_reference.by_stage(p, tied=True)
+    number = uniform(2) if options else provisional_reference.ByStage(p, tied=True)
     expected = provisional_reference.train(training, number)
     outcomes = run(p, training, **options)
     parameters = {name: tensor for outcome in outcomes for name, tensor in outcome.parameters.items()}
