@@ -31,7 +31,7 @@ from megatron.pipeline.runtime.megatron_optimizers import MegatronCoreOptimizer
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction, tensor_parallel_parameters
 from megatron.pipeline.runtime.megatron_weights import DistributedSlots, named_parameters, separate_masters
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
-from megatron.pipeline.runtime.prediction_clip import clipped_share
+from megatron.pipeline.runtime.prediction_clip import prediction_factor
 from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 
 
@@ -164,10 +164,10 @@ class MegatronPrediction:
         for model, gradient in self._partial_sums_over_tensor(gradients):
             gradients[model] = gradient
         read = [each.num_microbatches for each in (partial, embedding) if each is not None]
-        shares = [num_microbatches / loss_scale / each for each in read]
+        parts = [each / num_microbatches for each in read]
         clips = self._optimizer.config.clip_grad > 0.0 and not self.uniform
         squares = self._norms_squared(gradients, tied) if clips or can_overflow else None
-        factors = self._factors(shares, squares if clips else None)
+        factors = self._factors(parts, squares if clips else None, loss_scale=loss_scale)
         finite = squares.isfinite().unbind() if can_overflow else (None, None)
         knows = self.clip_factor is not None or self._is_scale_invariant()
         with self.versions.predicting(version) as target:
@@ -214,7 +214,9 @@ class MegatronPrediction:
         of_stage = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
         reads_shards = self._distributed and self.reduces  # of the rest there is no mean on this rank
         if reads_shards:
-            of_stage = {model: of_stage[model].view(-1)[part] for model, part in self._model_of.values() if model in of_stage}
+            of_stage = {
+                model: of_stage[model].view(-1)[part] for model, part in self._model_of.values() if model in of_stage
+            }
         parts = of_stage.values(), [gradients[tied]] if tied is not None else []
         squares = torch.stack([norm_squared(each, device=backend.device()) for each in parts])
         group = parallel_state.get_tensor_model_parallel_group()
@@ -228,14 +230,15 @@ class MegatronPrediction:
         """Whether this tensor rank has a part of the parameter, or the one copy that counts."""
         return param_is_not_tensor_parallel_duplicate(model, parallel_state.get_tensor_model_parallel_group())
 
-    def _factors(self, shares: list[float], squares: Tensor | None) -> list[float] | list[Tensor]:
+    def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:
+        """On the gradients of the stage and of the tied embedding, of which such parts of the batch are known."""
         last = self.clip_factor or 1.0
         if squares is None:
-            return [share * last for share in shares]
+            return [last / part / loss_scale for part in parts]
         largest = self._optimizer.config.clip_grad
         return [
-            clipped_share(share, each, last=last, largest=largest)
-            for share, each in zip(shares, squares, strict=False)
+            prediction_factor(part, each, last=last, largest=largest, loss_scale=loss_scale)
+            for part, each in zip(parts, squares, strict=False)
         ]
 
     def step(self) -> None:

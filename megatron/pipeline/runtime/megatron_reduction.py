@@ -16,12 +16,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
 from megatron.pipeline.runtime.megatron_groups import ChainGroups
 from megatron.pipeline.runtime.megatron_optimizers import MegatronCoreOptimizer
 from megatron.pipeline.runtime.megatron_place import tied_embeddings
 from megatron.pipeline.runtime.megatron_weights import named_parameters
-from megatron.pipeline.runtime.gradient_norm import norm_squared
 
 
 class GradientReduction:

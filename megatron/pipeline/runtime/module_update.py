@@ -20,8 +20,8 @@ from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
 from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
-from megatron.pipeline.runtime.prediction_clip import clipped_share
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.prediction_clip import prediction_factor
 from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -258,7 +258,7 @@ class ModuleUpdate:
             if not gradients:
                 continue
             squares = norm_squared(gradients.values(), device=self._device)
-            factor = self._factor(pending.info.num_microbatches / part.num_microbatches, squares)
+            factor = self._factor(part.num_microbatches / pending.info.num_microbatches, squares)
             table.update({name: (each, factor, squares.isfinite()) for name, each in gradients.items()})
         names = self._names
         with self.versions.predicting(version) as target, self.versions.true_weights():
@@ -272,11 +272,12 @@ class ModuleUpdate:
                     where=lambda parameter: table[names[parameter]][2],
                 )
 
-    def _factor(self, share: float, squares: Tensor) -> float | Tensor:
+    def _factor(self, part: float, squares: Tensor) -> float | Tensor:
+        """On gradients of which such a part of the batch is known."""
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
-            return share * last
-        return clipped_share(share, squares, last=last, largest=self._clip_grad)
+            return last / part
+        return prediction_factor(part, squares, last=last, largest=self._clip_grad)
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._uncounted)

@@ -5,8 +5,9 @@ microbatches are to come, and other ranks hold the rest of the model. The factor
 the norm jumps, it lets the jump through whole.
 
 Solution: that factor, or less where a stage's own gradients ask for less. Their norm is a part of the global one, so no
-step multiplies them by more than the largest norm over theirs. Of the microbatches that are known it is an estimate,
-rather too large than too small, since their noise adds to it.
+step multiplies them by more than the largest norm over theirs. What a part f of a batch adds up to, times 1/f, is an
+estimate of them whose norm is too large: with signal S and noise N its square is S^2 + N^2/f, where that of the whole
+batch is S^2 + N^2. The root of f times it is at most the latter, and equal where all is noise: so that is taken.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def clipped_share(share: float, squares: Tensor, *, last: float, largest: float) -> Tensor:
-    """The factor on gradients that `share` makes an estimate of a batch's, clipped.
+def prediction_factor(part: float, squares: Tensor, *, last: float, largest: float, loss_scale: float = 1.0) -> Tensor:
+    """The factor that makes a part of a batch's gradients an estimate of all of them, clipped.
 
     Args:
-        share: without clipping.
-        squares: squared norm of the stage's gradients, a scalar in float64 on their device.
+        part: of the batch, above 0 and at most 1.
+        squares: squared norm of what the part adds up to, a scalar in float64 on its device.
         last: by which the last step multiplied the gradients of its batch, at most 1.
         largest: norm that gradients are clipped to.
+        loss_scale: of the batch.
 
     Returns:
-        A scalar in FP32 on the device of `squares`: share * min(last, largest / (norm of the estimate)).
+        A scalar in FP32 on the device of `squares`, for which nobody has waited.
     """
-    norm = squares.sqrt() * share
-    return norm.add_(1e-6).reciprocal_().mul_(largest).clamp_(max=last).mul_(share).float()
+    norm = squares.sqrt() / (part**0.5 * loss_scale)
+    return norm.add_(1e-6).reciprocal_().mul_(largest).clamp_(max=last).div_(part * loss_scale).float()

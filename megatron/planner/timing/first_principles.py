@@ -212,8 +212,9 @@ class FirstPrinciples:
         each element and writes the weight. Those of Apex and Transformer Engine step on copies: it reads master and
         moments and writes copies; reads the gradient, widens it and multiplies it; steps the copies with it, as Adam;
         and reads the master's copy and writes the weight. With 32-bit gradients and 16-bit weights it is 66 bytes,
-        beside the 32 of the STEP. FP16 also reads all gradients, to look for overflows, which is left out: nothing here
-        says whether 16 bits are FP16 or bfloat16.
+        beside the 32 of the STEP. Stages that predict from what they know read all gradients before, for the norm by
+        which they clip. So do others in FP16, to look for overflows, which is left out: nothing here says whether 16
+        bits are FP16 or bfloat16.
         """
         if not configuration.predicts:
             return [0.0] * len(layers), [0.0] * len(layers)
@@ -223,8 +224,9 @@ class FirstPrinciples:
         predict, hold = [], []
         one_pass = 3 * 4 + state.gradient_bytes + state.weight_bytes
         moved = one_pass if self.cluster.is_cpu else copies + gradient + adam + weight
+        norm = state.gradient_bytes if configuration.provisional == "stage" else 0
         for own, count, once in self._counts(configuration, layers, links):
-            predict.append(own * moved / self._memory_bandwidth)
+            predict.append((own * moved + count * norm) / self._memory_bandwidth)
             if state.distributed_optimizer:
                 predict[-1] += once * state.weight_bytes
             hold.append(2 * count * state.gradient_bytes / self._memory_bandwidth)

@@ -132,17 +132,17 @@ class ProfiledCosts:
 
     def _prediction(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
         """The measured step, times what a prediction takes of it: on a CPU a pass, on a GPU what a step on copies moves
-        of what the step itself moves; before it, in FP16, a look for overflows, which reads all gradients as their norm
-        does.
+        of what the step itself moves. Before it the norm of all gradients, by which a stage clips that predicts from
+        what it knows, and in FP16 looks for overflows.
         """
         weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
         copied = 6 * 4 + gradient + 4 + (8 if gradient < 4 else 0)  # as in first principles
         share = PASS_OF_STEP if self.profile.shares_processor else 1 + copied / (7 * 4 + weight)
         replicas = configuration.data if configuration.distributed_optimizer else 1
-        looks = self._blocks.profile.dtype == "float16"
+        takes_norm = configuration.provisional == "stage" or self._blocks.profile.dtype == "float16"
         seconds = self._part_of_update(
             configuration, layers, stage, working,
-            lambda found: share * found.step.median / replicas + looks * found.norm.median,
+            lambda found: share * found.step.median / replicas + takes_norm * found.norm.median,
         )  # fmt: skip
         return seconds + self._gather(configuration, layers, stage)
 

@@ -124,7 +124,8 @@ def test_tensor_parallelism_and_the_distributed_optimizer_add_collectives():
 
 
 def test_a_prediction_waits_for_its_part_of_the_chain_and_gathers():
-    """PREDICT after the partial reductions, with the collectives that STEP has elsewhere; STEP gathers nothing."""
+    """PREDICT after the partial reductions, with the collectives that STEP has elsewhere, and one for the norm of the
+    shards of a mean; STEP gathers nothing."""
     program = Schedule.preset(
         "2bw", num_stages=2, predict=True, provisional_microbatches=1, reduce_partial=True, data_parallel=True,
         tied_embeddings=True,
@@ -145,7 +146,7 @@ def test_a_prediction_waits_for_its_part_of_the_chain_and_gathers():
         Kind.HOLD: ["compute"],
         Kind.REDUCE_PARTIAL: [chain, data, chain],
         Kind.REDUCE_PARTIAL_EMBED: [chain, data, chain, "chain's embedding group", chain],
-        Kind.PREDICT: ["compute", "tensor group", "compute", "optimizer's data group", "compute"],
+        Kind.PREDICT: ["compute", "tensor group", "compute", *["optimizer's data group", "compute"] * 2],
         Kind.STEP: ["compute"],
     }
     steps = operations.steps[MAIN]

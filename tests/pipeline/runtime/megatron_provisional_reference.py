@@ -45,8 +45,8 @@ def _is_tied(case: Case, name: str) -> bool:
 
 
 def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -> dict[str, float]:
-    """By name, the factor that clips an estimate of a batch's gradients: at most `last`, and at most what the norm of the
-    stage asks for, or of a tied embedding its own.
+    """By name, the factor that clips: at most `last`, and at most what the norm of a stage's gradients asks for, or of a
+    tied embedding's own; these have the least norm that they may have.
     """
     last = last or 1.0
     if case.clip == 0 or case.provisional_microbatches is not None:
@@ -134,7 +134,8 @@ def _reference(case: Case, original: Case) -> dict:
             stand_in = make_optimizer(case, copies)
             stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             shares = {name: own / batch_scale / num_read(original, name, own) for name in copies}
-            factors = clip_factors(original, {name: sums[name] * share for name, share in shares.items()}, clip)
+            at_least = {name: sums[name] * (share / math.sqrt(share * batch_scale)) for name, share in shares.items()}
+            factors = clip_factors(original, at_least, clip)
             for name, each in copies.items():
                 each.grad = sums[name] * (shares[name] * factors[name])
             for group in stand_in.param_groups:

@@ -132,23 +132,23 @@ def _predict(true, seen, num_read, num_microbatches, optimizer, training, make, 
     copies = {name: torch.nn.Parameter(value.clone()) for name, value in true.items()}
     stand_in = make(copies.values(), training)
     stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    estimates = {name: seen[name] * (num_microbatches / read[name]) for name in copies}
-    factors = _clip_factors(estimates, num_read, training.clip_grad, 1.0 if clip is None else clip)
+    at_least = {name: seen[name] * math.sqrt(num_microbatches / read[name]) for name in copies}
+    factors = _clip_factors(at_least, num_read, training.clip_grad, 1.0 if clip is None else clip)
     for name, parameter in copies.items():
         parameter.grad = seen[name] * (num_microbatches / read[name] * factors[name])
     stand_in.step()
     return _values(copies)
 
 
-def _clip_factors(estimates: dict[str, Tensor], num_read: NumRead, largest: float, last: float) -> dict[str, float]:
-    """By name: at most `last`, and under `ByStage` at most what the norm of the part asks for."""
+def _clip_factors(at_least: dict[str, Tensor], num_read: NumRead, largest: float, last: float) -> dict[str, float]:
+    """By name: at most `last`, and under `ByStage` at most what the least that the norm of the part may be asks for."""
     if not largest or not isinstance(num_read, ByStage):
-        return dict.fromkeys(estimates, last)
+        return dict.fromkeys(at_least, last)
     squares: dict[str, float] = {}
-    for name, each in estimates.items():
+    for name, each in at_least.items():
         part = num_read.part(name)
         squares[part] = squares.get(part, 0.0) + each.double().square().sum().item()
-    return {name: min(last, largest / (math.sqrt(squares[num_read.part(name)]) + 1e-6)) for name in estimates}
+    return {name: min(last, largest / (math.sqrt(squares[num_read.part(name)]) + 1e-6)) for name in at_least}
 
 
 def _mean(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -60,12 +60,14 @@ def build(kind, options, *, num_steps=3, device="cpu"):
     return parameters, optimizer, dict(zip(parameters, views(generator, device), strict=True))
 
 
-def taken(optimizer, gradients, *, dtype=torch.float32, where=None):
-    """Parameter -> the value that a provisional step leads to, with `FACTOR` times the gradients."""
+def taken(optimizer, gradients, *, dtype=torch.float32, where=None, factor_of=lambda parameter: FACTOR):
+    """Parameter -> the value that a provisional step leads to, with a factor times its gradient."""
     targets = {parameter: torch.zeros(parameter.numel() + 1, dtype=dtype)[1:] for parameter in gradients}
     targets = {parameter: target.to(parameter.device) for parameter, target in targets.items()}
     ProvisionalStep(optimizer).take(
-        lambda parameter: (gradients[parameter], FACTOR), targets.__getitem__, where=where or (lambda parameter: None)
+        lambda parameter: (gradients[parameter], factor_of(parameter)),
+        targets.__getitem__,
+        where=where or (lambda parameter: None),
     )
     return [target.view_as(parameter) for parameter, target in targets.items()]
 
@@ -155,6 +157,19 @@ def test_some_are_not_stepped(monkeypatch, way):
     assert equal(values[1::2], stays)
     step(parameters, optimizer, gradients)
     assert equal(values[::2], parameters[::2])
+
+
+@pytest.mark.parametrize("rules", [RULES, {}], ids=["pass", "copies"])
+@pytest.mark.parametrize("name", ["AdamW", "momentum"])
+def test_factors_may_be_known_on_the_device_alone(monkeypatch, way, name, rules):
+    """One for most parameters, another for some: the same as numbers."""
+    parameters, optimizer, gradients = build(*KNOWN[name])
+    monkeypatch.setattr(elementwise_step, "RULES", rules)
+    numbers = {parameter: 0.5 if place in (1, 3) else FACTOR for place, parameter in enumerate(parameters)}
+    tensors = {number: torch.tensor(number) for number in numbers.values()}
+    expected = taken(optimizer, gradients, factor_of=numbers.__getitem__)
+    assert equal(taken(optimizer, gradients, factor_of=lambda parameter: tensors[numbers[parameter]]), expected)
+    assert not any(map(torch.equal, taken(optimizer, gradients)[1:4:2], expected[1:4:2]))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "momentum"])

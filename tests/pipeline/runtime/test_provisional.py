@@ -80,14 +80,37 @@ def test_two_modes_and_2bw_are_three_things():
 
 @pytest.mark.parametrize("p", [2, 4])
 def test_clipping(p):
-    """A prediction is clipped as the step before was."""
-    training = Training(batches=sizes(p), clip_grad=0.05)
-    expected = provisional_reference.train(training, provisional_reference.ByStage(p))
+    """A prediction is clipped as the step before was, or more where the norm of its stage asks for it."""
+    training, number = Training(batches=sizes(p), clip_grad=0.05), provisional_reference.ByStage(p)
+    expected = provisional_reference.train(training, number)
     assert min(expected.grad_norms) > training.clip_grad
+    as_before = provisional_reference.train(training, lambda *of: number(*of))
+    assert expected.losses != pytest.approx(as_before.losses, rel=1e-4)
     outcomes = run(p, training)
     assert_same(outcomes, expected, exact=False)
     for outcome in outcomes:
         assert [report.grad_norm for report in outcome.reports] == pytest.approx(expected.grad_norms, rel=1e-5)
+
+
+def test_clipping_with_a_given_number_is_equal_over_the_degrees():
+    """No stage may clip by what it alone knows."""
+    training = Training(batches=(4, 4, 5, 6, 4, 4), clip_grad=0.05)
+    expected = provisional_reference.train(training, uniform(1))
+    for p in (1, 2, 4):
+        assert_same(run(p, training, provisional_microbatches=1), expected, exact=False)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_tied_copies_are_clipped_alike(p):
+    """By the norm of the gradient that both have, whatever the rest of their stages asks for."""
+    training = Training(batches=(4, 4, 5, 6, 4, 4), clip_grad=0.05, tied=True)
+    expected = provisional_reference.train(training, provisional_reference.ByStage(p, tied=True))
+    outcomes = run(p, training)
+    parameters = {name: tensor for outcome in outcomes for name, tensor in outcome.parameters.items()}
+    for name, tensor in expected.parameters.items():
+        torch.testing.assert_close(parameters[name], tensor, rtol=1e-5, atol=1e-6)
+    first, last = outcomes[0].parameters, outcomes[-1].parameters
+    assert torch.equal(first[reference.FIRST_WEIGHT], last[reference.LAST_WEIGHT])
 
 
 @pytest.mark.parametrize("reduce_partial", [False, True])

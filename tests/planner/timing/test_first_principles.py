@@ -67,8 +67,9 @@ def test_updates():
 
 
 def test_predictions_are_priced_by_what_they_move():
-    """A step on copies of masters and moments in FP32: 66 bytes of an element, where STEP then moves 32. With the
-    distributed optimizer PREDICT gathers, and STEP does not.
+    """A step on copies of masters and moments in FP32: 66 bytes of an element, where STEP then moves 32. Before it the
+    norm of all gradients, but where every stage reads as many. With the distributed optimizer PREDICT gathers, and STEP
+    does not.
     """
     asked = {"pipeline": 4, "data": 2, "schedule": "2bw"}
     plain, predicted = (
@@ -77,7 +78,7 @@ def test_predictions_are_priced_by_what_they_move():
     assert set(plain.predict) == set(plain.hold) == {0.0}
     for stage in range(4):
         assert predicted.step[stage] == pytest.approx(plain.step[stage] * 32 / 34)
-        assert predicted.predict[stage] == pytest.approx(predicted.step[stage] * 66 / 32)
+        assert predicted.predict[stage] == pytest.approx(predicted.step[stage] * (66 + 4) / 32)
         assert predicted.hold[stage] == pytest.approx(predicted.step[stage] * 8 / 32)
     assert predicted.forward == plain.forward and predicted.reduce_grad == plain.reduce_grad
     halves = [
@@ -86,13 +87,15 @@ def test_predictions_are_priced_by_what_they_move():
     ]
     gathering = halves[0].step[1] - plain.step[1] / 2
     assert gathering > 0 and halves[1].step[1] == pytest.approx(predicted.step[1] / 2)
-    assert halves[1].predict[1] == pytest.approx(predicted.predict[1] / 2 + gathering)
+    assert halves[1].predict[1] == pytest.approx(predicted.step[1] * (66 / 2 + 4) / 32 + gathering)
     assert halves[1].hold == predicted.hold
     narrow = costs(configuration(**asked, provisional="stage"))  # 16-bit gradients, which are widened
-    assert narrow.predict[1] == pytest.approx(predicted.predict[1] * 72 / 66)
+    assert narrow.predict[1] == pytest.approx(predicted.step[1] * (72 + 2) / 32)
+    uniform = costs(configuration(**asked, provisional="uniform", provisional_microbatches=1), software=MEGATRON_CORE)
+    assert uniform.predict[1] == pytest.approx(predicted.step[1] * 66 / 32)
     laptops = Cluster(gpu="cpu", nodes=4, bandwidth={"between_nodes": 1.0})
     on_cpu = costs(configuration(**asked, provisional="stage"), software=MEGATRON_CORE, cluster=laptops)
-    assert on_cpu.predict[1] == pytest.approx(on_cpu.step[1] * 18 / 32)  # one pass
+    assert on_cpu.predict[1] == pytest.approx(on_cpu.step[1] * (18 + 4) / 32)  # one pass
 
 
 def test_moves_of_balanced_activations():

@@ -116,9 +116,20 @@ def test_predictions_from_the_measured_update():
     assert split.step[0] == pytest.approx(4 * 0.001 + 4 * UPDATE)
 
 
-@pytest.mark.parametrize(("dtype", "looks"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
-def test_predictions_of_fp16_look_for_overflows(dtype, looks):
-    """In the time of the norm, on every replica in that of all gradients."""
+UNIFORM = {"provisional": "uniform", "provisional_microbatches": 1}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "takes"),
+    [
+        ("float32", {"provisional": "stage"}, 1),
+        ("float32", UNIFORM, 0),
+        ("bfloat16", UNIFORM, 0),
+        ("float16", UNIFORM, 1),
+    ],
+)
+def test_predictions_take_the_norm_to_clip_by_or_to_look_for_overflows(dtype, mode, takes):
+    """On every replica that of all gradients."""
     base = profiles.profile()
     found = []
     for seconds in (0.0, 0.002):
@@ -126,9 +137,9 @@ def test_predictions_of_fp16_look_for_overflows(dtype, looks):
             each.model_copy(update={"norm": profiles.exactly(seconds * each.num_layers)}) for each in base.updates
         )
         model = ProfiledCosts(base.model_copy(update={"updates": updates, "dtype": dtype}), MODEL)
-        asked = {"schedule": "2bw", "data": 2, "provisional": "stage", "distributed_optimizer": True}
+        asked = {"schedule": "2bw", "data": 2, **mode, "distributed_optimizer": True}
         found.append(model.costs(configuration(**asked), (4,)).predict[0])
-    assert found[1] - found[0] == pytest.approx(looks * 4 * 0.002)
+    assert found[1] - found[0] == pytest.approx(takes * 4 * 0.002)
 
 
 def test_predictions_settle_where_ranks_share_a_processor():
