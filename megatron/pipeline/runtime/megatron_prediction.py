@@ -83,6 +83,7 @@ class MegatronPrediction:
         self.uniform = uniform
         self._distributed = isinstance(optimizer, DistributedOptimizer)
         self._shards_group = chunks[0].intra_dp_cp_group
+        self._num_unread = 0 if reduce_partial else chunks[0].dp_cp_group.size() - 1
         self._reduction = reduction
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
         slots = None
@@ -237,7 +238,9 @@ class MegatronPrediction:
             return [last / part / loss_scale for part in parts]
         largest = self._optimizer.config.clip_grad
         return [
-            prediction_factor(part, each, last=last, largest=largest, loss_scale=loss_scale)
+            prediction_factor(
+                part, each, last=last, largest=largest, num_unread=self._num_unread, loss_scale=loss_scale
+            )
             for part, each in zip(parts, squares, strict=False)
         ]
 

@@ -277,7 +277,9 @@ class ModuleUpdate:
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
             return last / part
-        return prediction_factor(part, squares, last=last, largest=self._clip_grad)
+        group = None if self._reduces_partial else self._data_parallel_group
+        num_unread = 0 if group is None else torch.distributed.get_world_size(group) - 1
+        return prediction_factor(part, squares, last=last, largest=self._clip_grad, num_unread=num_unread)
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._uncounted)

@@ -15,18 +15,22 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def prediction_factor(part: float, squares: Tensor, *, last: float, largest: float, loss_scale: float = 1.0) -> Tensor:
+def prediction_factor(
+    part: float, squares: Tensor, *, last: float, largest: float, num_unread: int = 0, loss_scale: float = 1.0
+) -> Tensor:
     """The factor that makes a part of a batch's gradients an estimate of all of them, clipped.
 
     Args:
-        part: of the batch, above 0 and at most 1.
+        part: of a replica's microbatches, above 0 and at most 1.
         squares: squared norm of what the part adds up to, a scalar in float64 on its device.
         last: by which the last step multiplied the gradients of its batch, at most 1.
         largest: norm that gradients are clipped to.
+        num_unread: replicas that share the batch, beside the one that reads; 0 where the mean of all is read.
         loss_scale: of the batch.
 
     Returns:
         A scalar in FP32 on the device of `squares`, for which nobody has waited.
     """
-    norm = squares.sqrt() / (part**0.5 * loss_scale)
+    part_of_batch = part / (1 + num_unread)
+    norm = squares.sqrt() * (part_of_batch**0.5 / (part * loss_scale))
     return norm.add_(1e-6).reciprocal_().mul_(largest).clamp_(max=last).div_(part * loss_scale).float()

@@ -45,8 +45,8 @@ def _is_tied(case: Case, name: str) -> bool:
 
 
 def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -> dict[str, float]:
-    """By name, the factor that clips: at most `last`, and at most what the norm of a stage's gradients asks for, or of a
-    tied embedding's own; these have the least norm that they may have.
+    """By name, the factor that clips: at most `last`, and at most what the norm of a stage asks for, or that of a
+    tied embedding; these gradients have the least norm that they may have.
     """
     last = last or 1.0
     if case.clip == 0 or case.provisional_microbatches is not None:
@@ -134,7 +134,9 @@ def _reference(case: Case, original: Case) -> dict:
             stand_in = make_optimizer(case, copies)
             stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             shares = {name: own / batch_scale / num_read(original, name, own) for name in copies}
-            at_least = {name: sums[name] * (share / math.sqrt(share * batch_scale)) for name, share in shares.items()}
+            of_batch = own if original.reduce_partial else count
+            parts = {name: num_read(original, name, own) / of_batch for name in copies}
+            at_least = {name: sums[name] * (share * math.sqrt(parts[name])) for name, share in shares.items()}
             factors = clip_factors(original, at_least, clip)
             for name, each in copies.items():
                 each.grad = sums[name] * (shares[name] * factors[name])

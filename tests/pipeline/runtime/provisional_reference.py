@@ -115,7 +115,9 @@ def train(
         if reduce_partial:
             partial = [_mean(partial)] * training.num_replicas
         predicted = [
-            _predict(true, seen, num_read, num_microbatches, optimizer, training, make, clip, scale_invariant)
+            _predict(
+                true, seen, num_read, num_microbatches, optimizer, training, make, clip, scale_invariant, reduce_partial
+            )
             for seen in partial
         ]
     step()
@@ -123,7 +125,7 @@ def train(
     return outcome
 
 
-def _predict(true, seen, num_read, num_microbatches, optimizer, training, make, clip, scale_invariant):
+def _predict(true, seen, num_read, num_microbatches, optimizer, training, make, clip, scale_invariant, reduce_partial):
     """The step from `true`, on copies of everything."""
     read = {name: num_read(name, num_microbatches) for name in true}
     finite = all(gradient.isfinite().all() for gradient in seen.values())
@@ -132,7 +134,8 @@ def _predict(true, seen, num_read, num_microbatches, optimizer, training, make, 
     copies = {name: torch.nn.Parameter(value.clone()) for name, value in true.items()}
     stand_in = make(copies.values(), training)
     stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    at_least = {name: seen[name] * math.sqrt(num_microbatches / read[name]) for name in copies}
+    parts = {name: read[name] / num_microbatches / (1 if reduce_partial else training.num_replicas) for name in copies}
+    at_least = {name: seen[name] * (num_microbatches / read[name] * math.sqrt(parts[name])) for name in copies}
     factors = _clip_factors(at_least, num_read, training.clip_grad, 1.0 if clip is None else clip)
     for name, parameter in copies.items():
         parameter.grad = seen[name] * (num_microbatches / read[name] * factors[name])

@@ -9,9 +9,9 @@ from megatron.pipeline.runtime.prediction_clip import prediction_factor
 CPU = torch.device("cpu")
 
 
-def factor(gradients, part=1.0, *, last=1.0, largest=1.0, loss_scale=1.0):
+def factor(gradients, part=1.0, *, last=1.0, largest=1.0, **others):
     squares = norm_squared([gradients], device=CPU)
-    result = prediction_factor(part, squares, last=last, largest=largest, loss_scale=loss_scale)
+    result = prediction_factor(part, squares, last=last, largest=largest, **others)
     assert result.dtype is torch.float32 and result.shape == ()
     return result.item()
 
@@ -47,6 +47,13 @@ def test_the_step_to_come_clips_no_less():
     step = 1.0 / torch.cat(stages).norm().item()
     factors = [factor(each) for each in stages]
     assert all(step < each <= 1.0 for each in factors) and min(factors) < 0.1
+
+
+def test_one_of_four_replicas_knows_a_quarter():
+    gradients = torch.tensor([0.6, 0.8]) * 8
+    assert factor(gradients) == pytest.approx(1 / 8, rel=1e-5)
+    assert factor(gradients, num_unread=3) == pytest.approx(1 / 4, rel=1e-5)
+    assert factor(gradients, 0.25, num_unread=3) == pytest.approx(4 / 8, rel=1e-5)
 
 
 @pytest.mark.parametrize(("signal", "rounding"), [(0.0, 0.05), (3.0, 0.05)])
