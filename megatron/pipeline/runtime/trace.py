@@ -227,8 +227,9 @@ def _is_from(first: BatchExtent, instruction: Instruction) -> bool:
     """Whether an instruction belongs to the first kept batch or a later one; of earlier batches only the tail is
     kept.
     """
-    if instruction.microbatch is None:
-        return instruction.version > first.batch
+    if instruction.microbatch is None:  # weights are brought for the batch of their number, and made by the one before
+        brings = instruction.kind.row.lane is Lane.H2D
+        return instruction.version >= first.batch + (not brings)
     return instruction.microbatch >= first.first_microbatch
 
 
