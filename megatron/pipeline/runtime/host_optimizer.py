@@ -66,12 +66,11 @@ class HostOptimizer:
                 "the optimizer has hooks around its step, and on the host each stage is stepped by itself; remove them"
             )
         place = self._store.stages[stage]
-        if factor < 1.0:
-            for flat in place.flat_gradients.values():
-                flat.mul_(factor)
         parameters = {name: self._store.parameters[name] for name in place.weights}
         for name, parameter in parameters.items():
             parameter.grad = place.gradients[name].to(parameter.dtype)
+            if factor < 1.0:
+                parameter.grad.mul_(factor)
         groups = [
             {**settings_of(said), "params": mine} for said, mine in zip(settings, self._groups[stage], strict=True)
         ]

@@ -145,3 +145,32 @@ def run(
         in_lanes={lane: [str(span.instruction) for span in spans if span.track == lane] for lane in lanes},
         traces=gather_traces(engine.trace()) if tracing else None,
     )
+
+
+def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False) -> tuple[str, list[bool]]:
+    """Two batches of two microbatches on four stages, whose rows lack these words where they stand last. `unchecked`:
+    stages do not ask whether their weights are there. What the run raises, and whether each batch's loss was NaN.
+    """
+    relay = Relay(Training(batches=(2, 2)), num_virtual_stages=4, residency=Residency())
+    if unchecked:
+        for stage in relay.stages:
+            stage.load_version = lambda version: None
+    executor, reports, message = relay.engine._executor, [], ""
+    execute = executor.run
+
+    def run_without(row):
+        left = list(row)
+        for text in drop:
+            last = max((at for at, each in enumerate(left) if str(each) == text), default=None)
+            if last is not None:
+                del left[last]
+        execute(left)
+
+    executor.run = run_without
+    try:
+        for num_microbatches in (2, 2):
+            reports += relay.engine.run_batch(num_microbatches, num_microbatches)
+    except AssertionError as error:
+        message = f"{error} ({error.pipeline_instruction})"
+    relay.close()
+    return message, [report.nan for report in reports]

@@ -167,6 +167,40 @@ def test_an_eager_update_refuses_what_is_not_finite():
         run(1, Training(batches=(2,) * 4, poisoned_microbatch=3), num_virtual_stages=4, host_update="eager")
 
 
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        (
+            "0FETCH@0",
+            "version 0 of stage 0 is not on the device: no FETCH stands before it without a FREE behind (0R0@0)",
+        ),
+        (
+            "3FETCH@0",
+            "version 0 of stage 3 is not on the device: no FETCH stands before it without a FREE behind (3F0@0)",
+        ),
+        ("0FREE@0", "stage 0 is on the device already (0FETCH@1)"),
+        ("2FREE@0", "stages [2, 1] fill the device (0FETCH@0)"),
+    ],
+)
+def test_a_row_that_lacks_a_word_fails_where_it_shows(drop, message):
+    """The checker refuses such rows; the runtime would not compute with them either."""
+    ((found, _),) = workers.run(1, "tests.pipeline.runtime.relay_cases:run_mutated", drop=(drop,))
+    assert found == message
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_missing_fetch_is_nan(stage):
+    """Even where nobody asks whether the weights are there: a stage that is not fetched for its forwards makes the loss
+    NaN, as the batch before it, whose row is whole, is not.
+    """
+    fetches = {0: ("0FETCH@1",) * 2, 1: ("1FETCH@1",) * 2, 2: ("2FETCH@1",), 3: ("3FETCH@1",)}[stage]
+    frees = tuple(fetch.replace("FETCH", "FREE") for fetch in fetches)
+    ((message, nan),) = workers.run(
+        1, "tests.pipeline.runtime.relay_cases:run_mutated", drop=(*fetches, *frees), unchecked=True
+    )
+    assert (message, nan) == ("", [False, True])
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("host_update", ["eager", "deferred"])
 def test_what_runs_is_the_program(host_update, num_replicas):
