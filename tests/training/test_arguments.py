@@ -76,7 +76,7 @@ def test_values_that_follow():
         ("--recompute-granularity selective --recompute-modules mlp", "", "never returns"),
         ("--pipeline-schedule pipedream --global-batch-size 1", "", "add --clip-grad 0"),
         ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
-        ("--pipeline-schedule l2l", "", "keeps weights on the host, which programs can and runs cannot yet"),
+        ("--pipeline-schedule l2l", "", "keeps weights on the host, where this training cannot build a model yet"),
         ("--pipeline-schedule interleaved", "", "needs several stages on each rank; add --num-virtual-stages-per-"),
         ("--num-virtual-stages-per-pipeline-rank 2", "", "buys nothing with --pipeline-model-parallel-size 1; raise"),
         ("--microbatch-group-size-per-virtual-pipeline-stage 2", "", "says nothing where a rank has one stage; leave"),
