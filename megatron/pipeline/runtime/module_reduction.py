@@ -72,10 +72,7 @@ class ModuleReduction:
         for other in others:
             first.add_(other)
         if self.tied.group is not None:
-            reached = first.to(self.device)  # gradients that the host has, where the group joins devices
-            torch.distributed.all_reduce(reached, group=self.tied.group)
-            if reached is not first:
-                first.copy_(reached)
+            torch.distributed.all_reduce(first, group=self.tied.group)
         for other in others:
             other.copy_(first)
 

@@ -3,8 +3,8 @@
 It computes what `ModuleUpdate` does: the mean over the microbatches and the replicas, tied parameters added up, the
 exact global norm, clipping, and a batch without a step where a gradient is not finite anywhere. But gradients leave
 stage by stage, so what the norm needs of a stage is taken before, on the device: the norm of each of its parameters,
-of which the sum over a rank is taken in the order in which one stage with all these parameters would take it. Tied
-parameters are added up on the host, where both gradients have come, and give their norms there.
+of which the sum over a rank is taken in the order in which one stage with all these parameters would take it. The
+gradients of tied parameters, which have both left by then, come back for a moment to be added up, and give their norms.
 
 STEP decides for all stages: how to clip, whether to step at all. UPDATE of a stage follows that, with what the
 optimizer's groups said when the batch began. Where updates are eager they are made before, so nothing may be decided:
@@ -118,10 +118,11 @@ class ModuleRelayUpdate:
         if self._tied is None:
             return
         gradients = {name: each for stage in self.store.stages.values() for name, each in stage.gradients.items()}
-        self._reduction.add_copies(gradients)
-        for name in self._tied.names:
-            norm = torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
-            self._pending[version].norms[name] = norm.to(self._reduction.device)
+        back = {name: gradients[name].to(self._reduction.device, copy=True) for name in self._tied.names}
+        self._reduction.add_copies(back)  # on the device, which groups join
+        for name, each in back.items():
+            self._pending[version].norms[name] = torch.linalg.vector_norm(each, dtype=torch.float64)
+            gradients[name].copy_(each)
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]

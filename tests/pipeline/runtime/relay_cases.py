@@ -49,6 +49,7 @@ class Relay(module_cases.Groups):
         residency: Residency,
         tracing: bool = False,
         timeout: timedelta = timedelta(seconds=20),
+        backend: str = "gloo",
         optimizer=reference.make_optimizer,
     ) -> None:
         super().__init__(training)
@@ -96,6 +97,7 @@ class Relay(module_cases.Groups):
             self.update,
             ranks=range(self.replica * p, (self.replica + 1) * p),
             timeout=timeout,
+            backend=backend,
             tracer=Tracer(num_batches=64) if tracing else None,
         )
 
