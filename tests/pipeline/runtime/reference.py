@@ -27,6 +27,7 @@ class Training:
     same_dropout: float = 0.0  # see SameDropout
     num_replicas: int = 1
     poisoned_microbatch: int = -1  # its inputs are infinite: the gradients of its batch overflow
+    fused: bool = False  # torch's fused kernel of the optimizer
     tied: bool = False  # the first and the last layer share their weight
 
 
@@ -89,7 +90,9 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def make_optimizer(parameters, training: Training) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=training.fused or None
+    )
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, training: Training):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Instruction, Kind, Lane
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.emulated_stage import EmulatedUpdate
+from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.flat_layout import FlatLayout
+from megatron.pipeline.runtime.host_store import HostStore
+from megatron.pipeline.runtime.module_relay_update import ModuleRelayUpdate
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime import reference
@@ -241,3 +246,29 @@ def test_what_runs_is_the_program(host_update, num_replicas):
         stage, version = update.instruction.stage, update.instruction.version
         store = next(each for each in spans if each.instruction == Instruction(Kind.STORE_GRAD, stage, version=version))
         assert store.end <= update.start
+
+
+def test_what_does_not_go_together_is_refused():
+    """Eager updates that clip, and an update whose weights are on the device."""
+    modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
+    store = HostStore({0: dict(modules[0].named_parameters())})
+    optimizer = torch.optim.SGD(store.parameters.values(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"made before the norm is known, and gradients are clipped to 1; use deferred"
+    ):
+        ModuleRelayUpdate(modules, store, residency=Residency(2, "eager"), optimizer=optimizer, clip_grad=1.0)
+    schedule = Schedule.preset("l2l", num_stages=1)
+    with pytest.raises(ValueError, match=r"EmulatedUpdate has them on the device; give a RelayUpdate"):
+        PipelineEngine(schedule, SimpleNamespace(index=0), EmulatedUpdate())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_optimizer_kernel_is_the_users_choice(fused):
+    """With torch's fused AdamW, too, the relay's parameters are bit-equal to flush with the same kernel; the kernels
+    themselves differ in their last bits.
+    """
+    training = Training(batches=(2, 3, 4, 2, 3), fused=fused)
+    expected = flush(training)
+    assert_same(run(1, training, num_virtual_stages=4), expected)
+    other = flush(Training(batches=training.batches, fused=not fused))
+    assert not all(torch.equal(other.parameters[name], each) for name, each in expected.parameters.items())
