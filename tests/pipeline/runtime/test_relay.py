@@ -264,11 +264,6 @@ def test_what_does_not_go_together_is_refused():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_optimizer_kernel_is_the_users_choice(fused):
-    """With torch's fused AdamW, too, the relay's parameters are bit-equal to flush with the same kernel; the kernels
-    themselves differ in their last bits.
-    """
+    """With torch's fused AdamW, too, the relay's parameters are bit-equal to flush with the same kernel."""
     training = Training(batches=(2, 3, 4, 2, 3), fused=fused)
-    expected = flush(training)
-    assert_same(run(1, training, num_virtual_stages=4), expected)
-    other = flush(Training(batches=training.batches, fused=not fused))
-    assert not all(torch.equal(other.parameters[name], each) for name, each in expected.parameters.items())
+    assert_same(run(1, training, num_virtual_stages=4), flush(training))
