@@ -312,6 +312,9 @@ def test_platform_turns_off_defaults_and_refuses_wishes():
     assert not here.masked_softmax_fusion and there.apply_rope_fusion
     assert here.use_cpu_initialization and not there.use_cpu_initialization
     assert arguments("--transformer-impl local", platform=GPU).transformer_impl == "local"
+    assert arguments("--optimizer-kernel fused", platform=CPU).optimizer_kernel == "fused"
+    with pytest.raises(ValueError, match=r"--optimizer-kernel fused is for steps on a CPU.*leave the flag out"):
+        arguments("--optimizer-kernel fused", platform=GPU)
 
 
 @pytest.mark.parametrize(
