@@ -11,6 +11,7 @@ what (`tests/pipeline/runtime/recording`). `streams_of` chooses by data (`SIDES`
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -92,7 +93,13 @@ class CpuStreams:
         pass
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+        """A shared mapping, zeroed: the device is the process's private memory here, and a meter or a limit on that
+        (`ulimit -d`) does not count the host's.
+        """
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         raise AssertionError("NCCL joins GPUs; CPUs have gloo groups, whose calls return when they are done")

@@ -114,6 +114,10 @@ class LaneOrder:
                 self._last[kind, each] = version, number
         return tuple(needed)
 
+    def still_awaited(self) -> frozenset[int]:
+        """The numbers of those told so far that instructions to come may wait for."""
+        return frozenset((*(number for _, number in self._last.values()), *self._stored))
+
     def _take_buffer(self, stage: int) -> list[int]:
         """The STORE_GRAD whose end leaves a buffer for a stage's gradients; none where it has one, or one is free."""
         if stage in self._in_use:

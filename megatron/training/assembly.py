@@ -30,6 +30,7 @@ from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
 from megatron.training.logging import ALLOCATED, LOSS, SAVED_ACTIVATIONS, Reporter
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
+from megatron.training.optimizer_kernel import choose_kernel
 from megatron.training.outputs import prepare_outputs
 from megatron.training.throughput import flops_per_sample
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
@@ -150,6 +151,7 @@ def _build(
         timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
     )  # fmt: skip
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
+    choose_kernel(optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
     stages = [
         MegatronStage(

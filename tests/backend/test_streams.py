@@ -24,7 +24,9 @@ def test_a_cpu_has_nothing_outstanding():
         streams.wait(event)
         streams.finish(event)
     assert event is None and streams.is_done(event)
-    assert streams.host_buffer((2, 3), torch.bfloat16).shape == (2, 3)
+    buffer = streams.host_buffer((2, 3), torch.bfloat16)
+    assert (buffer.shape, buffer.dtype, buffer.count_nonzero()) == ((2, 3), torch.bfloat16, 0)
+    assert buffer.fill_(2.0).sum() == 12 and streams.host_buffer((0, 3), torch.float32).shape == (0, 3)
     with pytest.raises(AssertionError, match="gloo"):
         streams.communicator(None, 0, 2, max_ctas=2, timeout=timedelta(seconds=1))
 

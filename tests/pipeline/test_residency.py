@@ -4,6 +4,7 @@ import pytest
 
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.residency import LaneOrder, Residency, awaited_in_lanes
+from megatron.pipeline.schedules import Schedule
 
 
 def waits(row: str, num_stages: int = 4) -> dict[str, list[str]]:
@@ -78,3 +79,14 @@ def test_residency_as_text():
                           ("two", "such as 2 eager"), ("2", "such as 2 eager")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             Residency.parse(text)
+
+
+def test_what_is_kept_of_a_row_is_enough():
+    """Whatever a word waits for was among those that might still be awaited, and these are few however long the row."""
+    schedule = Schedule.preset("l2l", num_stages=4, num_virtual_stages=4, tied_embeddings=True, data_parallel=True)
+    (row,) = schedule.build((2,) * 6).rows
+    order = LaneOrder(4)
+    for number, instruction in enumerate(row):
+        kept = order.still_awaited()
+        assert set(order.awaited(instruction)) <= kept and len(kept) <= 4 * 4 + 2
+        assert number not in kept

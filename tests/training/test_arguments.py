@@ -76,7 +76,7 @@ def test_values_that_follow():
         ("--recompute-granularity selective --recompute-modules mlp", "", "never returns"),
         ("--pipeline-schedule pipedream --global-batch-size 1", "", "add --clip-grad 0"),
         ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
-        ("--pipeline-schedule l2l", "", "keeps weights on the host, which programs can and runs cannot yet"),
+        ("--pipeline-schedule l2l", "", "keeps weights on the host, where this training cannot build a model yet"),
         ("--pipeline-schedule interleaved", "", "needs several stages on each rank; add --num-virtual-stages-per-"),
         ("--num-virtual-stages-per-pipeline-rank 2", "", "buys nothing with --pipeline-model-parallel-size 1; raise"),
         ("--microbatch-group-size-per-virtual-pipeline-stage 2", "", "says nothing where a rank has one stage; leave"),
@@ -312,6 +312,9 @@ def test_platform_turns_off_defaults_and_refuses_wishes():
     assert not here.masked_softmax_fusion and there.apply_rope_fusion
     assert here.use_cpu_initialization and not there.use_cpu_initialization
     assert arguments("--transformer-impl local", platform=GPU).transformer_impl == "local"
+    assert arguments("--optimizer-kernel fused", platform=CPU).optimizer_kernel == "fused"
+    with pytest.raises(ValueError, match=r"--optimizer-kernel fused is for steps on a CPU.*leave the flag out"):
+        arguments("--optimizer-kernel fused", platform=GPU)
 
 
 @pytest.mark.parametrize(

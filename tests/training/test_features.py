@@ -18,6 +18,7 @@ FEATURES = {
     "fp16 dynamic": "--fp16 --initial-loss-scale 65536 --pipeline-schedule 2bw --global-batch-size 4",
     "fp16 static": "--fp16 --loss-scale 128 --apply-query-key-layer-scaling --global-batch-size 4",
     "sgd": "--optimizer sgd --lr 0.1 --sgd-momentum 0.5",
+    "fused optimizer": "--optimizer-kernel fused --pipeline-schedule 2bw",
     "recompute full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "recompute block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     "recompute selective": "--recompute-activations --pipeline-schedule 2bw",

@@ -20,7 +20,7 @@ import torch
 
 from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.runtime.trace import Tracer
+from megatron.pipeline.runtime.trace import CHAIN, Tracer
 
 
 class Chain:
@@ -115,4 +115,4 @@ class Chain:
             call()
             self._done = self._streams.record()
             if self._tracer:
-                self._tracer.record_chain(instruction, start, self._tracer.now())
+                self._tracer.record_background(CHAIN, instruction, start, self._tracer.now())

@@ -201,7 +201,10 @@ class EmulatedUpdate:
     def resume_backward(self, info: BatchInfo) -> None:
         """No gradients."""
 
-    def reduce_grad(self, version: int) -> None:
+    def reduce_grad(self, version: int, stage: int) -> None:
+        self.reduce_partial(version)
+
+    def reduce_partial(self, version: int) -> None:
         if self._grad is not None:
             self._grad.run(self._grad_buffer)
 
@@ -227,6 +230,9 @@ class EmulatedUpdate:
         sleep_for(self._step_seconds)
         return self._report(version)
 
+    def begin_evaluation(self) -> None:
+        """No weights."""
+
     def show_newest(self) -> None:
         """No weights."""
 
@@ -236,7 +242,6 @@ class EmulatedUpdate:
     def hold_embed(self, version: int, num_microbatches: int) -> None:
         """No gradients."""
 
-    reduce_partial = reduce_grad
     reduce_partial_embed = reduce_embed
 
     def predict(self, version: int, num_microbatches: int) -> None:

@@ -16,15 +16,17 @@ from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.moves import MoveOrder
+from megatron.pipeline.residency import LaneOrder
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.executor import Executor, annotate
+from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.move_queue import MoveQueue
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, Stage, WeightUpdate
+from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, RelayUpdate, Stage, WeightUpdate
 from megatron.pipeline.runtime.trace import BatchExtent, RankTrace, Tracer
 from megatron.pipeline.schedules import Schedule
 
@@ -83,6 +85,11 @@ class PipelineEngine:
         due = list(schedule.stages_of(self._rank))
         if (given := [stage.index for stage in self._stages]) != due:
             raise ValueError(f"the schedule puts stages {due} on this rank; give these in this order, not {given}")
+        if schedule.residency is not None and not isinstance(update, RelayUpdate):
+            raise ValueError(
+                f"the schedule keeps weights on the host, and {type(update).__name__} has them on the device; give a "
+                "RelayUpdate, such as ModuleRelayUpdate"
+            )
         self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
         self._channels = Channels(
             ranks=ranks,
@@ -98,12 +105,22 @@ class PipelineEngine:
         )
         self._activation_memory = activation_memory
         own = self._channels.name_of(self._stages[0].index)
+        self._lanes = None
+        if schedule.residency is not None:
+            self._lanes = Lanes(
+                LaneOrder(schedule.num_stages),
+                device=self._device,
+                timeout=timeout.total_seconds(),
+                tracer=tracer,
+                on_error=failure.report,
+                annotate=lambda error, word: annotate(error, word, self._channels.name_of(word.stage)),
+            )
         self._chain, self._late_chain = (
             Chain(
                 device=self._device,
                 timeout=timeout.total_seconds(),
                 tracer=tracer,
-                on_error=failure.report,
+                on_error=failure.report if self._lanes is None else self._lanes.fail,
                 annotate=lambda error, instruction: annotate(error, instruction, own),
             )
             for _ in range(2)
@@ -134,6 +151,7 @@ class PipelineEngine:
             self._late_chain,
             self._saved,
             transfers=self._transfers,
+            lanes=self._lanes,
             tracer=tracer,
             wishes=lambda: self.wishes,
         )
@@ -195,6 +213,8 @@ class PipelineEngine:
         self._executor.run(self._stream.drain()[self._rank])
         if self._transfers is not None:
             self._transfers.settle()
+        if self._lanes is not None:
+            self._lanes.settle()
         self._drained = True
         return self._take_reports(self._stream.next_batch - 1)
 
@@ -231,6 +251,8 @@ class PipelineEngine:
         self._late_chain.close()
         if self._transfers is not None:
             self._transfers.close()
+        if self._lanes is not None:
+            self._lanes.close()
         self._channels.close()
 
     def _take_reports(self, last_batch: int) -> list[BatchReport]:
@@ -260,6 +282,8 @@ class PipelineEngine:
         reduction = self._chain.current or self._late_chain.current
         if instruction is None:
             return f"no instruction, waiting for {reduction}" if reduction else "between batches", None
+        if self._lanes is not None and (word := self._lanes.waiting) is not None:
+            return f"{instruction} waiting for {word}", None
         if self._transfers is not None and self._transfers.waiting is not None:
             move, peer = self._transfers.waiting
             return f"{instruction} waiting for {move}", peer

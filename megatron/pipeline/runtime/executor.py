@@ -19,6 +19,7 @@ from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.stage import (
     EVALUATION_BATCH,
@@ -26,6 +27,7 @@ from megatron.pipeline.runtime.stage import (
     BatchReport,
     Microbatch,
     PredictingUpdate,
+    RelayUpdate,
     Stage,
     WeightUpdate,
 )
@@ -47,19 +49,21 @@ class Executor:
     """Executes rows on the stages of one rank.
 
     After a row: `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
-    microbatches that are saved; `transfers`, which counts there, too, moves them, and None refuses to.
+    microbatches that are saved; `transfers`, which counts there, too, moves them, and None refuses to. `lanes` carry
+    weights and gradients between device and host, for an update that is a `RelayUpdate`; None refuses to.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        update: WeightUpdate | PredictingUpdate,
+        update: WeightUpdate | PredictingUpdate | RelayUpdate,
         channels: Channels,
         chain: Chain,
         late_chain: Chain,
         saved: SavedMicrobatches,
         *,
         transfers: ActivationTransfers | None = None,
+        lanes: Lanes | None = None,
         tracer: Tracer | None = None,
         wishes: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -70,6 +74,7 @@ class Executor:
         self._late_chain = late_chain
         self._saved = saved
         self._transfers = transfers
+        self._lanes = lanes
         self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
         self._wishes = wishes
@@ -111,6 +116,10 @@ class Executor:
                 Kind.LOAD: transfers.load,
             }
         self._evaluation = shared | {Kind.FORWARD: self._forward_only}
+        if lanes is not None:
+            weights = {Kind.FETCH: self._fetch, Kind.FREE: self._free}
+            self._training |= {**weights, Kind.STORE_GRAD: self._store_grad, Kind.UPDATE: self._update_on_host}
+            self._evaluation |= weights
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -128,7 +137,7 @@ class Executor:
 
     def run_evaluation(self, row: Sequence[Instruction]) -> None:
         """Execute a row of forwards only; nothing is saved. Only between drained rows."""
-        self._update.show_newest()
+        self._update.begin_evaluation()
         training_microbatches, self._microbatches = self._microbatches, {}
         try:
             self.add_batch(BatchInfo(EVALUATION_BATCH, self._count_forwards(row), 0), self._first_microbatch(row))
@@ -155,6 +164,8 @@ class Executor:
             ) from None
 
     def _run(self, plan: Sequence[tuple[Callable[[Instruction], None], Instruction]], *, tracer: Tracer | None) -> None:
+        if self._lanes is not None:
+            self._lanes.traced = tracer is not None
         try:
             if tracer is None:
                 for method, instruction in plan:
@@ -197,6 +208,7 @@ class Executor:
         index = instruction.stage
         stage = self._stages[index]
         microbatch = self._microbatches[instruction.microbatch]
+        self._wait_for_lanes(instruction)
         if microbatch.batch not in self._with_forwards:
             self._with_forwards.add(microbatch.batch)
             self._update.begin_batch(self._batches[microbatch.batch])
@@ -211,12 +223,14 @@ class Executor:
     def _forward_only(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
         microbatch = self._microbatches[instruction.microbatch]
+        self._wait_for_lanes(instruction)
         output = stage.forward_only(microbatch, self._input_of(stage, instruction))
         if output is not None:
             self._outputs[instruction.stage, instruction.microbatch] = output
 
     def _recompute(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
+        self._wait_for_lanes(instruction)
         self._finish_load(stage, instruction)
         stage.load_version(instruction.version)
         stage.recompute(self._microbatches[instruction.microbatch])
@@ -227,6 +241,9 @@ class Executor:
         microbatch = self._microbatches[instruction.microbatch]
         if microbatch.batch != self._accumulating:
             self._accumulate_for(microbatch.batch)
+        if self._lanes is not None:
+            self._wait_for_lanes(instruction)
+            self._update.accumulate(index)
         self._finish_load(stage, instruction)
         stage.load_version(instruction.version)
         output_grad = None
@@ -279,14 +296,34 @@ class Executor:
     def _evict(self, instruction: Instruction) -> None:
         self._transfers.evict(self._stages[instruction.stage], self._microbatches[instruction.microbatch], instruction)
 
+    # -- weights on the host ------------------------------------------------------------------------------------------
+
+    def _wait_for_lanes(self, instruction: Instruction) -> None:
+        if self._lanes is not None and self._lanes.wait_for(instruction):
+            self._waited()
+
+    def _fetch(self, instruction: Instruction) -> None:
+        self._lanes.request(instruction, self._update.fetch(instruction.stage, instruction.version))
+
+    def _free(self, instruction: Instruction) -> None:
+        self._lanes.request(instruction, self._update.free(instruction.stage))
+
+    def _store_grad(self, instruction: Instruction) -> None:
+        self._lanes.request(instruction, self._update.store_grad(instruction.stage, instruction.version))
+
+    def _update_on_host(self, instruction: Instruction) -> None:
+        self._lanes.request(instruction, self._update.update(instruction.stage, instruction.version))
+
     # -- the chain and the step ---------------------------------------------------------------------------------------
 
     def _post_reduction(self, instruction: Instruction, call: Callable[[], None]) -> None:
+        if self._lanes is not None:
+            call = self._lanes.in_chain(instruction, call)
         is_late = self._newest[instruction.stage] >= instruction.version
         (self._late_chain if is_late else self._chain).post(instruction, call)
 
     def _reduce_grad(self, instruction: Instruction) -> None:
-        self._post_reduction(instruction, lambda: self._update.reduce_grad(instruction.version))
+        self._post_reduction(instruction, lambda: self._update.reduce_grad(instruction.version, instruction.stage))
 
     def _reduce_embed(self, instruction: Instruction) -> None:
         self._post_reduction(instruction, lambda: self._update.reduce_embed(instruction.version))

@@ -201,7 +201,7 @@ class MegatronWeightUpdate:
 
     # Called on the chain thread.
 
-    def reduce_grad(self, version: int) -> None:
+    def reduce_grad(self, version: int, stage: int) -> None:
         """Average the gradients that make `version` over the data-parallel replicas."""
         self._reduction.over_data(self._gradients[self._batches[version - 1].slot])
 
@@ -356,6 +356,9 @@ class MegatronWeightUpdate:
         """Whether each replica predicts weights of its own."""
         shards = isinstance(self._inner, DistributedOptimizer)
         return self._prediction is not None and not shards and not self._prediction.reduces
+
+    def begin_evaluation(self) -> None:
+        self.show_newest()
 
     def show_newest(self) -> None:
         """Drained: show the newest weights in the parameters, for an evaluation or a checkpoint. Collective over the

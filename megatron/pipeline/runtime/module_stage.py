@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations import ActivationStore, RandomState, SavedActivations
 from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
+from megatron.pipeline.runtime.resident_weights import StageWeights
 from megatron.pipeline.runtime.stage import Eviction, Microbatch, TensorSpec
 from megatron.pipeline.runtime.versions import WeightVersions
 
@@ -24,7 +25,8 @@ from megatron.pipeline.runtime.versions import WeightVersions
 class ModuleStage:
     """Stage `index` of `num_stages`, running `module`.
 
-    `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`. `source(microbatch)`:
+    `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`, or its weights on the
+    host, shared with its `ModuleRelayUpdate`. `source(microbatch)`:
     the input tensor of a microbatch, on the first stage. `loss(output, microbatch)`: its scalar mean loss, on the
     last stage. `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program
     contains R instructions. `activation_memory`: the rank's, if activations are to be counted and moved; None: they
@@ -37,7 +39,7 @@ class ModuleStage:
         *,
         index: int,
         num_stages: int,
-        versions: WeightVersions,
+        versions: WeightVersions | StageWeights,
         source: Callable[[Microbatch], Tensor] | None = None,
         loss: Callable[[Tensor, Microbatch], Tensor] | None = None,
         input_spec: TensorSpec | None = None,

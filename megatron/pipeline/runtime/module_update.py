@@ -9,35 +9,21 @@ stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
-from megatron.pipeline.runtime.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.module_reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.prediction_clip import prediction_factor
 from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.versions import WeightVersions
-
-
-@dataclass(frozen=True)
-class TiedParameter:
-    """A parameter that several stages hold a copy of.
-
-    `names`: the copies on this rank. `group`: the ranks that have any, None where this is the only one. The norm counts
-    a parameter once: on the rank with `counts_in_norm`, the first of its copies.
-    """
-
-    names: tuple[str, ...]
-    group: Any = None
-    counts_in_norm: bool = True
 
 
 @dataclass
@@ -100,32 +86,23 @@ class ModuleUpdate:
         self._clip_grad = clip_grad
         self._buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers)
         self._accumulating: GradientBuffer | None = None
-        self._data_parallel_group = data_parallel_group
-        self._counts_in_norm = counts_in_norm
-        self._job_group = job_group
         self._tied = tied
-        self._uncounted = frozenset(tied.names[1 if tied.counts_in_norm else 0 :] if tied is not None else ())
+        self._reduction = ModuleReduction(
+            data_parallel_group=data_parallel_group,
+            job_group=job_group,
+            tied=tied,
+            counts_in_norm=counts_in_norm,
+            loss_names=loss_names,
+            device=torch.device(device),
+        )
         self._reduces_partial = reduce_partial
         self._uniform = uniform
-        self._loss_names = loss_names
-        self._device = torch.device(device)
         self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
         self._predicts = isinstance(versions, PredictedVersions)
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
-        self._warm_up()
-
-    def _warm_up(self) -> None:
-        """Use each group once while nothing else runs: NCCL connects a group at its first use, for which it waits for
-        the whole device, and later receives spin there.
-        """
-        tied = None if self._tied is None else self._tied.group
-        for group in (self._data_parallel_group, tied, self._job_group):
-            if group is not None:
-                group.allreduce([torch.zeros(1, device=self._device)]).wait()
-        streams = streams_of(self._device)
-        streams.finish(streams.record())
+        self._reduction.warm_up()
 
     def begin_batch(self, info: BatchInfo) -> None:
         report = BatchReport(batch=info.index, num_samples=info.num_samples)
@@ -138,50 +115,21 @@ class ModuleUpdate:
         self._accumulating = self._pending[info.index + 1].buffer
         self._buffers.show(self._accumulating)
 
-    def reduce_grad(self, version: int) -> None:
-        group = self._data_parallel_group
-        if group is None:
-            return
-        for flat in self._pending[version].buffer.flat:
-            torch.distributed.all_reduce(flat, group=group)
-            flat.div_(torch.distributed.get_world_size(group))
+    def reduce_grad(self, version: int, stage: int) -> None:
+        self._reduction.average(self._pending[version].buffer.flat)
 
     def reduce_embed(self, version: int) -> None:
         if self._tied is not None and self._tied.group is not None:
-            self._add_copies(self._pending[version].buffer)
-
-    def _add_copies(self, buffer: GradientBuffer) -> None:
-        """Give all copies of the tied parameter the sum of their gradients."""
-        first, *others = (buffer.views[name] for name in self._tied.names)
-        for other in others:
-            first.add_(other)
-        if self._tied.group is not None:
-            torch.distributed.all_reduce(first, group=self._tied.group)
-        for other in others:
-            other.copy_(first)
+            self._reduction.add_copies(self._pending[version].buffer.views)
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]
         stepped = pending.buffer is None
         if self._tied is not None and self._tied.group is None:  # no instruction is for this rank alone
             assert not stepped, "tied copies are added up before the step"
-            self._add_copies(pending.buffer)
+            self._reduction.add_copies(pending.buffer.views)
         local = (pending.norm_squared if stepped else self._norm_squared(pending.buffer)).item()
-        sums = all_reduce_norm(
-            norm_squared=local if self._counts_in_norm else 0.0,
-            overflow=not math.isfinite(local),
-            wishes=wishes,
-            losses=losses,
-            loss_names=self._loss_names,
-            group=self._job_group,
-            device=self._device,
-        )
-        report = pending.report
-        report.overflow = sums.num_overflows > 0
-        report.grad_norm = sums.norm
-        report.wishes = sums.wishes
-        report.losses = sums.mean_losses
-        report.nan = not all(math.isfinite(loss) for loss in report.losses.values())
+        self._reduction.reduce_norm(pending.report, local, wishes, losses)
         pending.reduced = True
         if stepped:
             del self._pending[version]
@@ -207,7 +155,7 @@ class ModuleUpdate:
 
     def _write(self, version: int, pending: _Pending) -> None:
         if self._clip_grad:
-            self.clip_factor = min(1.0, self._clip_grad / (pending.report.grad_norm + 1e-6))
+            self.clip_factor = clip_factor(self._clip_grad, pending.report.grad_norm)
             if self.clip_factor < 1.0:
                 pending.buffer.scale(self.clip_factor)
         self._buffers.show(pending.buffer)
@@ -216,6 +164,9 @@ class ModuleUpdate:
         self._buffers.show(self._accumulating if self._accumulating is not pending.buffer else None)
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def begin_evaluation(self) -> None:
+        self.versions.show_newest()
 
     def show_newest(self) -> None:
         self.versions.show_newest()
@@ -233,19 +184,14 @@ class ModuleUpdate:
         pending.partial_embed = _Partial({name: pending.buffer.views[name].clone()}, num_microbatches)
 
     def reduce_partial(self, version: int) -> None:
-        self._average(self._pending[version].partial.gradients.values())
+        self._reduction.average(self._pending[version].partial.gradients.values())
 
     def reduce_partial_embed(self, version: int) -> None:
         gradients = self._pending[version].partial_embed.gradients.values()
         if self._reduces_partial:
-            self._average(gradients)
+            self._reduction.average(gradients)
         for gradient in gradients:
             torch.distributed.all_reduce(gradient, group=self._tied.group)
-
-    def _average(self, gradients: Iterable[Tensor]) -> None:
-        for gradient in gradients if self._data_parallel_group is not None else ():
-            torch.distributed.all_reduce(gradient, group=self._data_parallel_group)
-            gradient.div_(torch.distributed.get_world_size(self._data_parallel_group))
 
     def predict(self, version: int, num_microbatches: int) -> None:
         pending = self._pending[version]
@@ -257,7 +203,7 @@ class ModuleUpdate:
         for part, gradients in ((partial, of_stage), (ties, tied)):
             if not gradients:
                 continue
-            squares = norm_squared(gradients.values(), device=self._device)
+            squares = norm_squared(gradients.values(), device=self._reduction.device)
             factor = self._factor(part.num_microbatches / pending.info.num_microbatches, squares)
             table.update({name: (each, factor, squares.isfinite()) for name, each in gradients.items()})
         names = self._names
@@ -277,9 +223,9 @@ class ModuleUpdate:
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
             return last / part
-        group = None if self._reduces_partial else self._data_parallel_group
+        group = None if self._reduces_partial else self._reduction.data_parallel_group
         num_unread = 0 if group is None else torch.distributed.get_world_size(group) - 1
         return prediction_factor(part, squares, last=last, largest=self._clip_grad, num_unread=num_unread)
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
-        return buffer.norm_squared(leave_out=self._uncounted)
+        return buffer.norm_squared(leave_out=self._reduction.uncounted)

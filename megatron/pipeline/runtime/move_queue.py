@@ -3,28 +3,25 @@
 Problem: evictions and loads have to run while forwards and backwards do, and memory may only be taken when the move
 before has freed as much (see `megatron.pipeline.moves`).
 
-Solution: one background thread per rank (on CUDA with a stream of its own) calls what it is given, in order. A call
-that has begun is *posted*, one that has returned is *complete*. The compute thread asks that the first n moves be
-complete. On CUDA that a call has returned says that both hosts have come to the move and that the device has been
-given it; the compute thread waits for no more, its stream waits for the rest (`follow`), and what the move still reads
-is held until then. A failure is handed to `on_error` at once, since the compute thread may be blocked in a transfer,
-and raised by the next request or wait.
+Solution: a `Lane`. A call that has begun is *posted*, one that has returned is *complete*. The compute thread asks that
+the first n moves be complete. On CUDA that a call has returned says that both hosts have come to the move and that the
+device has been given it; the compute thread waits for no more, its stream waits for the rest (`follow`), and what the
+move still reads is held until then.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from megatron.backend.streams import Event, streams_of
+from megatron.backend.streams import Event
 from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.runtime.trace import Tracer
+from megatron.pipeline.runtime.lane import Lane
+from megatron.pipeline.runtime.trace import MOVES, Tracer
 
 
 @dataclass(slots=True)
@@ -36,8 +33,10 @@ class _Given:
     held: Any
 
 
-class MoveQueue:
-    """Calls in order on one thread, which starts with the first one."""
+class MoveQueue(Lane):
+    """Moves in order on one thread. What a call returns is held, on CUDA, until the device is done or a stream
+    follows.
+    """
 
     def __init__(
         self,
@@ -47,58 +46,13 @@ class MoveQueue:
         on_error: Callable[[Exception], None] = lambda error: None,
         annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
     ) -> None:
-        self.num_complete = 0
-        self.error: Exception | None = None
-        self._streams = streams_of(device)
-        self._tracer = tracer
-        self._on_error = on_error
-        self._annotate = annotate
-        self._incomplete: deque[Instruction] = deque()
-        self._calls: SimpleQueue[tuple[Instruction, Callable[[], Any]] | None] = SimpleQueue()
+        super().__init__(MOVES, device=device, tracer=tracer, on_error=on_error, annotate=annotate)
         self._given: deque[_Given] = deque()  # what the device may still be at; empty on a CPU
-        self._progress = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def num_incomplete(self) -> int:
-        return len(self._incomplete)
-
-    @property
-    def current(self) -> Instruction | None:
-        """The move that is posted, or about to be."""
-        incomplete = self._incomplete
-        try:
-            return incomplete[0]
-        except IndexError:
-            return None
-
-    def request(self, instruction: Instruction, call: Callable[[], Any]) -> None:
-        """Have `call` called when the moves before it are complete; it returns when this one is.
-
-        On CUDA what it returns is held until the device is done or a stream follows.
-        """
-        self._raise_error()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="pipeline moves", daemon=True)
-            self._thread.start()
-        self._incomplete.append(instruction)
-        self._calls.put((instruction, call))
 
     def incomplete_move(self, count: int) -> Instruction | None:
         """The last of the first `count` moves; None if it is complete."""
         with self._progress:
             return self._incomplete[count - self.num_complete - 1] if count > self.num_complete else None
-
-    def wait(self, count: int, timeout: float) -> bool:
-        """Until the first `count` moves are complete, at most `timeout` seconds. Whether they are.
-
-        Raises what a move raised.
-        """
-        with self._progress:
-            self._progress.wait_for(lambda: self.num_complete >= count or self.error is not None, timeout)
-            if self.num_complete < count:
-                self._raise_error()
-            return self.num_complete >= count
 
     def follow(self, count: int) -> None:
         """The current stream goes on when the device is done with the first `count` moves, which are complete.
@@ -114,50 +68,11 @@ class MoveQueue:
         if followed:
             self._streams.wait(followed[-1].event)
 
-    def close(self, timeout: float) -> None:
-        """Stop the thread once what was requested is done, on the device too."""
-        if self._thread is not None:
-            self._calls.put(None)
-            self._thread.join(timeout)
-            self._thread = None
-
-    def _raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def _work(self) -> None:
-        item = None
-        try:
-            self._streams.enter_thread()
-            with self._streams.on(self._streams.make()), torch.no_grad():
-                while (item := self._calls.get()) is not None:
-                    held = self._carry_out(*item)
-                    item = item[:1]  # and not what the call holds
-                    self._note_complete(held)
-                    del held
-                self._streams.finish(self._streams.record())
-        except Exception as error:
-            if item is not None:
-                self._annotate(error, item[0])
-            with self._progress:
-                self.error = error
-                self._progress.notify_all()
-            self._on_error(error)
-
-    def _note_complete(self, held: Any) -> None:
+    def _note_complete(self, result: Any) -> None:
         event = self._streams.record()
         with self._progress:
             while self._given and self._streams.is_done(self._given[0].event):
                 self._given.popleft()
             if self._streams.runs_ahead:
-                self._given.append(_Given(self.num_complete + 1, event, held))
-            self._incomplete.popleft()
-            self.num_complete += 1
-            self._progress.notify_all()
-
-    def _carry_out(self, instruction: Instruction, call: Callable[[], Any]) -> Any:
-        start = self._tracer.now() if self._tracer else None
-        held = call()
-        if self._tracer:
-            self._tracer.record_move(instruction, start, self._tracer.now())
-        return held
+                self._given.append(_Given(self.num_complete + 1, event, result))
+            super()._note_complete(result)

@@ -10,8 +10,7 @@ gradient does, and hooks and learning-rate schedules do not see it.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,13 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron.pipeline.runtime.elementwise_step import ElementwiseStep, Operands
+from megatron.pipeline.runtime.optimizer_stand_in import copied, settings_of, stand_in, take_step
 
 CHUNK_BYTES = 64 * 2**20
 """Of the parameters that are stepped at once; with copies of Adam's moments and the gradients it is four times."""
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_OF_THE_INSTANCE = ("step", "state", "param_groups", *_HOOKS)
-"""What a stand-in does not share; a learning-rate schedule replaces `step` of the one optimizer that it is for."""
 
 
 class ProvisionalStep:
@@ -83,24 +79,12 @@ class ProvisionalStep:
 
     def _step(self, group: dict[str, Any], copies: dict[Tensor, Tensor]) -> None:
         """The optimizer's own `step`, on a stand-in that has one group and a copy of its state."""
-        optimizer = self._optimizer
-        kind = type(optimizer)
-        stand_in = object.__new__(kind)
-        for key, value in vars(optimizer).items():
-            if key not in _OF_THE_INSTANCE:
-                stand_in.__dict__[key] = copy.copy(value) if isinstance(value, dict | list) else value
-        for name in _HOOKS:
-            stand_in.__dict__[name] = OrderedDict()
-        values = {key: _copied(value) for key, value in group.items() if key != "params"}
-        stand_in.param_groups = [{**values, "params": [*copies.values()]}]
-        stand_in.state = defaultdict(dict)
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for parameter, moved in copies.items():
-            if parameter in optimizer.state:
-                stand_in.state[moved] = {key: _copied(value) for key, value in optimizer.state[parameter].items()}
-        step = kind.step
-        if hasattr(step, "hooked"):  # torch's wrapper, which calls the hooks of all optimizers
-            step = step.__wrapped__
-        step(stand_in)
+            if parameter in self._optimizer.state:
+                state[moved] = {key: copied(value) for key, value in self._optimizer.state[parameter].items()}
+        groups = [{**settings_of(group), "params": [*copies.values()]}]
+        take_step(stand_in(self._optimizer, groups, state, shares_tables=False))
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -119,10 +103,6 @@ def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def _write(target: Tensor, value: Tensor) -> None:
     target.view_as(value).copy_(value)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,7 +10,7 @@ Order of the calls on one rank, for one batch::
     begin_batch(info)        before the batch's first forward: choose its loss scale
     begin_backward(info)     before its first backward: choose its gradient buffer
     resume_backward(info)    before any other that follows a backward of another batch: show that buffer again
-    reduce_grad(version)     chain thread, after its last backward   (only if data parallel)
+    reduce_grad(version, s)  chain thread, after its last backward   (only if data parallel)
     reduce_embed(version)    chain thread                            (only tied embeddings, where the first and the last
                              stage are on two ranks; on one rank reduce_norm adds up their gradients first)
     reduce_norm(version, ..) chain thread
@@ -24,6 +24,15 @@ Where the weights are predicted, these come between the batch's backwards and it
     reduce_partial_embed(version)    chain thread, after `hold_embed`
     predict(version, n)          main thread, after what was posted for it, and after step(version - 1): makes the
                                  weights that the next batch uses, from the n backwards that are done, or were kept
+
+Where weights live on the host, each stage's come and its gradients go by themselves. These are called where the row has
+come to the word, and return what its lane then carries out::
+
+    fetch(stage, version)       before the stage's forwards, and again before its backwards
+    free(stage)                 after them: from the call on, nothing uses the weights
+    accumulate(stage)           no word: before each of its backwards
+    store_grad(stage, version)  after its last backward, and what reduce_grad(version, stage) posted before it
+    update(stage, version)      after step(version), or where updates are eager after store_grad
 
 Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only completes the report.
 """
@@ -173,8 +182,11 @@ class WeightUpdate(Protocol):
     def resume_backward(self, info: BatchInfo) -> None:
         """Another backward of the batch follows, after one of another batch: its gradients go to the same buffer."""
 
-    def reduce_grad(self, version: int) -> None:
-        """Chain thread: reduce the gradients that make `version` over the data-parallel replicas; return when done."""
+    def reduce_grad(self, version: int, stage: int) -> None:
+        """Chain thread: reduce the gradients that make `version` over the data-parallel replicas; return when done.
+
+        `stage`: whose. Where weights live on the device it is the rank's lowest, and stands for all of them.
+        """
 
     def reduce_embed(self, version: int) -> None:
         """Chain thread: add up the gradients of the tied embeddings of the first and the last stage."""
@@ -191,8 +203,11 @@ class WeightUpdate(Protocol):
         The report may be completed later, by a `reduce_norm` that the program places after the step.
         """
 
+    def begin_evaluation(self) -> None:
+        """Drained: forwards with the newest weights follow."""
+
     def show_newest(self) -> None:
-        """Drained: show the newest weights in the parameters, for an evaluation or a checkpoint."""
+        """Drained: show the newest weights in the parameters, for a checkpoint."""
 
 
 @runtime_checkable
@@ -218,3 +233,29 @@ class PredictingUpdate(WeightUpdate, Protocol):
 
         They are a copy of the true weights where that part of the gradients is not finite.
         """
+
+
+@runtime_checkable
+class RelayUpdate(WeightUpdate, Protocol):
+    """A weight update on the host, which brings the device the weights of few stages. `begin_backward` and
+    `resume_backward` say nothing to it, `accumulate` does.
+    """
+
+    def fetch(self, stage: int, version: int) -> Callable[[], None]:
+        """Have `version` of the stage on the device. Returns what copies it, in the lane to the device."""
+
+    def free(self, stage: int) -> Callable[[], None]:
+        """The stage's weights on the device are not used any more. Returns what that lane does where their room is
+        free.
+        """
+
+    def accumulate(self, stage: int) -> None:
+        """A backward of the stage follows: its gradients go to the stage's buffer, or to a free one for a new batch."""
+
+    def store_grad(self, stage: int, version: int) -> Callable[[], None]:
+        """The gradients of the stage that lead to `version` are complete, or will be when the chain has reduced them.
+        Returns what copies them to the host, in the lane from the device.
+        """
+
+    def update(self, stage: int, version: int) -> Callable[[], None]:
+        """Returns what makes `version` of the stage on the host, in the lane of the host's optimizer."""

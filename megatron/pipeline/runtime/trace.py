@@ -1,8 +1,9 @@
 """Tracing: when each instruction of a rank started and ended, in bounded memory.
 
-A rank records four tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
-or for the chain before that), `chain` (the reductions on their background thread) and `moves` (moves of saved
-activations on theirs, from when they are posted until they are complete). Only the last batches are kept.
+A rank records its tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
+or for the chain before that), `chain` (the reductions on their background thread), `moves` (moves of saved
+activations on theirs, from when they are posted until they are complete) and, where weights live on the host, one for
+each lane to and from it (from when a word begins there until it is complete). Only the last batches are kept.
 The tracks of all ranks are gathered on one rank and written in Chrome's trace-event format, which Perfetto reads, or
 turned into the Timeline that the simulator yields, so that the same drawing shows the plan and the measured run.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.instruction import Instruction, Tensor
+from megatron.pipeline.instruction import Instruction, Lane, Tensor
 from megatron.pipeline.timeline import Span, Timeline
 
 COMPUTE, WAIT, CHAIN, MOVES = "compute", "wait", "chain", "moves"
+HOST_TRACKS = tuple(lane.value for lane in (Lane.H2D, Lane.D2H, Lane.HOST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +98,18 @@ class Tracer:
         self._clock = clock or HostClock()
         self.now = self._clock.now
         self._legs: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
-        self._moves: deque[list[tuple[Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by the leg they end in
-        self._chains: deque[tuple[Instruction, Any, Any]] = deque(maxlen=num_batches * 8)
+        self._background: deque[list[tuple[str, Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by where it ends
 
     def begin_batch(self, extent: BatchExtent) -> None:
         """What follows belongs to the leg of this batch; the oldest batch beyond the bound is forgotten."""
         leg: list[tuple[Instruction, Any, Any, Any]] = []
         self._legs.append((extent, leg))
-        self._moves.append([])
+        self._background.append([])
         self.record = leg.append  # the hot loop calls this with (instruction, start, ready, end)
 
-    def record_chain(self, instruction: Instruction, start: Any, end: Any) -> None:
-        self._chains.append((instruction, start, end))
-
-    def record_move(self, instruction: Instruction, start: Any, end: Any) -> None:
-        self._moves[-1].append((instruction, start, end))
+    def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:
+        """What another thread has done; it belongs to the leg that the rank is in by then."""
+        self._background[-1].append((track, instruction, start, end))
 
     def batches(self) -> tuple[BatchExtent, ...]:
         return tuple(extent for extent, _ in self._legs)
@@ -125,9 +124,8 @@ class Tracer:
                 if middle > first:
                     spans.append(TraceSpan(WAIT, instruction, first, middle))
                 spans.append(TraceSpan(COMPUTE, instruction, middle, last))
-        moves = [move for leg in list(self._moves) for move in list(leg)]
-        for track, recorded in ((CHAIN, list(self._chains)), (MOVES, moves)):
-            for instruction, start, end in recorded:
+        for leg in list(self._background):
+            for track, instruction, start, end in list(leg):
                 spans.append(TraceSpan(track, instruction, offset + seconds(start), offset + seconds(end)))
         return tuple(spans)
 
@@ -147,8 +145,8 @@ def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | N
 def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
     """The first pipeline's traces as a Timeline of the batches that are wholly there, in seconds from their first span.
 
-    The span of a reduction or a move is that of the background thread. A transfer for which a computation had to wait
-    lasts until that could go on, at both ends; the span of any other is its posting, for nobody knows when it arrived.
+    The span of what another thread carries out is that thread's. A transfer for which a computation had to wait lasts
+    until that could go on, at both ends; the span of any other is its posting, for nobody knows when it arrived.
     Raises ValueError when nothing was traced or ranks of the pipeline are missing.
     """
     traces = list(traces)
@@ -166,11 +164,11 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
     exposed = _exposed_transfers([of_rank[rank] for rank in pipeline])
     spans = []
     for pipeline_rank, rank in enumerate(pipeline):
-        background = {span.instruction: span for span in of_rank[rank].spans if span.track in (CHAIN, MOVES)}
+        background = _by_posting(of_rank[rank].spans)
         for span in of_rank[rank].spans:
             instruction = span.instruction
             if span.track == COMPUTE and _is_from(first, instruction):
-                shown = background.get(instruction, span)
+                shown = background.get(id(span), span)
                 start, end = exposed.get(_tensor(instruction), (shown.start, shown.end))
                 spans.append(Span(pipeline_rank, instruction, start, end))
     origin = min((span.start for span in spans), default=0.0)
@@ -182,6 +180,23 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
         first_microbatch=first.first_microbatch,
         name=name,
     ).shifted(-origin)
+
+
+def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
+    """For what a rank posted, by the identity of that span: what the background thread made of it.
+
+    A stage is fetched twice a batch. The last of both lists belong together, since the first ones may be forgotten.
+    """
+    posted: dict[Instruction, list[TraceSpan]] = defaultdict(list)
+    done: dict[Instruction, list[TraceSpan]] = defaultdict(list)
+    for span in spans:
+        if span.track != WAIT:
+            (posted if span.track == COMPUTE else done)[span.instruction].append(span)
+    return {
+        id(one): other
+        for instruction, background in done.items()
+        for one, other in zip(reversed(posted[instruction]), reversed(background), strict=False)
+    }
 
 
 _Brought = tuple[Tensor, int, int]  # what a transfer brings: the stage that needs it, the microbatch
@@ -212,8 +227,9 @@ def _is_from(first: BatchExtent, instruction: Instruction) -> bool:
     """Whether an instruction belongs to the first kept batch or a later one; of earlier batches only the tail is
     kept.
     """
-    if instruction.microbatch is None:
-        return instruction.version > first.batch
+    if instruction.microbatch is None:  # weights are brought for the batch of their number, and made by the one before
+        brings = instruction.kind.row.lane is Lane.H2D
+        return instruction.version >= first.batch + (not brings)
     return instruction.microbatch >= first.first_microbatch
 
 
@@ -221,7 +237,9 @@ def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
     """Chrome trace events: a process per rank, a thread per track, times in microseconds from the first span."""
     traces = list(traces)
     origin = min((span.start for trace in traces for span in trace.spans), default=0.0)
-    threads = {COMPUTE: 0, WAIT: 1, CHAIN: 2, MOVES: 3}
+    used = {span.track for trace in traces for span in trace.spans}
+    tracks = (COMPUTE, WAIT, CHAIN, MOVES, *(track for track in HOST_TRACKS if track in used))
+    threads = {track: thread for thread, track in enumerate(tracks)}
     events: list[dict[str, Any]] = []
     for trace in traces:
         place = f"rank {trace.rank} (pipeline rank {trace.pipeline.index(trace.rank)})"

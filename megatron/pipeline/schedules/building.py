@@ -104,7 +104,7 @@ def _outline(
         first_batch=first_batch,
         first_microbatch=first_microbatch,
         recompute=schedule.recompute,
-        not_recomputed=tuple(each for each in stages if schedule.recompute and not order.recomputes(each)),
+        not_recomputed=tuple(each for each in stages if schedule.recompute and not schedule.recomputes(each)),
         tied_embeddings=schedule.tied_embeddings,
         data_parallel=schedule.data_parallel,
         residency=schedule.residency,

@@ -29,7 +29,7 @@ class Preset:
         balance: saved activations are moved between the ranks of a pair.
         placement: in `PLACEMENTS`.
         recompute: backwards are preceded by a recompute.
-        residency: weights live on the host, and how; None: on the device. The runtime does not execute such programs.
+        residency: weights live on the host, and how; None: on the device.
     """
 
     order: str

@@ -192,6 +192,10 @@ class Schedule:
         """
         return self._saved.evicting_ranks(batches)
 
+    def recomputes(self, stage: int) -> bool:
+        """Whether backwards at the stage are preceded by a recompute."""
+        return self.recompute and self._order.recomputes(stage)
+
     def unread(self, num_microbatches: int) -> tuple[int, ...]:
         """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
         return unread(self._order, self.rank_of_stage, num_microbatches)

@@ -15,7 +15,8 @@ PIPELINE = Group(
             "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
             "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank, "
             "exact; the default where the flags ask for several. bpipe: flush with saved activations balanced over "
-            "pairs of stages, as --balance-activations does. l2l: weights on the host; programs only, runs cannot yet.",
+            "pairs of stages, as --balance-activations does. l2l: weights on the host; "
+            "plain modules only, no training of GPT or BERT yet.",
             choices=PRESETS.keys(),  # those that are registered later, too
         ),
         switch(

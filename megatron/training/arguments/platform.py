@@ -60,6 +60,11 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         raise ValueError("--profile marks ranges for nsys, which needs CUDA; add --use-pytorch-profiler")
     if args.distributed_backend == "nccl" and not platform.is_cuda:
         raise ValueError("--distributed-backend nccl needs CUDA; use gloo or leave the flag out")
+    if args.optimizer_kernel == "fused" and platform.is_cuda:
+        raise ValueError(
+            "--optimizer-kernel fused is for steps on a CPU; on a GPU Apex's and Transformer Engine's are fused "
+            "where they are installed; leave the flag out"
+        )
     if not platform.is_cuda:
         args.use_cpu_initialization = True
 

@@ -106,8 +106,8 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
     """
     if PRESETS[args.pipeline_schedule].residency is not None:
         raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} keeps weights on the host, which programs can and runs "
-            "cannot yet; use another, and tools/schedule.py to look at this one"
+            f"--pipeline-schedule {args.pipeline_schedule} keeps weights on the host, where this training "
+            "cannot build a model yet; use another (plain modules run it through PipelineEngine)"
         )
     v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
     if v is not None and "pipeline_schedule" not in args.given:

@@ -89,6 +89,14 @@ REGULARIZATION = Group(
     "Optimizer and regularization.",
     (
         option("--optimizer", str, "adam", "Optimizer.", choices=("adam", "sgd")),
+        option(
+            "--optimizer-kernel",
+            str,
+            "loop",
+            "On a CPU, the kernel of the optimizer's steps. fused: each parameter in one pass, several times faster; "
+            "the last bits may differ.",
+            choices=("loop", "fused"),
+        ),
         option("--weight-decay", number, 0.01, "Weight decay."),
         option("--start-weight-decay", number, None, "Weight decay at the start, with --weight-decay-incr-style."),
         option("--end-weight-decay", number, None, "Weight decay at the end, with --weight-decay-incr-style."),

@@ -29,6 +29,7 @@ from megatron.training.assembly import DatasetsProvider, LossNames, ModelProvide
 from megatron.training.data import FieldsProvider, MicrobatchIterator, gpt_fields
 from megatron.training.logging import LOSS
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
+from megatron.training.optimizer_kernel import choose_kernel
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
 _NUM_STAGES = 3
@@ -85,6 +86,7 @@ def build_place(args: argparse.Namespace, program: Program, place: Place, weight
     optimizer_config = config.optimizer_config(args)
     overrides = get_standard_config_overrides(optimizer_config)
     optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
+    choose_kernel(optimizer, args.optimizer_kernel)
     update = MegatronWeightUpdate(
         chunks, optimizer, config.param_scheduler(args, optimizer), weights=weights, num_stages=num_stages,
         stage=index, loss_names=program.loss_names(args),

@@ -4,8 +4,9 @@ launch, or `run` in a forked process.
 Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `hang` (it sleeps there for
 longer than the transfer timeout of 3 s), `chain` (its third norm reduction raises), `none` (all goes well), `input`
 (all ranks raise the same ValueError before the first batch). Under bpipe: `kill-in-move` (it kills itself when its
-fifth move of saved activations has begun to send or to receive), `hang-in-move` (it sleeps before it). A rank that goes
-wrong prints when, in seconds of the machine's steady clock.
+fifth move of saved activations has begun to send or to receive), `hang-in-move` (it sleeps before it). Under l2l, two
+stages a rank: `raise-in-update` and `kill-in-update` (its lane of the host's optimizer, in the third update of its
+higher stage). A rank that goes wrong prints when, in seconds of the machine's steady clock.
 """
 
 import os
@@ -23,9 +24,11 @@ from megatron.pipeline.runtime.links import NUM_TAGS
 
 torch.set_num_threads(1)
 
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime import failure
 from tests.pipeline.runtime.module_cases import Pipeline
 from tests.pipeline.runtime.reference import Training
+from tests.pipeline.runtime.relay_cases import Relay
 
 
 def say_when() -> None:
@@ -52,6 +55,21 @@ def go_wrong_in_move(pipeline: Pipeline, mode: str, *, number: int = 5) -> None:
         return run
 
     link.send, link.receive = failing(link.send, link._group.send), failing(link.receive, link._group.recv)
+
+
+def go_wrong_in_update(relay: Relay, mode: str) -> None:
+    host, highest = relay.update._host, relay.stages[-1].index
+    update = host.update
+
+    def failing(stage, settings, **options):
+        if (stage, relay.store.versions[stage]) == (highest, 2):
+            say_when()
+            if mode == "kill-in-update":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MemoryError("the host has no room for a moment")
+        update(stage, settings, **options)
+
+    host.update = failing
 
 
 def go_wrong(pipeline: Pipeline, mode: str) -> None:
@@ -95,13 +113,16 @@ def main(mode: str, bad_rank: int) -> None:
             print(f"goes wrong at {time.monotonic()}", flush=True)
             raise ValueError("the sequence length is -1; give a positive one")
         p = torch.distributed.get_world_size()
-        moves = mode.endswith("-in-move")
+        moves, training = mode.endswith("-in-move"), Training(batches=(p,))
         timeout = timedelta(seconds=3 if mode.startswith("hang") else 60)
-        pipeline = Pipeline(
-            "bpipe" if moves else "2bw", Training(batches=(p,)), timeout=timeout, moves_activations=moves
-        )
+        if mode.endswith("-in-update"):
+            pipeline = Relay(training, num_virtual_stages=2, residency=Residency(1), timeout=timeout)
+            break_it = go_wrong_in_update
+        else:
+            pipeline = Pipeline("bpipe" if moves else "2bw", training, timeout=timeout, moves_activations=moves)
+            break_it = go_wrong_in_move if moves else go_wrong
         if torch.distributed.get_rank() == bad_rank:
-            (go_wrong_in_move if moves else go_wrong)(pipeline, mode)
+            break_it(pipeline, mode)
         for _ in range(8):
             pipeline.engine.run_batch(p, p)
         pipeline.engine.drain()

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate, TiedParameter
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.resident_weights import StageWeights
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport, TensorSpec
 from megatron.pipeline.runtime.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -56,7 +58,7 @@ def make_stage(
     schedule: Schedule,
     training: Training,
     module: torch.nn.Module,
-    versions: WeightVersions,
+    versions: WeightVersions | StageWeights,
     *,
     stage: int,
     replica: int,
@@ -83,14 +85,58 @@ def make_stage(
         loss=loss if stage == p - 1 else None,
         input_spec=None if stage == 0 else spec,
         output_spec=None if stage == p - 1 else spec,
-        recompute=schedule.recompute,
+        recompute=schedule.recomputes(stage),
         device=device,
         activation_memory=activation_memory,
     )
 
 
-class Pipeline:
-    """Engine, stages and update of this rank; replicas are blocks of p successive ranks. `stage` is the lowest."""
+class Groups:
+    """Where this rank stands, and the groups that it is in; replicas are blocks of p successive ranks.
+
+    `num_ranks`: p; `rank`: in the pipeline. `replicas`: the group of the same rank of all replicas, None with one.
+    """
+
+    def __init__(self, training: Training) -> None:
+        world = dist.get_world_size()
+        p = self.num_ranks = world // training.num_replicas
+        self.replica, self.rank = divmod(dist.get_rank(), p)
+        self.groups = []
+        self.job = self._group(range(world))
+        several = [self._group(range(s, world, p)) for s in range(p)] if training.num_replicas > 1 else None
+        self.replicas = several[self.rank] if several else None
+
+    def tied(self, schedule: Schedule, parameters: Mapping[str, Tensor]) -> TiedParameter | None:
+        """The tied weights of `reference` that are on this rank. Every rank calls it."""
+        p, ends = self.num_ranks, sorted({schedule.rank_of_stage[0], schedule.rank_of_stage[-1]})
+        groups = [self._group([first + end for end in ends]) for first in range(0, dist.get_world_size(), p)]
+        names = tuple(name for name in (reference.FIRST_WEIGHT, reference.LAST_WEIGHT) if name in parameters)
+        if not names:
+            return None
+        is_first = reference.FIRST_WEIGHT in names
+        return TiedParameter(names, groups[self.replica] if len(ends) > 1 else None, counts_in_norm=is_first)
+
+    def _group(self, ranks):
+        group = dist.new_group(list(ranks))
+        self.groups.append(group)
+        return group
+
+    def destroy(self) -> None:
+        for group in self.groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+def modules_of(schedule: Schedule, training: Training, rank: int) -> dict[int, torch.nn.Module]:
+    """stage -> its slice of the reference model, for the stages of a rank; a tied weight of its own for the last."""
+    model = reference.build_model(training.dropout, tied=training.tied, same_dropout=training.same_dropout)
+    slices = reference.split(model, schedule.num_stages)
+    slices[-1] = copy.deepcopy(slices[-1])
+    return {stage: slices[stage] for stage in schedule.stages_of(rank)}
+
+
+class Pipeline(Groups):
+    """Engine, stages and update of this rank. `stage` is the lowest."""
 
     def __init__(
         self,
@@ -105,10 +151,8 @@ class Pipeline:
         moves_activations: bool = False,
         **schedule_options,
     ) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        p = world // training.num_replicas
-        self.replica, self.rank = divmod(rank, p)
-        self.groups = []
+        super().__init__(training)
+        p = self.num_ranks
         self.schedule = Schedule.preset(
             preset,
             num_stages=p * num_virtual_stages,
@@ -119,9 +163,8 @@ class Pipeline:
         )
         self.num_stages = self.schedule.num_stages
         self.memory = ActivationMemory(device) if moves_activations else None
-        slices = reference.split(reference.build_model(training.dropout, tied=training.tied), self.num_stages)
-        slices[-1] = copy.deepcopy(slices[-1])  # a tied weight of its own
-        modules = {stage: slices[stage].to(device) for stage in self.schedule.stages_of(self.rank)}
+        modules = modules_of(self.schedule, training, self.rank)
+        modules = {stage: module.to(device) for stage, module in modules.items()}
         parameters = {name: each for module in modules.values() for name, each in module.named_parameters()}
         if self.schedule.weights.predicts:
             versions = PredictedVersions(parameters)
@@ -142,8 +185,6 @@ class Pipeline:
         ]
         self.stage = self.stages[0]
         optimizer = reference.make_optimizer(parameters.values(), training)
-        job = self._group(range(world))
-        replicas = [self._group(range(s, world, p)) for s in range(p)] if training.num_replicas > 1 else None
         self.update = ModuleUpdate(
             parameters,
             versions=versions,
@@ -151,10 +192,10 @@ class Pipeline:
             scheduler=reference.make_scheduler(optimizer, training),
             clip_grad=training.clip_grad,
             num_grad_buffers=GRADIENT_BUFFERS.get(self.schedule.weights.name, 2),
-            data_parallel_group=replicas[self.rank] if replicas else None,
+            data_parallel_group=self.replicas,
             counts_in_norm=self.replica == 0,
-            job_group=job,
-            tied=self._tied(parameters, p) if training.tied else None,
+            job_group=self.job,
+            tied=self.tied(self.schedule, parameters) if training.tied else None,
             reduce_partial=self.schedule.reduce_partial,
             uniform=self.schedule.provisional_microbatches is not None,
             device=device,
@@ -171,25 +212,9 @@ class Pipeline:
             activation_memory=self.memory,
         )
 
-    def _tied(self, parameters: dict, p: int) -> TiedParameter | None:
-        ends = sorted({self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]})
-        groups = [self._group([first + end for end in ends]) for first in range(0, dist.get_world_size(), p)]
-        names = tuple(name for name in (reference.FIRST_WEIGHT, reference.LAST_WEIGHT) if name in parameters)
-        if not names:
-            return None
-        is_first = reference.FIRST_WEIGHT in names
-        return TiedParameter(names, groups[self.replica] if len(ends) > 1 else None, counts_in_norm=is_first)
-
-    def _group(self, ranks):
-        group = dist.new_group(list(ranks))
-        self.groups.append(group)
-        return group
-
     def close(self) -> None:
         self.engine.close()
-        for group in self.groups:
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+        self.destroy()
 
 
 def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evaluate: int = 0, tracing: bool = False,

@@ -15,7 +15,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.links import NcclLink
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import BatchReport
-from tests.pipeline.runtime import megatron_cases, module_cases, reference
+from tests.pipeline.runtime import megatron_cases, module_cases, reference, relay_cases
 from tests.pipeline.runtime.megatron_model import Case, parallel
 from tests.pipeline.runtime.recording import Recorder, recording
 from tests.pipeline.runtime.reference import Training
@@ -103,6 +103,25 @@ def train_module(
         recorder.find_held(pooled=pooled(engine, pipeline.memory))
         dist.barrier()
         pipeline.close()
+        return _account(recorder, reports)
+
+
+def train_relay(training: Training, *, seed: int = 0, taken_back: str | None = None, **options) -> Account:
+    """The same modules from the host: see `relay_cases`."""
+    with recording(seed=seed) as recorder, without(taken_back):
+        relay = relay_cases.Relay(training, backend="nccl", **options)
+        weights, gradients = relay.update.weights, relay.update.gradients
+        _mark(recorder, [*weights._arena.values(), *weights._nan.values()])
+        _mark(recorder, [flat for buffer in gradients._free for flat in buffer.values()])
+        engine, reports = relay.engine, []
+        for num_microbatches in training.batches:
+            with recorder.training():
+                reports += engine.run_batch(num_microbatches, num_microbatches * reference.MICROBATCH_SIZE)
+        with recorder.training():
+            reports += engine.drain()
+        recorder.find_held(pooled=pooled(engine, None))
+        dist.barrier()
+        relay.close()
         return _account(recorder, reports)
 
 

@@ -5,6 +5,7 @@ flush), delay 1 is 2BW. `train_stash` is PipeDream: one update per microbatch, s
 old.
 """
 
+import zlib
 from dataclasses import dataclass, field
 
 import torch
@@ -23,8 +24,10 @@ class Training:
     weight_decay: float = 0.01
     warmup: int = 0
     dropout: float = 0.0
+    same_dropout: float = 0.0  # see SameDropout
     num_replicas: int = 1
     poisoned_microbatch: int = -1  # its inputs are infinite: the gradients of its batch overflow
+    fused: bool = False  # torch's fused kernel of the optimizer
     tied: bool = False  # the first and the last layer share their weight
 
 
@@ -41,11 +44,35 @@ class Outcome:
 FIRST_WEIGHT, LAST_WEIGHT = "0.0.weight", f"{NUM_LAYERS - 1}.0.weight"
 
 
-def build_model(dropout: float = 0.0, *, tied: bool = False) -> nn.Sequential:
+class SameDropout(nn.Module):
+    """Dropout whose mask depends on what comes in and on nothing else, so on neither the order of microbatches nor the
+    cut into stages.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return input
+        seed = zlib.crc32(input.detach().numpy().tobytes())
+        kept = torch.rand(input.shape, generator=torch.Generator().manual_seed(seed)) >= self.rate
+        return input * kept / (1 - self.rate)
+
+
+def build_model(dropout: float = 0.0, *, tied: bool = False, same_dropout: float = 0.0) -> nn.Sequential:
     """The same weights in every process. `tied`: the first and the last layer have one."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(NUM_LAYERS)]
+        blocks = [
+            nn.Sequential(
+                nn.Linear(WIDTH, WIDTH),
+                nn.Tanh(),
+                SameDropout(same_dropout) if same_dropout else nn.Dropout(dropout),
+            )
+            for _ in range(NUM_LAYERS)
+        ]
     if tied:
         blocks[-1][0].weight = blocks[0][0].weight
     return nn.Sequential(*blocks)
@@ -63,7 +90,9 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def make_optimizer(parameters, training: Training) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=training.fused or None
+    )
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, training: Training):
@@ -74,7 +103,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, training: Training):
 
 def train(training: Training, *, delay: int) -> Outcome:
     """Batch j's gradients are taken at version max(j - delay, 0) and applied to version j."""
-    model = build_model(training.dropout, tied=training.tied)
+    model = build_model(training.dropout, tied=training.tied, same_dropout=training.same_dropout)
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(parameters.values(), training)
     scheduler = make_scheduler(optimizer, training)

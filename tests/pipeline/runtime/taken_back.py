@@ -17,6 +17,7 @@ from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.captured_activations import CapturedActivations
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.links import HostStagedLink, NcclLink
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.move_links import GlooMoveLink, HostStagedMoveLink
@@ -147,6 +148,40 @@ def watched_thread():
 def followed_moves():
     """A computation waits for the host of its moves alone."""
     return mock.patch.object(MoveQueue, "follow", lambda self, count: None)
+
+
+def words_after_the_row():
+    """A word of a lane does not wait for what the row gave the device before it."""
+    request = Lanes.request
+
+    def early(self, instruction, call):
+        streams = self._streams
+        self._streams = SimpleNamespace(record=lambda: None, wait=streams.wait, finish=streams.finish)
+        try:
+            request(self, instruction, call)
+        finally:
+            self._streams = streams
+
+    return mock.patch.object(Lanes, "request", early)
+
+
+def followed_lanes():
+    """Who waits for a word waits for its host alone."""
+    join = Lanes._join
+
+    def deaf(self, awaited, **options):
+        with self._streams.deaf():
+            join(self, awaited, **options)
+
+    return mock.patch.object(Lanes, "_join", deaf)
+
+
+def stored_gradients():
+    """The host's optimizer does not wait until its gradients have been copied."""
+    join = Lanes._join
+    return mock.patch.object(
+        Lanes, "_join", lambda self, awaited, **options: join(self, awaited, **options | {"on_host": False})
+    )
 
 
 def held_evictions():

@@ -173,6 +173,19 @@ def test_an_error_in_the_chain_names_the_reduction():
     assert set(endings(output).values()) == {cause}, output
 
 
+@pytest.mark.parametrize("mode", ["raise-in-update", pytest.param("kill-in-update", marks=pytest.mark.full)])
+def test_a_failure_in_a_lane_of_the_host_ends_the_job_with_one_sentence(mode):
+    """The optimizer's thread raises, or is killed with its process; every other rank says the same."""
+    codes, output = launch(mode, 1, num_ranks=2, with_torchrun=False)
+    assert all(code != 0 for code in codes)
+    told = endings(output)
+    if mode == "kill-in-update":
+        assert "rank 1 (stage 1)" in told["rank 0 (stage 0)"] and len(told) == 1, output
+    else:
+        cause = "rank 1 (stage 3) failed in 3UPDATE@3: MemoryError: the host has no room for a moment"
+        assert set(told.values()) == {cause} and len(told) == 2, output
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["raise", "kill", "hang"])
 def test_four_ranks_agree_on_the_root_cause(mode):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.pipeline.residency import Residency
 from tests import workers
 from tests.pipeline.runtime import provisional_reference, reference
 from tests.pipeline.runtime.reference import Training
@@ -20,6 +21,10 @@ def gpt(num_ranks, **options):
 
 def module(num_ranks, preset, training=TRAINING, **options):
     return workers.run(num_ranks, f"{CASES}:train_module", preset=preset, training=training, **options)
+
+
+def relay(num_ranks, training, **options):
+    return workers.run(num_ranks, f"{CASES}:train_relay", training=training, **options)
 
 
 def assert_in_order(accounts, *, moves=False):
@@ -201,3 +206,29 @@ def test_what_transfers_need_is_missed(taken_back, kind, num_ranks, preset, opti
     """Each wait of links and moves is needed: without it there is a finding of that kind."""
     found = module(num_ranks, preset, taken_back=taken_back, **options)
     assert any(kind in account.kinds for account in found)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_virtual_stages", "residency", "training"),
+    [
+        (1, 4, Residency(2, "eager"), Training(batches=(3, 2, 4))),
+        pytest.param(1, 4, Residency(1, "deferred"), TRAINING, marks=FULL),
+        (2, 2, Residency(2, "deferred"), Training(batches=(3, 2, 4), tied=True, clip_grad=0.05)),
+        pytest.param(2, 4, Residency(1, "eager"), REPLICATED, marks=FULL),
+    ],
+)
+def test_weights_come_and_gradients_go_in_order(num_ranks, num_virtual_stages, residency, training):
+    """Nothing is found where weights live on the host, and each lane that copies has a stream of its own."""
+    accounts = relay(num_ranks, training, num_virtual_stages=num_virtual_stages, residency=residency)
+    assert_in_order(accounts)
+    for account in accounts:
+        lanes = [account.threads[f"pipeline {name}"] for name in ("host to device", "device to host")]
+        assert [len(streams) for streams in lanes] == [1, 1] and lanes[0] != lanes[1]
+        assert "compute" not in lanes[0] | lanes[1]
+
+
+@pytest.mark.parametrize("taken_back", ["words_after_the_row", "followed_lanes", "stored_gradients"])
+def test_what_lanes_need_is_missed(taken_back):
+    """Each wait of the lanes is needed: without it two streams, or a stream and the host, are at the same bytes."""
+    found = relay(1, TRAINING, num_virtual_stages=4, residency=Residency(2), taken_back=taken_back)
+    assert "unordered" in found[0].kinds

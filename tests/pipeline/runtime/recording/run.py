@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from megatron.backend import streams
-from megatron.pipeline.runtime import chain, links, megatron_groups, megatron_warm_up, move_links, move_queue
+from megatron.pipeline.runtime import chain, lane, links, megatron_groups, megatron_warm_up, move_links
 from tests.pipeline.runtime.recording.device import Recorder
 from tests.pipeline.runtime.recording.groups import HostGroup
 from tests.pipeline.runtime.recording.operations import Operations, Values
@@ -27,7 +27,7 @@ def recording(*, seed: int = 0, backend: str = "nccl"):
         for module in (megatron_groups, megatron_warm_up):
             stack.enter_context(mock.patch.object(module, "uses_nccl", lambda: backend == "nccl"))
         stack.enter_context(mock.patch.object(megatron_warm_up, "_BYTES", (8, 4096)))
-        stack.enter_context(watched_threads(recorder, (chain, links, move_queue)))
+        stack.enter_context(watched_threads(recorder, (chain, lane, links)))
         watched_pair = _watched(recorder, links.gloo_pair)
         for module in (links, move_links):
             stack.enter_context(mock.patch.object(module, "gloo_pair", watched_pair))

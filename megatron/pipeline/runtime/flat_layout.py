@@ -1,0 +1,46 @@
+"""Where the tensors of a stage lie in flat memory: one flat tensor for each dtype, and a view of it for each name.
+
+A copy between host and device, or a reduction, is then one call. Every view begins at a multiple of `ALIGNMENT` bytes,
+as torch's own memory does: a kernel may add in another order where its operands begin elsewhere, and what is computed
+with a copy shall equal, bit for bit, what is computed without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes, at which torch aligns a CPU's memory; a GPU's allocations begin at multiples of it."""
+
+Flat = Mapping[torch.dtype, Tensor]
+
+
+class FlatLayout:
+    """The places of tensors of these names, shapes and dtypes. `num_elements`: dtype -> length of the flat tensor."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.num_elements: dict[torch.dtype, int] = {}
+        self._places: dict[str, tuple[torch.dtype, int, torch.Size]] = {}
+        for name, tensor in tensors.items():
+            start = self.num_elements.get(tensor.dtype, 0)
+            self._places[name] = tensor.dtype, start, tensor.shape
+            step = ALIGNMENT // tensor.dtype.itemsize
+            self.num_elements[tensor.dtype] = start + -(-tensor.numel() // step) * step
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(count * dtype.itemsize for dtype, count in self.num_elements.items())
+
+    def allocate(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> dict[torch.dtype, Tensor]:
+        """Flat tensors, which `make(shape, dtype)` makes."""
+        return {dtype: make((count,), dtype) for dtype, count in self.num_elements.items()}
+
+    def views(self, flat: Flat) -> dict[str, Tensor]:
+        """name -> its part of the flat tensors, in its shape."""
+        return {
+            name: flat[dtype][start : start + shape.numel()].view(shape)
+            for name, (dtype, start, shape) in self._places.items()
+        }

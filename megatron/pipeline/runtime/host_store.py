@@ -1,0 +1,111 @@
+"""The host's copy of a rank's stages: their weights, and where their gradients arrive.
+
+Problem: where weights live on the host, the device has those of a few stages, and the host's optimizer steps what it
+has itself. Copies have to be one call a stage, and on CUDA memory from which the device copies while the host goes on.
+
+Solution: for each stage flat weights and flat gradients in such memory (`Streams.host_buffer`: pinned on CUDA; a CPU's
+"device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
+apart). `parameters` are the host's own, which an optimizer steps. They are views of the weights, or, with masters, FP32
+tensors beside weights of lower precision, which are written from them behind each step.
+
+A stage has one place for gradients. It is free again when its update is complete, and that is before the stage can be
+fetched for its next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.flat_layout import FlatLayout
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class HostStage:
+    """A stage on the host. `flat`, `flat_gradients`: dtype -> 1-d tensor; `weights`, `gradients`: name -> view."""
+
+    layout: FlatLayout
+    flat: dict[torch.dtype, Tensor]
+    weights: dict[str, Tensor]
+    flat_gradients: dict[torch.dtype, Tensor]
+    gradients: dict[str, Tensor]
+
+
+class HostStore:
+    """The stages of one rank on the host.
+
+    `stages`: stage -> name -> parameter, with their initial values, which are copied; names are different ones over all
+    stages. `masters`: FP32 parameters stand for weights of lower precision. `first_version`: what the values are.
+
+    Attributes:
+        stages: stage -> its place on the host.
+        parameters: name -> the host's parameter: what an optimizer is to be made of.
+        versions: stage -> the version that its weights have.
+
+    Raises:
+        ValueError: two stages have a name or a parameter in common.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Mapping[str, torch.nn.Parameter]],
+        *,
+        device: torch.device | str = "cpu",
+        masters: bool = False,
+        first_version: int = 0,
+    ) -> None:
+        _require_own(stages)
+        make = streams_of(torch.device(device)).host_buffer
+        self.stages: dict[int, HostStage] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.versions = dict.fromkeys(stages, first_version)
+        for stage, parameters in stages.items():
+            layout = FlatLayout(parameters)
+            flat, flat_gradients = layout.allocate(make), layout.allocate(make)
+            place = HostStage(layout, flat, layout.views(flat), flat_gradients, layout.views(flat_gradients))
+            self.stages[stage] = place
+            for name, parameter in parameters.items():
+                weight = place.weights[name]
+                weight.copy_(parameter.detach())
+                own = weight.float() if masters and weight.dtype in LOW_PRECISION else weight
+                self.parameters[name] = torch.nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weights and gradients; masters and an optimizer's state come on top."""
+        return sum(2 * stage.layout.num_bytes for stage in self.stages.values())
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """name -> weight, of all stages: the host's own, not a copy."""
+        return {name: weight for stage in self.stages.values() for name, weight in stage.weights.items()}
+
+    @torch.no_grad()
+    def write_weights(self, stage: int) -> None:
+        """Behind a step: bring weights of lower precision up to their masters."""
+        for name, weight in self.stages[stage].weights.items():
+            parameter = self.parameters[name]
+            if parameter.dtype != weight.dtype:
+                weight.copy_(parameter)
+
+
+def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None:
+    """Stages come and go by themselves, so none has a parameter of another one."""
+    name_of: dict[torch.nn.Parameter, str] = {}
+    names: set[str] = set()
+    for stage, parameters in stages.items():
+        for name, parameter in parameters.items():
+            if name in names:
+                raise ValueError(f"two parameters are called {name}, one of them at stage {stage}; name them apart")
+            if parameter in name_of:
+                raise ValueError(
+                    f"{name} of stage {stage} is {name_of[parameter]}, which would be gone with its own stage; give "
+                    "the stage a copy, and say that the two are tied"
+                )
+            names.add(name)
+            name_of[parameter] = name

@@ -1,0 +1,88 @@
+"""Gradients that leave stage by stage: a few flat buffers on the device, which the rank's stages take in turn.
+
+A stage takes a buffer with its first backward of a batch; autograd adds to views of it in place, as to any gradient.
+Its STORE_GRAD gives the buffer back once it has copied it to the host. Who takes one next is the row's order, and it
+takes the one that was given back first: a backward waits for just that copy (`residency.LaneOrder`), on CUDA with its
+stream, too. What the norm needs is taken on the device, before the gradients leave.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.pipeline.residency import GRADIENT_BUFFERS
+from megatron.pipeline.runtime.flat_layout import Flat
+from megatron.pipeline.runtime.host_store import HostStage
+
+
+class StageGradients:
+    """The gradient buffers of one rank.
+
+    `stages`: stage -> its place on the host; `parameters`: stage -> name -> the parameter whose gradient it is.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, HostStage],
+        parameters: Mapping[int, Mapping[str, torch.nn.Parameter]],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._stages = stages
+        self._parameters = parameters
+        length: dict[torch.dtype, int] = {}
+        for stage in stages.values():
+            for dtype, count in stage.layout.num_elements.items():
+                length[dtype] = max(length.get(dtype, 0), count)
+        num_buffers = min(GRADIENT_BUFFERS, len(stages))
+        self._free = deque(
+            {dtype: torch.empty(count, dtype=dtype, device=device) for dtype, count in length.items()}
+            for _ in range(num_buffers)
+        )
+        self.num_bytes = num_buffers * sum(count * dtype.itemsize for dtype, count in length.items())
+        self._buffers: dict[int, Flat] = {}  # of the stages that have one
+        self._flat: dict[int, Flat] = {}  # what each stage has added up last; its part of a buffer
+
+    def accumulate(self, stage: int) -> None:
+        """A backward of the stage follows: it adds to the stage's buffer, or to one that is zeroed for it."""
+        if stage in self._buffers:
+            return
+        assert self._free, f"stages {list(self._buffers)} have all gradient buffers, and {stage} needs one"
+        buffer = self._buffers[stage] = self._free.popleft()
+        lengths = self._stages[stage].layout.num_elements
+        self._flat[stage] = {dtype: buffer[dtype][:length] for dtype, length in lengths.items()}
+        for flat in self._flat[stage].values():
+            flat.zero_()
+        views = self._views(stage)
+        for name, parameter in self._parameters[stage].items():
+            parameter.grad = views[name]
+
+    def flat(self, stage: int) -> Flat:
+        """What the stage has added up, until it is on the host: dtype -> 1-d tensor."""
+        return self._flat[stage]
+
+    def norms(self, stage: int) -> dict[str, Tensor]:
+        """name -> the norm of the gradient, FP64 scalars on the device: nobody has waited for them."""
+        views = self._views(stage)
+        return {name: torch.linalg.vector_norm(view, dtype=torch.float64) for name, view in views.items()}
+
+    def store(self, stage: int) -> Callable[[], None]:
+        """No backward adds to the gradients any more. Returns what copies them to the host; when that is done, the
+        buffer is free.
+        """
+        for parameter in self._parameters[stage].values():
+            parameter.grad = None
+        self._free.append(self._buffers.pop(stage))
+
+        def copy() -> None:
+            for dtype, host in self._stages[stage].flat_gradients.items():
+                host.copy_(self._flat[stage][dtype], non_blocking=True)
+
+        return copy
+
+    def _views(self, stage: int) -> dict[str, Tensor]:
+        return self._stages[stage].layout.views(self._flat[stage])

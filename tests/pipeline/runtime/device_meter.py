@@ -1,0 +1,45 @@
+"""A meter of the device's bytes on a CPU, from outside: every storage that torch's operations make on the thread that
+computes, until it is gone. The host's memory is a shared mapping, and known by that.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class DeviceMeter(TorchDispatchMode):
+    """`peak`: the most bytes that were there at once; what was there before, or is the host's, does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
+        self._shared = shared_mappings()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        for address in [address for address, (storage, _) in self._live.items() if storage.expired()]:
+            del self._live[address]
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        if not any(start <= address < end for start, end in self._shared):
+            self._live[address] = StorageWeakRef(storage), storage.nbytes()
+
+
+def shared_mappings() -> list[tuple[int, int]]:
+    """First and end address of each of this process's mappings that are shared."""
+    with open("/proc/self/maps") as lines:
+        fields = [re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ", line).groups() for line in lines]
+    return [(int(start, 16), int(end, 16)) for start, end, flags in fields if flags.endswith("s")]

@@ -1,0 +1,269 @@
+"""Weights on the host: the relay computes what `flush` does, with few stages on the device."""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.pipeline.check import check
+from megatron.pipeline.instruction import Instruction, Kind, Lane
+from megatron.pipeline.residency import Residency
+from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.emulated_stage import EmulatedUpdate
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.flat_layout import FlatLayout
+from megatron.pipeline.runtime.host_store import HostStore
+from megatron.pipeline.runtime.module_relay_update import ModuleRelayUpdate
+from megatron.pipeline.schedules import Schedule
+from tests import workers
+from tests.pipeline.runtime import reference
+from tests.pipeline.runtime.reference import Training
+
+CASE = "tests.pipeline.runtime.relay_cases:run"
+
+
+def run(num_ranks, training, **options):
+    return workers.run(num_ranks, CASE, training=training, timeout=60, **options)
+
+
+def flush(training, **options):
+    (outcome,) = workers.run(
+        1, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True, **options
+    )
+    return outcome
+
+
+def assert_same(outcomes, expected, *, exact=True):
+    """Every rank has the reports of a run of `flush`, and together they hold its parameters."""
+    close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-6, "atol": 1e-7}
+    for outcome in outcomes:
+        for mine, theirs in zip(outcome.reports, expected.reports, strict=True):
+            assert (mine.batch, mine.skipped, mine.learning_rate) == (
+                theirs.batch,
+                theirs.skipped,
+                theirs.learning_rate,
+            )
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6, nan_ok=True)
+            assert mine.losses == (theirs.losses if exact else pytest.approx(theirs.losses, rel=1e-6))
+        for name, tensor in outcome.parameters.items():
+            torch.testing.assert_close(tensor, expected.parameters[name], **close)
+        assert (outcome.num_unread_sends, outcome.num_saved_at_end) == (0, 0)
+    assert {name for outcome in outcomes for name in outcome.parameters} >= set(expected.parameters)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_virtual_stages", "resident", "host_update"),
+    [
+        (1, 1, 2, "deferred"),
+        (1, 4, 2, "deferred"),
+        (1, 8, 2, "eager"),
+        (1, 8, 3, "deferred"),
+        (1, 8, 1, "eager"),
+        (2, 4, 2, "eager"),
+        (4, 2, 1, "deferred"),
+    ],
+)
+def test_the_relay_is_ordinary_training(num_ranks, num_virtual_stages, resident, host_update):
+    """Losses, norms and parameters after six batches of growing and shrinking size are bit-equal to `flush` with
+    recompute in one process, warm-up and dropout included, and so are evaluations after drains.
+    """
+    training = Training(batches=(4, 1, 2, 8, 3, 2), warmup=3, same_dropout=0.2)
+    expected = flush(training, drains=(1, 3), evaluate=3)
+    outcomes = run(
+        num_ranks,
+        training,
+        num_virtual_stages=num_virtual_stages,
+        resident=resident,
+        host_update=host_update,
+        drains=(1, 3),
+        evaluate=3,
+    )
+    assert_same(outcomes, expected)
+    assert all(outcome.evaluations == expected.evaluations for outcome in outcomes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_relay_is_ordinary_training_in_any_cut(num_ranks):
+    """The same for all numbers of stages, of resident ones and of microbatches, for eager and deferred updates."""
+    generator = random.Random(num_ranks)
+    cuts = [v for v in (1, 2, 4, 8) if num_ranks * v <= reference.NUM_LAYERS]
+    for v, resident, host_update in itertools.product(cuts, (1, 2, 3), ("eager", "deferred")):
+        batches = tuple(generator.sample(range(1, 9), 4))
+        training = Training(batches=batches, same_dropout=generator.choice((0.0, 0.1)), warmup=2)
+        drains = tuple(generator.sample(range(4), 2))
+        expected = flush(training, drains=drains, evaluate=2)
+        outcomes = run(
+            num_ranks,
+            training,
+            num_virtual_stages=v,
+            resident=resident,
+            host_update=host_update,
+            drains=drains,
+            evaluate=2,
+        )
+        assert_same(outcomes, expected)
+        assert all(outcome.evaluations == expected.evaluations for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_virtual_stages"), [(1, 8), (2, 4)])
+def test_clipping_uses_the_norm_of_all_stages(num_ranks, num_virtual_stages):
+    """Deferred updates clip every batch by the exact global norm, though each stage's gradients leave by themselves. On
+    one rank its sum is taken in flush's order.
+    """
+    training = Training(batches=(4, 4, 8, 2, 4), clip_grad=0.05)
+    expected = flush(training)
+    assert min(report.grad_norm for report in expected.reports) > training.clip_grad
+    outcomes = run(num_ranks, training, num_virtual_stages=num_virtual_stages)
+    assert_same(outcomes, expected, exact=num_ranks == 1)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_virtual_stages", "host_update"), [(1, 4, "eager"), (1, 8, "deferred"), (2, 4, "deferred")]
+)
+def test_tied_embeddings_get_the_sum_of_both_gradients(num_ranks, num_virtual_stages, host_update):
+    """The first and the last stage share a weight: its two gradients are added up on the host, and it counts once."""
+    training = Training(batches=(2, 3, 4, 2), tied=True)
+    outcomes = run(num_ranks, training, num_virtual_stages=num_virtual_stages, host_update=host_update)
+    expected = flush(training)
+    expected.parameters[reference.LAST_WEIGHT] = expected.parameters[reference.FIRST_WEIGHT]
+    assert_same(outcomes, expected, exact=False)
+
+
+@pytest.mark.full
+def test_tied_embeddings_on_two_ranks_are_updated_eagerly():
+    """The update of an end waits for the other rank's gradient, and no other does."""
+    training = Training(batches=(2, 3, 4, 2), tied=True)
+    outcomes = run(2, training, num_virtual_stages=4, host_update="eager")
+    expected = flush(training)
+    expected.parameters[reference.LAST_WEIGHT] = expected.parameters[reference.FIRST_WEIGHT]
+    assert_same(outcomes, expected, exact=False)
+
+
+@pytest.mark.parametrize("host_update", ["eager", "deferred"])
+def test_replicas_average_each_stage_as_it_leaves(host_update):
+    """d=2, p=2: bit-equal to two replicas of flush, and both hold the same weights."""
+    training = Training(batches=(2, 4, 2, 3), num_replicas=2)
+    expected = workers.run(
+        4, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+    )
+    outcomes = run(4, training, num_virtual_stages=2, host_update=host_update)
+    both = expected[0]
+    both.parameters |= expected[1].parameters
+    assert_same(outcomes, both)
+
+
+def test_an_overflow_leaves_the_batch_out_at_every_stage():
+    """A gradient that is not finite on one stage: no stage is updated, nor the learning rate; training goes on."""
+    training = Training(batches=(2,) * 6, poisoned_microbatch=5, warmup=4)
+    expected = reference.train(training, delay=0)
+    for outcome in run(2, training, num_virtual_stages=2):
+        assert [report.skipped for report in outcome.reports] == [batch == 2 for batch in range(6)]
+        assert [report.learning_rate for report in outcome.reports] == expected.learning_rates
+        for name, tensor in outcome.parameters.items():
+            assert torch.equal(tensor, expected.parameters[name])
+
+
+def test_an_eager_update_refuses_what_is_not_finite():
+    """It cannot leave the batch out, so the run ends and says so."""
+    with pytest.raises(workers.WorkerError, match="not finite, and an eager update cannot leave the batch out"):
+        run(1, Training(batches=(2,) * 4, poisoned_microbatch=3), num_virtual_stages=4, host_update="eager")
+
+
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        (
+            "0FETCH@0",
+            "version 0 of stage 0 is not on the device: no FETCH stands before it without a FREE behind (0R0@0)",
+        ),
+        (
+            "3FETCH@0",
+            "version 0 of stage 3 is not on the device: no FETCH stands before it without a FREE behind (3F0@0)",
+        ),
+        ("0FREE@0", "stage 0 is on the device already (0FETCH@1)"),
+        ("2FREE@0", "stages [2, 1] fill the device (0FETCH@0)"),
+    ],
+)
+def test_a_row_that_lacks_a_word_fails_where_it_shows(drop, message):
+    """The checker refuses such rows; the runtime would not compute with them either."""
+    ((found, _),) = workers.run(1, "tests.pipeline.runtime.relay_cases:run_mutated", drop=(drop,))
+    assert found == message
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_missing_fetch_is_nan(stage):
+    """Even where nobody asks whether the weights are there: a stage that is not fetched for its forwards makes the loss
+    NaN, as the batch before it, whose row is whole, is not.
+    """
+    fetches = {0: ("0FETCH@1",) * 2, 1: ("1FETCH@1",) * 2, 2: ("2FETCH@1",), 3: ("3FETCH@1",)}[stage]
+    frees = tuple(fetch.replace("FETCH", "FREE") for fetch in fetches)
+    ((message, nan),) = workers.run(
+        1, "tests.pipeline.runtime.relay_cases:run_mutated", drop=(*fetches, *frees), unchecked=True
+    )
+    assert (message, nan) == ("", [False, True])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("host_update", ["eager", "deferred"])
+def test_what_runs_is_the_program(host_update, num_replicas):
+    """Each rank executes its row, and each lane its words in the order of the row; 2N - K fetches and N stores a batch,
+    whatever m is; the measured timeline is that of the program.
+    """
+    num_virtual_stages, resident, batches = 4, 2, (3, 1, 4)
+    training = Training(batches=batches, num_replicas=num_replicas)
+    outcomes = run(num_replicas, training, num_virtual_stages=num_virtual_stages, host_update=host_update, tracing=True)
+    program = Schedule.preset(
+        "l2l",
+        num_stages=num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        residency=Residency(resident, host_update),
+        data_parallel=num_replicas > 1,
+    ).build(batches)
+    report = check(program)
+    (row,) = program.rows
+    stage = reference.split(reference.build_model(), num_virtual_stages)[0]
+    bytes_of_stage = FlatLayout(dict(stage.named_parameters())).num_bytes
+    for outcome in outcomes:
+        assert outcome.executed == [str(instruction) for instruction in row]
+        for lane, words in outcome.in_lanes.items():
+            due = [str(each) for each in row if each.kind.row.lane.value == lane]
+            assert words == due
+        assert outcome.num_fetched == report.num_fetches[0] == len(batches) * (2 * num_virtual_stages - resident)
+        stores = [each for each in outcome.in_lanes[Lane.D2H.value] if "STORE_GRAD" in each]
+        assert len(stores) == len(batches) * num_virtual_stages
+        assert outcome.num_bytes_fetched == outcome.num_fetched * bytes_of_stage
+    measured = trace.timeline(outcomes[0].traces)
+    assert tuple(measured.rows[0]) == row
+    spans = list(measured.spans)
+    first, second = (
+        span for span in spans if span.instruction == Instruction(Kind.FETCH, 1, version=1)
+    )  # up, and down again
+    assert first.end <= second.start
+    for update in (span for span in spans if span.instruction.kind is Kind.UPDATE):
+        stage, version = update.instruction.stage, update.instruction.version
+        store = next(each for each in spans if each.instruction == Instruction(Kind.STORE_GRAD, stage, version=version))
+        assert store.end <= update.start
+
+
+def test_what_does_not_go_together_is_refused():
+    """Eager updates that clip, and an update whose weights are on the device."""
+    modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
+    store = HostStore({0: dict(modules[0].named_parameters())})
+    optimizer = torch.optim.SGD(store.parameters.values(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"made before the norm is known, and gradients are clipped to 1; use deferred"
+    ):
+        ModuleRelayUpdate(modules, store, residency=Residency(2, "eager"), optimizer=optimizer, clip_grad=1.0)
+    schedule = Schedule.preset("l2l", num_stages=1)
+    with pytest.raises(ValueError, match=r"EmulatedUpdate has them on the device; give a RelayUpdate"):
+        PipelineEngine(schedule, SimpleNamespace(index=0), EmulatedUpdate())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_optimizer_kernel_is_the_users_choice(fused):
+    """With torch's fused AdamW, too, the relay's parameters are bit-equal to flush with the same kernel."""
+    training = Training(batches=(2, 3, 4, 2, 3), fused=fused)
+    assert_same(run(1, training, num_virtual_stages=4), flush(training))

@@ -1,0 +1,89 @@
+"""Gradients leave stage by stage, through two buffers."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.pipeline.runtime.host_store import HostStore
+from megatron.pipeline.runtime.stage_gradients import StageGradients
+
+
+class Rank:
+    def __init__(self, widths=(4, 9, 2)):
+        torch.manual_seed(0)
+        self.modules = {index: nn.Linear(3, width) for index, width in enumerate(widths)}
+        parameters = {index: {f"{index}.{name}": each for name, each in module.named_parameters()}
+                      for index, module in self.modules.items()}  # fmt: skip
+        self.store = HostStore(parameters)
+        self.gradients = StageGradients(self.store.stages, parameters)
+
+    def backward(self, stage, microbatch):
+        self.gradients.accumulate(stage)
+        input = torch.randn(5, 3, generator=torch.Generator().manual_seed(microbatch))
+        self.modules[stage](input).square().mean().backward()
+
+    def on_host(self, stage):
+        return {name.split(".")[1]: each for name, each in self.store.stages[stage].gradients.items()}
+
+
+def expected(stage, microbatches, **options):
+    """The gradients of a plain module."""
+    rank = Rank(**options)
+    for microbatch in microbatches:
+        input = torch.randn(5, 3, generator=torch.Generator().manual_seed(microbatch))
+        rank.modules[stage](input).square().mean().backward()
+    return {name: each.grad for name, each in rank.modules[stage].named_parameters()}
+
+
+def test_what_arrives_is_what_autograd_adds_up():
+    """Three stages in turn, microbatches of two of them interleaved, over two batches: bit-equal to `.grad`."""
+    rank = Rank()
+    for batch in range(2):
+        first, second = 10 * batch, 10 * batch + 1
+        rank.backward(2, first)
+        rank.backward(1, first)
+        rank.backward(2, second)
+        rank.backward(1, second)
+        rank.gradients.store(2)()
+        rank.backward(0, first)
+        rank.gradients.store(1)()
+        rank.backward(0, second)
+        rank.gradients.store(0)()
+        for stage in range(3):
+            plain = expected(stage, (first, second))
+            assert all(torch.equal(each, plain[name]) for name, each in rank.on_host(stage).items())
+
+
+def test_a_buffer_is_free_when_its_gradients_have_left():
+    """Two stages have one; a third is refused until one is stored, and then begins at zero in that one."""
+    rank = Rank()
+    rank.backward(2, 0)
+    rank.backward(1, 0)
+    with pytest.raises(AssertionError, match=r"stages \[2, 1\] have all gradient buffers, and 0 needs one"):
+        rank.gradients.accumulate(0)
+    rank.gradients.store(1)()
+    rank.backward(0, 0)
+    assert all(torch.equal(each.grad, expected(0, (0,))[name]) for name, each in rank.modules[0].named_parameters())
+    assert all(each.grad is None for each in rank.modules[1].parameters())
+    assert rank.gradients.num_bytes == 2 * rank.store.stages[1].layout.num_bytes, "two of the largest"
+
+
+def test_norms_are_taken_before_the_gradients_leave():
+    """Of each parameter, in FP64."""
+    rank = Rank()
+    rank.backward(1, 0)
+    norms = rank.gradients.norms(1)
+    for name, gradient in expected(1, (0,)).items():
+        assert torch.equal(norms[f"1.{name}"], torch.linalg.vector_norm(gradient, dtype=torch.float64))
+
+
+def test_a_reduction_reads_what_was_stored_before_the_copy():
+    """The row goes on when it has posted both; the chain's thread reduces, and the copy takes what it made."""
+    rank = Rank()
+    rank.backward(1, 0)
+    copy = rank.gradients.store(1)
+    for flat in rank.gradients.flat(1).values():
+        flat.mul_(2.0)
+    copy()
+    plain = expected(1, (0,))
+    assert all(torch.equal(each, 2 * plain[name]) for name, each in rank.on_host(1).items())
