@@ -30,6 +30,7 @@ from types import TracebackType
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin")  # where `tc` lies, and the search path of users often does not lead
+LARGEST_FRAME = 1514  # bytes: 1,500 of IP, and Ethernet's header
 _PATIENCE = 20.0  # seconds for a namespace to come up, on a busy machine
 _HIGHEST_RATE = 1e11  # bytes/s: the burst of a limit is a 32-bit number
 _BURST_SECONDS = 0.01  # what a link at rest sends beyond its rate
@@ -65,6 +66,17 @@ def own_traffic(device: str = "eth0") -> Traffic:
                 numbers = counters.split()
                 return Traffic(sent=int(numbers[8]), received=int(numbers[0]))
     raise ValueError(f"this host has no network device {device}")
+
+
+def own_resent_segments() -> int:
+    """TCP segments that the host in which this process runs has sent again since it was made, by its kernel's count.
+
+    A device counts them like any others. An acknowledgement that is late because the machine is busy is enough: each
+    has at most `LARGEST_FRAME` bytes.
+    """
+    with open("/proc/self/net/snmp") as table:
+        names, numbers = (line.split() for line in table if line.startswith("Tcp:"))
+    return int(numbers[names.index("RetransSegs")])
 
 
 def burst_bytes(bytes_per_second: float) -> int:
