@@ -18,7 +18,7 @@ from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import Schedule
-from tools.hosts import LARGEST_FRAME, own_resent_segments, own_traffic
+from tools.hosts import own_traffic, resent_bytes
 
 PORT = 29500  # of a network where nobody else is
 TIMEOUT = timedelta(seconds=60)
@@ -50,15 +50,14 @@ def run(job: dict) -> dict[str, dict]:
         order = list(engines) if repeat % 2 else list(reversed(engines))
         for name in order:
             dist.barrier()
-            before, resent, start = own_traffic(), own_resent_segments(), time.monotonic()
+            before, resent, start = own_traffic(), resent_bytes(), time.monotonic()
             for _ in range(job["batches"] if repeat else 1):
                 engines[name].run_batch(m, m)
             engines[name].drain()
             dist.barrier()
             seconds, sent = time.monotonic() - start, own_traffic().since(before).sent
-            resent = LARGEST_FRAME * (own_resent_segments() - resent)
             everywhere: list = [None] * p
-            dist.all_gather_object(everywhere, (sent, resent))
+            dist.all_gather_object(everywhere, (sent, resent_bytes() - resent))
             if repeat:
                 found[name]["seconds"].append(seconds)
                 hosts = (everywhere[0], everywhere[-1])
