@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash tests/run.sh [--full] [further arguments of pytest]
 #
-# Without --full: the selection that takes about 15 minutes on 2 cores, which is every test not marked `full`.
+# Without --full: the selection that takes less than 15 minutes on 2 cores, which is every test not marked `full`.
 # With --full: every test. Uses the active virtual environment, else .venv, and installs only what it lacks.
 # Where there is a GPU, the tests that need none run first, with the GPUs hidden, then those marked `gpu`.
 set -euo pipefail
