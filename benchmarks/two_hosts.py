@@ -11,7 +11,8 @@ first host, so that pairs cross) and `pair-adjacent` (no pair does).
 
 sent       bytes that a host's network device has counted during the run, per batch, beside what the program's sends
            predict: boundary activations and gradients, evictions and returns, of the stages whose peer is on the other
-           host. Headers and acknowledgements of TCP, and the reductions of the norm, come on top.
+           host. Headers and acknowledgements of TCP, and the reductions of the norm, come on top, and what TCP sends
+           again, as it does where an acknowledgement is late: by the kernel's count of segments, at most so much.
 ratio      time per batch under standard over that under pair-adjacent, within a repeat.
 simulated  `megatron.pipeline.simulate` of the same program, where a transfer that crosses takes its bytes over the
            rate. It gives each kind of traffic a link of its own, which here all share, so both times are lower bounds.
@@ -131,6 +132,10 @@ def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
     return json.loads(result.read_text())
 
 
+def per_batch(numbers: Sequence[Sequence[int]], batches: int) -> list[list[float]]:
+    return [[number / batches for number in hosts] for hosts in numbers]
+
+
 def rows_of(args: argparse.Namespace, found: dict) -> list[dict]:
     schedule = Schedule.preset("bpipe", num_stages=args.stages)
     program = schedule.build((args.microbatches,) * args.batches)
@@ -142,7 +147,8 @@ def rows_of(args: argparse.Namespace, found: dict) -> list[dict]:
             {
                 "mapping": name,
                 "measured": [seconds / args.batches for seconds in measured["seconds"]],
-                "sent": [[number / args.batches for number in sent] for sent in measured["sent"]],
+                "sent": per_batch(measured["sent"], args.batches),
+                "resent": per_batch(measured["resent"], args.batches),
                 "predicted": [{kind: number / args.batches for kind, number in each.items()} for each in crossing],
                 "simulated": simulated_seconds(program, host, args),
             }
@@ -162,6 +168,8 @@ def show(rows: list[dict]) -> None:
             total = sum(predicted.values()) / 1e6
             print(f"  host{host} sent {sent} MB a batch; the program's sends: {total:.3f} MB, of which pairs "
                   f"{predicted['pairs'] / 1e6:.3f}")  # fmt: skip
+            if any(each[host] for each in row["resent"]):
+                print(f"    of which sent again, at most {spread([each[host] / 1e6 for each in row['resent']], 3)}")
     slow, fast = rows
     ratios = [a / b for a, b in zip(slow["measured"], fast["measured"], strict=True)]
     print(f"{slow['mapping']} over {fast['mapping']}: {spread(ratios, 3)}; simulated "

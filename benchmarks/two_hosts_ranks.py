@@ -18,7 +18,7 @@ from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import Schedule
-from tools.hosts import own_traffic
+from tools.hosts import own_traffic, resent_bytes
 
 PORT = 29500  # of a network where nobody else is
 TIMEOUT = timedelta(seconds=60)
@@ -41,25 +41,28 @@ def engine(job: dict, slots: list[int]) -> PipelineEngine:
 
 
 def run(job: dict) -> dict[str, dict]:
-    """By mapping and repeat: seconds, and the bytes that each host has sent. The first turns are not counted."""
+    """By mapping and repeat: seconds, the bytes that each host has sent, and how many of them at most were sent before
+    (how many there are depends on how busy the machine is, not on the program). The first turns are not counted."""
     engines = {name: engine(job, slots) for name, slots in job["slots"].items()}
-    found = {name: {"seconds": [], "sent": []} for name in engines}
+    found = {name: {"seconds": [], "sent": [], "resent": []} for name in engines}
     m, p = job["num_microbatches"], job["num_stages"]
     for repeat in range(job["repeats"] + 1):
         order = list(engines) if repeat % 2 else list(reversed(engines))
         for name in order:
             dist.barrier()
-            before, start = own_traffic(), time.monotonic()
+            before, resent, start = own_traffic(), resent_bytes(), time.monotonic()
             for _ in range(job["batches"] if repeat else 1):
                 engines[name].run_batch(m, m)
             engines[name].drain()
             dist.barrier()
             seconds, sent = time.monotonic() - start, own_traffic().since(before).sent
             everywhere: list = [None] * p
-            dist.all_gather_object(everywhere, sent)
+            dist.all_gather_object(everywhere, (sent, resent_bytes() - resent))
             if repeat:
                 found[name]["seconds"].append(seconds)
-                found[name]["sent"].append([everywhere[0], everywhere[-1]])
+                hosts = (everywhere[0], everywhere[-1])
+                found[name]["sent"].append([sent for sent, _ in hosts])
+                found[name]["resent"].append([resent for _, resent in hosts])
     for each in engines.values():
         each.close()
     return found

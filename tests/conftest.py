@@ -1,4 +1,5 @@
-"""What holds for every test: one thread, fixed seeds, GPU tests only where there is a GPU, no worker left over."""
+"""What holds for every test: one thread, fixed seeds, GPU tests only where there is a GPU, no worker left over, and
+where two processes share the tests, a turn."""
 
 import os
 
@@ -7,14 +8,31 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import random
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests import workers
+from tests.turns import Turns
 
 hypothesis.settings.register_profile("project", deadline=None)  # other processes share the cores
 hypothesis.settings.load_profile("project")
+
+TURNS = pytest.StashKey[Turns]()
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # of pytest-xdist: the processes' temporary directories lie in one
+        config.stash[TURNS] = Turns(Path(config.option.basetemp).parent)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit starts
+def pytest_runtest_protocol(item):
+    if TURNS not in item.config.stash:
+        return (yield)
+    with item.config.stash[TURNS].taken(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash tests/run.sh [--full] [further arguments of pytest]
 #
-# Without --full: the selection that takes about 15 minutes on 2 cores, which is every test not marked `full`.
+# Without --full: the selection that takes less than 15 minutes on 2 cores, which is every test not marked `full`.
 # With --full: every test. Uses the active virtual environment, else .venv, and installs only what it lacks.
 # Where there is a GPU, the tests that need none run first, with the GPUs hidden, then those marked `gpu`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 
+# A test waits for processes that start and for ranks in turn: by itself it keeps two cores busy for two thirds of the
+# time. So two processes share the usual selection, file by file (tests/turns.py: who runs alone); `-n 0`: one does all.
+share=(-n 2 --dist loadfile --no-loadscope-reorder)
 selection="not full"
 name="the usual selection (everything: bash tests/run.sh --full)"
 if [ "${1:-}" = "--full" ]; then
     shift
+    share=() # jobs of eight ranks, and hours of memory and time that are watched
     selection="full or not full"
     name="all tests"
 fi
@@ -21,9 +25,9 @@ export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECO
 
 echo "Running $name with $(command -v python)"
 if ! nvidia-smi -L >/dev/null 2>&1; then
-    exec python -m pytest -m "$selection" "$@" </dev/null
+    exec python -m pytest "${share[@]}" -m "$selection" "$@" </dev/null
 fi
 status=0
-CUDA_VISIBLE_DEVICES="" python -m pytest -m "($selection) and not gpu" "$@" </dev/null || status=$?
+CUDA_VISIBLE_DEVICES="" python -m pytest "${share[@]}" -m "($selection) and not gpu" "$@" </dev/null || status=$?
 python -m pytest -m "($selection) and gpu" "$@" </dev/null || [ $? -eq 5 ] || status=$? # 5: the arguments name no such test
 exit "$status"

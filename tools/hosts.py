@@ -30,6 +30,7 @@ from types import TracebackType
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 _SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin")  # where `tc` lies, and the search path of users often does not lead
+_LARGEST_FRAME = 1514  # bytes: 1,500 of IP, and Ethernet's header
 _PATIENCE = 20.0  # seconds for a namespace to come up, on a busy machine
 _HIGHEST_RATE = 1e11  # bytes/s: the burst of a limit is a 32-bit number
 _BURST_SECONDS = 0.01  # what a link at rest sends beyond its rate
@@ -65,6 +66,17 @@ def own_traffic(device: str = "eth0") -> Traffic:
                 numbers = counters.split()
                 return Traffic(sent=int(numbers[8]), received=int(numbers[0]))
     raise ValueError(f"this host has no network device {device}")
+
+
+def resent_bytes(process: int | str = "self") -> int:
+    """How much TCP has sent again, at most, on the host in which a process runs, by its kernel's count of segments.
+
+    The device counts it like all else. It depends on the machine: where nobody has time to read, frames are dropped, or
+    acknowledged late.
+    """
+    with open(f"/proc/{process}/net/snmp") as table:
+        names, numbers = (line.split() for line in table if line.startswith("Tcp:"))
+    return int(numbers[names.index("RetransSegs")]) * _LARGEST_FRAME
 
 
 def burst_bytes(bytes_per_second: float) -> int:
@@ -127,6 +139,10 @@ class Hosts:
         text = self._at_switch("ip", "-stats", "-json", "link", "show", "dev", f"port{host}")
         counters = json.loads(text)[0]["stats64"]
         return Traffic(sent=counters["rx"]["bytes"], received=counters["tx"]["bytes"])
+
+    def resent_bytes(self, host: int) -> int:
+        """How much of that a host has sent again, at most."""
+        return resent_bytes(self._holders[1 + host].pid)
 
     def set_link(self, host: int, *, up: bool) -> None:
         """Pull a host's cable out of the switch, or plug it in again."""

@@ -14,7 +14,8 @@ def test_pairs_cross_the_link_under_standard_only(tmp_path):
     """p=4 on two hosts. `standard` sends one boundary's activations, or gradients, and the three microbatches that
     stage 0 evicts, or gets back; `pair-adjacent` sends those of two boundaries, and nothing of a pair. The counters say
     so: headers are 66 of 1,514 bytes at most, acknowledgements as much in answer to two frames, and reductions and
-    barriers some kilobytes; all that is less than a tenth of what pairs would send."""
+    barriers some kilobytes; all that is less than a tenth of what pairs would send. What TCP sends again on a busy
+    machine, whole windows of it, is nothing that the program sends, and the kernel's count of it is allowed on top."""
     with make_hosts(1):  # or skip
         pass
     times = "--batches 1 --repeats 2 --forward 1 --backward 2 --rate 2000"
@@ -29,9 +30,10 @@ def test_pairs_cross_the_link_under_standard_only(tmp_path):
     overhead = 0.1 * pairs
     for name, row in rows.items():
         total = sum(expected[name].values())
-        assert len(row["sent"]) == 2
-        for sent in row["sent"]:
-            assert all(total <= number <= total + overhead for number in sent), (name, sent, total)
+        assert len(row["sent"]) == len(row["resent"]) == 2
+        for hosts in zip(row["sent"], row["resent"], strict=True):
+            for sent, resent in zip(*hosts, strict=True):
+                assert total <= sent <= total + overhead + resent, (name, sent, resent, total)
 
 
 def test_without_namespaces_it_says_so():

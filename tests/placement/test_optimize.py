@@ -157,6 +157,7 @@ def test_same_input_same_mapping():
     assert optimized(degrees, traffic, topology) == optimized(degrees, traffic, topology)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("tensor", "pipeline"), [(8, 32), (1, 16)])
 def test_4096_gpus_take_seconds(tensor, pipeline):
     """512 nodes of 8, better than the named mappings where these can be bettered."""

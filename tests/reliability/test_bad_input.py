@@ -204,6 +204,7 @@ def test_disk_full_while_saving(tmp_path):
     assert_only_whole_checkpoints(tmp_path / "after")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_one_rank_killed_in_the_middle_of_training(tmp_path, rank):
     """The others end within 10 s and name it, also in the launcher's last lines, whichever of them it takes for the

@@ -140,14 +140,14 @@ def test_bpipe_over_two_hosts(one_host, tmp_path, mapping, launchers, crosses):
     with make_hosts(2) as hosts:
         flags = [*FLAGS, "--pipeline-schedule", "bpipe", "--rank-mapping", name]
         run(hosts, launchers(2), *flags, directory=tmp_path)
-        sent = [hosts.traffic(host).sent for host in range(2)]
+        sent = [(hosts.traffic(host).sent, hosts.resent_bytes(host)) for host in range(2)]
     losses = {iteration: record["lm_loss"] for iteration, record in one_host.items()}
     assert launch.losses(tmp_path / "metrics.jsonl") == losses
     moves = len(losses) * EVICTIONS * one_host[1]["saved_activation_bytes"][0] / 4
     predicted = len(losses) * BOUNDARY + moves if crosses else 2 * len(losses) * BOUNDARY
     assert moves > 4 * START, "what is to be told apart from the rest"
-    for number in sent:
-        assert predicted <= number <= 1.06 * predicted + START  # headers: 66 of 1,514 bytes, and acknowledgements
+    for number, resent in sent:  # headers: 66 of 1,514 bytes, acknowledgements, and what a busy machine sends again
+        assert predicted <= number <= 1.06 * predicted + START + resent
 
 
 @pytest.mark.full

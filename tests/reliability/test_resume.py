@@ -96,6 +96,7 @@ def _killed_and_resumed(directory, uninterrupted, *flags):
     assert not list((directory / "checkpoints").glob(".*"))
 
 
+@pytest.mark.alone
 def test_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     """kill -9 of the launcher and all ranks at a random moment, perhaps while saving: the same job started anew takes
     the directory at once, and the resumed losses are those of the whole run."""

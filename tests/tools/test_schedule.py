@@ -312,6 +312,7 @@ def test_weights_and_batches_of_a_compute_only_file(run, tmp_path):
     assert Program.from_csv(path.read_text(), weights=TWO_BW, batches=(4, 4, 4)).batches == (4, 4, 4)
 
 
+@pytest.mark.alone
 def test_it_starts_without_torch_in_a_second(tmp_path):
     """From any directory, not installed: it imports neither torch nor matplotlib nor megatron.core, and is quick."""
     code = (
@@ -348,6 +349,7 @@ def test_help(run, command):
     assert "--schedule" in out
 
 
+@pytest.mark.alone
 def test_time_of_a_large_check(run):
     """32 stages and 64 microbatches, proved for every number of batches, in seconds of one core."""
     begin = time.process_time()

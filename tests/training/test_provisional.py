@@ -184,6 +184,13 @@ def test_other_degrees_agree_to_rounding(num_ranks, flags):
     assert losses(train(num_ranks, f"{same} {flags}")) == pytest.approx(expected, rel=2e-5)
 
 
+def test_uniform_predictions_are_clipped_alike():
+    """By the factor of the step before, whatever a stage's own gradients ask for: one stage has the norm of all. At
+    this learning rate norms jump, so the factors would differ."""
+    same = f"{NO_DROPOUT} {SHORT} {UNIFORM} --clip-grad 0.5 --optimizer sgd --lr 5"
+    assert losses(train(2, same)) == pytest.approx(losses(train_once(1, same)), rel=2e-5)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [

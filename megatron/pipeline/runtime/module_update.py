@@ -205,13 +205,17 @@ class ModuleUpdate:
                 continue
             squares = norm_squared(gradients.values(), device=self._reduction.device)
             factor = self._factor(part.num_microbatches / pending.info.num_microbatches, squares)
-            table.update({name: (each, factor, squares.isfinite()) for name, each in gradients.items()})
+            is_finite = squares.isfinite()
+            table.update({name: (each, factor, is_finite) for name, each in gradients.items()})
         names = self._names
+        stepped: set[Tensor] = set()
+        if self.clip_factor is not None or is_scale_invariant(self.optimizer):  # else nobody knows how the step clips
+            stepped.update(parameter for group in self.optimizer.param_groups for parameter in group["params"])
         with self.versions.predicting(version) as target, self.versions.true_weights():
-            if self.clip_factor is None and not is_scale_invariant(self.optimizer):
-                for parameter, name in names.items():  # nobody knows yet how the step will be clipped
+            for parameter, name in names.items():
+                if parameter not in stepped:
                     target[name].copy_(parameter)
-            else:
+            if stepped:
                 self._provisional.take(
                     lambda parameter: table[names[parameter]][:2],
                     lambda parameter: target[names[parameter]],

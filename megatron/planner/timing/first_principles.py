@@ -213,8 +213,8 @@ class FirstPrinciples:
         moments and writes copies; reads the gradient, widens it and multiplies it; steps the copies with it, as Adam;
         and reads the master's copy and writes the weight. With 32-bit gradients and 16-bit weights it is 66 bytes,
         beside the 32 of the STEP. Stages that predict from what they know read all gradients before, for the norm by
-        which they clip. So do others in FP16, to look for overflows, which is left out: nothing here says whether 16
-        bits are FP16 or bfloat16.
+        which they clip; of the mean of replicas a shard's owner reads its part. So do others in FP16, to look for
+        overflows, which is left out: nothing here says whether 16 bits are FP16 or bfloat16.
         """
         if not configuration.predicts:
             return [0.0] * len(layers), [0.0] * len(layers)
@@ -226,7 +226,8 @@ class FirstPrinciples:
         moved = one_pass if self.cluster.is_cpu else copies + gradient + adam + weight
         norm = state.gradient_bytes if configuration.provisional == "stage" else 0
         for own, count, once in self._counts(configuration, layers, links):
-            predict.append((own * moved + count * norm) / self._memory_bandwidth)
+            read = own if configuration.provisional_reduce else count
+            predict.append((own * moved + read * norm) / self._memory_bandwidth)
             if state.distributed_optimizer:
                 predict[-1] += once * state.weight_bytes
             hold.append(2 * count * state.gradient_bytes / self._memory_bandwidth)

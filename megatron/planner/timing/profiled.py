@@ -133,16 +133,17 @@ class ProfiledCosts:
     def _prediction(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
         """The measured step, times what a prediction takes of it: on a CPU a pass, on a GPU what a step on copies moves
         of what the step itself moves. Before it the norm of all gradients, by which a stage clips that predicts from
-        what it knows, and in FP16 looks for overflows.
+        what it knows, and in FP16 looks for overflows; of the mean of replicas a shard's owner has its part.
         """
         weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
         copied = 6 * 4 + gradient + 4 + (8 if gradient < 4 else 0)  # as in first principles
         share = PASS_OF_STEP if self.profile.shares_processor else 1 + copied / (7 * 4 + weight)
         replicas = configuration.data if configuration.distributed_optimizer else 1
         takes_norm = configuration.provisional == "stage" or self._blocks.profile.dtype == "float16"
+        norm = takes_norm / (replicas if configuration.provisional_reduce else 1)
         seconds = self._part_of_update(
             configuration, layers, stage, working,
-            lambda found: share * found.step.median / replicas + takes_norm * found.norm.median,
+            lambda found: share * found.step.median / replicas + norm * found.norm.median,
         )  # fmt: skip
         return seconds + self._gather(configuration, layers, stage)
 

@@ -269,6 +269,7 @@ def test_streams_are_counted(rank, tensor, data, options, expected):
     assert report.num_streams[rank] == expected
 
 
+@pytest.mark.alone
 def test_large_jobs_take_a_moment():
     """p = 8, t = d = 2, m = 16, proved and refuted; and in the number of tensor and data ranks it does not grow."""
     program = build("2bw", 8, 16)

@@ -24,6 +24,7 @@ def run(*command: str) -> str:
     ).stdout
 
 
+@pytest.mark.alone
 def test_a_large_program_is_proved_in_seconds():
     """p=64, m=512: 390,000 instructions take a few CPU seconds, building included."""
     start = time.process_time()

@@ -18,6 +18,7 @@ from megatron.pipeline.runtime.failure import Guard
 from tests import workers
 from tests.pipeline.runtime import failing_job
 
+pytestmark = pytest.mark.alone
 JOB = Path(__file__).with_name("failing_job.py")
 STARTUP = 120.0  # seconds that the whole job may take on a busy machine
 END = 10.0  # seconds from the failure to the end of the job

@@ -47,6 +47,7 @@ def board(store, monkeypatch):
     board.close()
 
 
+@pytest.mark.alone
 def test_nobody_waits_for_a_silent_store(store, board):
     """The first question waits for its patience, those after it not at all; the answers are what is known without."""
     store.connected.clear()

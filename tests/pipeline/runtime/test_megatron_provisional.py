@@ -21,7 +21,7 @@ FP16 = FP16 | {"predict": True, "batches": (2,) * 8}
 
 TABLE = {
     "plain": Row(STAGE),
-    "uniform": Row(UNIFORM),
+    "uniform": Row(UNIFORM | {"clip": 0.5}),
     "ramp-up, warm-up, clipped": Row(
         STAGE | {"batches": (4, 4, 5, 5, 6, 8, 8, 4), "clip": 0.5, "warmup": 24, "weight_decay": 0.1},
         layouts=((2, 1, 1), (4, 1, 1)),
@@ -55,9 +55,9 @@ TABLE = {
     "balanced": Row(STAGE | {"balance": True}, layouts=((4, 1, 1),)),
     "uneven": Row(STAGE | {"first_layers": 1}, layouts=((2, 1, 1),)),
     "uniform, uneven": Row(UNIFORM | {"first_layers": 3}, layouts=((2, 1, 1),)),
-    "BERT": Row(STAGE | {"bert": True, "binary_head": False}, layouts=((2, 1, 1),)),
+    "BERT": Row(STAGE | {"bert": True, "binary_head": False, "clip": 0.5}, layouts=((2, 1, 1),)),
     "extra warm-up": Row(UNIFORM | {"extra_warmup": True}, layouts=((2, 1, 1),)),
-    "fp16, two overflows": Row(FP16 | {"overflow_batches": (2, 3)}, layouts=((2, 1, 1),)),
+    "fp16, two overflows": Row(FP16 | {"overflow_batches": (2, 3), "clip": 0.25}, layouts=((2, 1, 1),)),
     "fp16, an overflow and drains": Row(FP16 | {"overflow_batches": (3,), "drains": (3, 5)}, layouts=((2, 1, 1),)),
 }
 
@@ -101,10 +101,12 @@ def test_training_equals_a_plain_loop(name, layout):
         assert result["num_weight_slots"] == result["peak_versions"] == 2
 
 
-def test_a_shard_is_predicted_by_its_owner():
-    """With the distributed optimizer each element of a prediction is one replica's, the same on both; the true weights
-    of the first batches are those of 2bw."""
-    case = cases.Case(**STAGE | {"batches": (4,), "distributed_optimizer": True}, p=1, d=2)
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_a_shard_is_predicted_by_its_owner(clip):
+    """With the distributed optimizer each element of a prediction is one replica's, the same on both, clipped by the
+    norm of all that the replica has; the true weights of the first batches are those of 2bw."""
+    options = STAGE | {"batches": (4,), "clip": clip, "adam_eps": 0.1}  # by which Adam sees how large gradients are
+    case = cases.Case(**options, distributed_optimizer=True, p=1, d=2)
     results = run(case)
     alone = run(replace(case, distributed_optimizer=False))
     different = 0

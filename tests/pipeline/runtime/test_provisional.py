@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from megatron.pipeline.runtime.module_update import ModuleUpdate
+from megatron.pipeline.runtime.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.stage import BatchInfo
 from tests import workers
 from tests.pipeline.runtime import provisional_reference, reference
 from tests.pipeline.runtime.reference import Training
@@ -170,3 +173,25 @@ def test_memory(p):
     assert [outcome.num_slots for outcome in outcomes] == [2] * p
     assert [outcome.peak_versions for outcome in outcomes] == [2] * p
     assert [outcome.peak_saved[stage] for stage, outcome in enumerate(outcomes)] == [p - stage for stage in range(p)]
+
+
+def test_what_the_optimizer_does_not_step_stays():
+    """A parameter that is in none of its groups has its value in every prediction, whatever lay in the slot."""
+    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("stepped", "left out")}
+    versions = PredictedVersions(
+        parameters, make_slot=lambda: {name: torch.full((3,), float("nan")) for name in parameters}
+    )
+    optimizer = torch.optim.AdamW([parameters["stepped"]], lr=0.1)
+    update = ModuleUpdate(parameters, versions=versions, optimizer=optimizer)
+    for batch in range(2):
+        info = BatchInfo(index=batch, num_microbatches=1, num_samples=1)
+        update.begin_batch(info)
+        update.begin_backward(info)
+        for parameter in parameters.values():
+            parameter.grad.fill_(1.0)
+        update.predict(batch + 1, 1)
+        predicted = versions.tensors(batch + 1)
+        assert torch.equal(predicted["left out"], torch.ones(3))
+        assert (predicted["stepped"] < 1).all()
+        update.reduce_norm(batch + 1, 0, {})
+        update.step(batch + 1)

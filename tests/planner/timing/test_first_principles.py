@@ -89,6 +89,9 @@ def test_predictions_are_priced_by_what_they_move():
     assert gathering > 0 and halves[1].step[1] == pytest.approx(predicted.step[1] / 2)
     assert halves[1].predict[1] == pytest.approx(predicted.step[1] * (66 / 2 + 4) / 32 + gathering)
     assert halves[1].hold == predicted.hold
+    mean = configuration(**asked, provisional="stage", provisional_reduce=True, distributed_optimizer=True)
+    found = costs(mean, software=MEGATRON_CORE)  # a replica has the mean of its shards alone
+    assert found.predict[1] == pytest.approx(predicted.predict[1] / 2 + gathering)
     narrow = costs(configuration(**asked, provisional="stage"))  # 16-bit gradients, which are widened
     assert narrow.predict[1] == pytest.approx(predicted.step[1] * (72 + 2) / 32)
     uniform = costs(configuration(**asked, provisional="uniform", provisional_microbatches=1), software=MEGATRON_CORE)

@@ -126,10 +126,11 @@ UNIFORM = {"provisional": "uniform", "provisional_microbatches": 1}
         ("float32", UNIFORM, 0),
         ("bfloat16", UNIFORM, 0),
         ("float16", UNIFORM, 1),
+        ("float32", {"provisional": "stage", "provisional_reduce": True}, 1 / 2),
     ],
 )
 def test_predictions_take_the_norm_to_clip_by_or_to_look_for_overflows(dtype, mode, takes):
-    """On every replica that of all gradients."""
+    """On every replica that of all gradients, but of its shards where the mean of all is read."""
     base = profiles.profile()
     found = []
     for seconds in (0.0, 0.002):
