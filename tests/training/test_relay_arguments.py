@@ -38,6 +38,10 @@ def test_a_layer_is_a_stage_unless_the_flags_say_otherwise(flags, world_size, ra
         (f"{L2L} --l2l-update eager", "--l2l-update eager updates a stage before all gradients are known, and --clip-"),
         (f"{L2L} --l2l-update eager --clip-grad 0 --fp16", "and --fp16 depends on them all; use deferred, or leave"),
         (f"{L2L} --use-distributed-optimizer", "shards the optimizer's state on the devices, and here each replica's"),
+        (
+            f"{L2L} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "--recompute-granularity full does not go with --pipeline-schedule l2l: it recomputes within what is",
+        ),
         (f"{L2L} --balance-activations", "--balance-activations does not go with --pipeline-schedule l2l: it moves"),
         (f"{L2L} --pipeline-extra-warmup", "it extends a warm-up, and stages in turn have none; leave it out"),
         (f"{L2L} --microbatch-group-size-per-virtual-pipeline-stage 4", "it cuts a batch into groups"),

@@ -37,6 +37,10 @@ def relay(args: argparse.Namespace) -> None:
             args.use_distributed_optimizer,
             "shards the optimizer's state on the devices, and here each replica's host has it whole",
         ),
+        "--recompute-granularity full": (
+            args.recompute_granularity == "full",
+            "recomputes within what is recomputed already",
+        ),
         "--balance-activations": (
             args.balance_activations,
             "moves saved activations to ranks that save few, and with weights on the host ranks save alike",
