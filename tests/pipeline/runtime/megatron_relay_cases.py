@@ -14,7 +14,6 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.megatron_place import at_stage, config_of_stage
 from megatron.pipeline.runtime.megatron_relay_chunk import RelayChunk, show_as_main_grad
 from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
@@ -25,11 +24,10 @@ from tests.pipeline.runtime.megatron_cases import optimizer_config, scheduler
 from tests.pipeline.runtime.megatron_model import (
     SEQUENCE,
     Case,
-    _gpt_model,
     forward_step,
+    model_of_stage,
     parallel,
     training_data,
-    transformer_config,
 )
 
 
@@ -50,10 +48,9 @@ class Outcome:
 
 def chunks_of(case: Case, num_stages: int, wrapper: type[DistributedDataParallel]) -> list[DistributedDataParallel]:
     """All chunks of the model on this rank, `num_stages` of equally many layers."""
-    layers, chunks = [case.layers // num_stages] * num_stages, []
+    chunks = []
     for stage in range(num_stages):
-        with at_stage(stage, num_stages, builds=True):
-            model = _gpt_model(case, config_of_stage(transformer_config(case), stage, layers))
+        model = model_of_stage(case, stage, num_stages)
         config = model.config
         wrapped = Float16Module(config, model) if config.fp16 or config.bf16 else model
         chunks.append(wrapper(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped))
