@@ -24,7 +24,9 @@ Solution: each row is lowered once. Rows are the same for all tensor and data ra
                               on compute, after the chain's last operation for it; with the distributed optimizer and
                               d > 1 an all-gather on its own stream, and a kernel on compute after it
     PREDICT          main     as STEP, after the chain's calls of its version so far; with t > 1 a collective of the
-                              tensor group first. It gathers, and STEP does not, where the weights are predicted
+                              tensor group first, which stands for up to three in a row (sums of two kinds, norms); with
+                              shards of a mean one of their group, for the norm. It gathers, and STEP does not, where
+                              the weights are predicted
     HOLD             main     a kernel on compute
     EVICT, ...       moves    on the stream of the moves, after what it may not run ahead of; both hosts meet; then the
                               transfer on a stream of its own, for which the stream of the moves waits

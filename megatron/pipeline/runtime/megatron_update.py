@@ -355,5 +355,5 @@ class MegatronWeightUpdate:
         """Restore `state_dict`, after the optimizer's own; None where a checkpoint has none."""
         self._scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None
-        if self._prediction is not None and state and "clip_factor" in state:
+        if self._prediction is not None and self._clip_grad > 0.0 and state and "clip_factor" in state:
             self._prediction.clip_factor = state["clip_factor"]

@@ -134,6 +134,7 @@ class ProfiledCosts:
         """The measured step, times what a prediction takes of it: on a CPU a pass, on a GPU what a step on copies moves
         of what the step itself moves. Before it the norm of all gradients, by which a stage clips that predicts from
         what it knows, and in FP16 looks for overflows; of the mean of replicas a shard's owner has its part.
+        Whether a run clips at all is not known here.
         """
         weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
         copied = 6 * 4 + gradient + 4 + (8 if gradient < 4 else 0)  # as in first principles

@@ -282,6 +282,16 @@ TRUE = -1
 """In place of a version's number: the true weights, where computations use predictions."""
 
 
+def loaded_clip_factor(clip_factor: float | None, **options) -> float | None:
+    """By what predictions clip behind a checkpoint that says this."""
+    case = Case(**options)
+    with parallel(case):
+        _, update = build(case)
+        update.load_state_dict(update.state_dict() | {"clip_factor": clip_factor})
+        update.close()
+        return update.state_dict()["clip_factor"]
+
+
 def resume(border: int, **options) -> dict:
     """A case stopped after `border` batches, its state carried into everything built anew, and gone on with."""
     case = Case(**options)

@@ -15,7 +15,7 @@ from tests.pipeline.runtime import megatron_cases as cases
 from tests.pipeline.runtime.test_megatron_update import CLOSE, FP16, SPREAD, Row, check
 
 REFERENCE = "tests.pipeline.runtime.megatron_provisional_reference:reference"
-STAGE = {"schedule": "2bw", "predict": True, "batches": (4,) * 6}
+STAGE = {"schedule": "2bw", "predict": True, "batches": (4,) * 8}
 UNIFORM = STAGE | {"provisional_microbatches": 1}
 FP16 = FP16 | {"predict": True, "batches": (2,) * 8}
 
@@ -26,7 +26,7 @@ TABLE = {
         STAGE | {"batches": (4, 4, 5, 5, 6, 8, 8, 4), "clip": 0.5, "warmup": 24, "weight_decay": 0.1},
         layouts=((2, 1, 1), (4, 1, 1)),
     ),
-    "m=2p": Row(STAGE | {"batches": (8,) * 6}, layouts=((4, 1, 1),)),
+    "m=2p": Row(STAGE | {"batches": (8,) * 8}, layouts=((4, 1, 1),)),
     "drained": Row(STAGE | {"drains": (0, 3, 4)}, layouts=((1, 1, 1), (2, 1, 1))),
     "uniform drained": Row(UNIFORM | {"drains": (0, 3, 4)}, layouts=((2, 1, 1),)),
     "SGD": Row(STAGE | {"optimizer": "sgd", "lr": 0.05}, layouts=((2, 1, 1),)),
@@ -146,3 +146,13 @@ def test_a_resumed_run_has_the_same_numbers(name, border):
         assert repr(one["batches"]) == repr(other["batches"])
         for version in ("newest", "older"):
             assert all(torch.equal(tensor, other[version][key]) for key, tensor in one[version].items())
+
+
+@pytest.mark.parametrize(("clip", "expected"), [(0.5, [0.25, None]), (0.0, [1.0, 1.0])])
+def test_a_run_that_does_not_clip_forgets_how_the_one_before_did(clip, expected):
+    """Before the first step nobody knew it."""
+    options = vars(cases.Case(**STAGE | {"clip": clip}, p=1))
+    found = [
+        workers.run(1, f"{cases.__name__}:loaded_clip_factor", clip_factor=each, **options)[0] for each in (0.25, None)
+    ]
+    assert found == expected
