@@ -19,6 +19,7 @@ from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
@@ -50,7 +51,7 @@ class Run:
     chunks: list[torch.nn.Module]
     optimizer: object
     scheduler: OptimizerParamScheduler
-    update: MegatronWeightUpdate
+    update: MegatronWeightUpdate | MegatronRelayUpdate
     stages: list[MegatronStage]
     engine: PipelineEngine
     reporter: Reporter
@@ -137,26 +138,21 @@ def _build(
     chunks = build_chunks(
         partial(model_provider, args), model_config, stages=own_stages, layers=plan.layers_of_stages(model_config)
     )
-    chunks = wrap_for_training(chunks, config.ddp_config(args))
+    chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=schedule.residency is not None)
     optimizer_config = config.optimizer_config(args)
     overrides = get_standard_config_overrides(optimizer_config)
     optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
     scheduler = config.param_scheduler(args, optimizer)
     counts = args.moves_activations or args.log_saved_activations
     memory = ActivationMemory(backend.device()) if counts else None
-    update = MegatronWeightUpdate(
-        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=own_stages[0],
-        loss_names=loss_names(args), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        reduce_partial=schedule.reduce_partial, uniform=schedule.provisional_microbatches is not None,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes), gauges=_gauges(memory),
-    )  # fmt: skip
+    update = _update(args, schedule, chunks, optimizer, scheduler, loss_names=loss_names(args), gauges=_gauges(memory))
     position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
     choose_kernel(optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
     stages = [
         MegatronStage(
             chunk, forward_step, update, index=stage, num_stages=schedule.num_stages,
-            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=args.pipeline_recompute,
+            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=schedule.recomputes(stage),
             seed=args.seed, loss_names=loss_names(args), activation_memory=memory,
         )
         for stage, chunk in zip(own_stages, chunks, strict=True)
@@ -176,6 +172,28 @@ def _build(
     )  # fmt: skip
 
 
+def _update(
+    args: argparse.Namespace,
+    schedule: Schedule,
+    chunks: list,
+    optimizer: object,
+    scheduler: OptimizerParamScheduler,
+    **options: object,
+) -> MegatronWeightUpdate | MegatronRelayUpdate:
+    """The weight update of this rank, for where the schedule has the weights."""
+    options["timeout"] = timedelta(minutes=args.distributed_timeout_minutes)
+    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    if schedule.residency is not None:
+        return MegatronRelayUpdate(
+            chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, **options
+        )  # fmt: skip
+    return MegatronWeightUpdate(
+        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
+        single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
+        uniform=schedule.provisional_microbatches is not None, **options,
+    )  # fmt: skip
+
+
 def _gauges(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
     """What every rank measures for the report of a batch, by name."""
     if memory is None:
@@ -189,7 +207,7 @@ def _load(
     chunks: list,
     optimizer: object,
     scheduler: object,
-    update: MegatronWeightUpdate,
+    update: MegatronWeightUpdate | MegatronRelayUpdate,
     reporter: Reporter,
 ) -> CheckpointPosition | None:
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights."""
@@ -218,7 +236,7 @@ def build_engine(
     args: argparse.Namespace,
     schedule: Schedule,
     stages: list[MegatronStage],
-    update: MegatronWeightUpdate,
+    update: MegatronWeightUpdate | MegatronRelayUpdate,
     position: CheckpointPosition,
     activation_memory: ActivationMemory | None = None,
 ) -> PipelineEngine:

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 from megatron.pipeline.runtime.megatron_place import at_stage, config_of_stage, copy_tied_embeddings
+from megatron.pipeline.runtime.megatron_relay_chunk import RelayChunk
 from megatron.training.initialize import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers: beyond what tensor ranks and offsets add
@@ -150,9 +151,14 @@ def build_chunks(
 
 
 def wrap_for_training(
-    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig
+    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig, *, on_host: bool = False
 ) -> list[DistributedDataParallel]:
-    """Give each chunk megatron.core's gradient buffers, and all replicas the same weights."""
+    """Give each chunk megatron.core's gradient buffers, and all replicas the same weights.
+
+    `on_host`: weights live there, and no gradients on the device but those that backwards add to.
+    """
+    if on_host:  # replicas have drawn the same weights
+        return [RelayChunk(chunk.config, ddp_config, chunk) for chunk in chunks]
     wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

@@ -76,7 +76,6 @@ def test_values_that_follow():
         ("--recompute-granularity selective --recompute-modules mlp", "", "never returns"),
         ("--pipeline-schedule pipedream --global-batch-size 1", "", "add --clip-grad 0"),
         ("--pipeline-schedule pipedream --clip-grad 0 --fp16", "", "use --bf16"),
-        ("--pipeline-schedule l2l", "", "keeps weights on the host, where this training cannot build a model yet"),
         ("--pipeline-schedule interleaved", "", "needs several stages on each rank; add --num-virtual-stages-per-"),
         ("--num-virtual-stages-per-pipeline-rank 2", "", "buys nothing with --pipeline-model-parallel-size 1; raise"),
         ("--microbatch-group-size-per-virtual-pipeline-stage 2", "", "says nothing where a rank has one stage; leave"),
@@ -284,6 +283,7 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "checkpoint_activations", "grad_reduce_in_bf16", "recompute_activations",
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
     "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
+    "l2l_update", "l2l_resident_stages",
 }  # fmt: skip
 
 
@@ -299,7 +299,8 @@ def test_every_flag_is_read():
     unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}
     assert unread == TRANSLATED
     rules = "\n".join(
-        (arguments_folder / f"{name}.py").read_text() for name in ("rules_model", "rules_run", "rules_stages")
+        (arguments_folder / f"{name}.py").read_text()
+        for name in ("rules_model", "rules_relay", "rules_run", "rules_stages")
     )
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 

@@ -19,16 +19,21 @@ Flat = Mapping[torch.dtype, Tensor]
 
 
 class FlatLayout:
-    """The places of tensors of these names, shapes and dtypes. `num_elements`: dtype -> length of the flat tensor."""
+    """The places of tensors of these names and shapes. `dtype`: of all of them; None: each one's own.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    Attributes:
+        num_elements: dtype -> length of the flat tensor.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> None:
         self.num_elements: dict[torch.dtype, int] = {}
         self._places: dict[str, tuple[torch.dtype, int, torch.Size]] = {}
         for name, tensor in tensors.items():
-            start = self.num_elements.get(tensor.dtype, 0)
-            self._places[name] = tensor.dtype, start, tensor.shape
-            step = ALIGNMENT // tensor.dtype.itemsize
-            self.num_elements[tensor.dtype] = start + -(-tensor.numel() // step) * step
+            its = dtype or tensor.dtype
+            start = self.num_elements.get(its, 0)
+            self._places[name] = its, start, tensor.shape
+            step = ALIGNMENT // its.itemsize
+            self.num_elements[its] = start + -(-tensor.numel() // step) * step
 
     @property
     def num_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,17 @@ def norm_squared(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor
 
     One FP32 norm per tensor. Not finite if any element is not; 0 of nothing.
     """
+    return sum_of_squares(norms_of(gradients), device=device)
+
+
+def norms_of(gradients: Iterable[Tensor]) -> Sequence[Tensor]:
+    """The norm of each: FP32 scalars where they are."""
     tensors = list(gradients)
-    if not tensors:
+    return torch._foreach_norm(tensors, 2, dtype=torch.float32) if tensors else []
+
+
+def sum_of_squares(norms: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """The squared norm of what has these norms: a scalar in float64 on `device`."""
+    if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square().sum()
+    return torch.stack(list(norms)).double().square().sum()

@@ -14,6 +14,7 @@ written back to the optimizer's group.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,25 +29,35 @@ Settings = list[dict[str, Any]]
 
 
 class HostOptimizer:
-    """Steps the stages of `store` with `optimizer`, which was made of the store's parameters.
+    """Steps the stages of `store` with `optimizer`.
+
+    `optimizer`: made of the store's parameters, or of others in their place: `stands_for` says of each of these which
+    of the store's it stands for. Their own values are not touched; the optimizer has its state under them.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the store's, or hooks around its step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, store: HostStore) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        store: HostStore,
+        *,
+        stands_for: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self._store = store
+        self._stands_for = dict(stands_for or {})
         stage_of = {store.parameters[name]: stage for stage, place in store.stages.items() for name in place.weights}
-        self._groups: dict[int, list[list[Tensor]]] = {stage: [] for stage in store.stages}
+        self._groups: dict[int, list[list[Tensor]]] = {stage: [] for stage in store.stages}  # of the optimizer's
         for group in optimizer.param_groups:
-            if not all(parameter in stage_of for parameter in group["params"]):
+            if not all(self._on_host(parameter) in stage_of for parameter in group["params"]):
                 raise ValueError(
                     "the optimizer has parameters that are not the host's, so their stages' updates would miss them; "
                     "make it of the parameters of the HostStore"
                 )
             for stage, groups in self._groups.items():
-                groups.append([each for each in group["params"] if stage_of[each] == stage])
+                groups.append([each for each in group["params"] if stage_of[self._on_host(each)] == stage])
 
     def settings(self) -> Settings:
         """What the groups say now, for the updates of a batch that begins."""
@@ -69,17 +80,25 @@ class HostOptimizer:
         parameters = {name: self._store.parameters[name] for name in place.weights}
         for name, parameter in parameters.items():
             parameter.grad = place.gradients[name].to(parameter.dtype)
-            if factor < 1.0:
+            if factor != 1.0:
                 parameter.grad.mul_(factor)
         groups = [
-            {**settings_of(said), "params": mine} for said, mine in zip(settings, self._groups[stage], strict=True)
+            {**settings_of(said), "params": [self._on_host(each) for each in mine]}
+            for said, mine in zip(settings, self._groups[stage], strict=True)
         ]
-        take_step(stand_in(self.optimizer, groups, self.optimizer.state, shares_tables=True))
+        kept, own = self.optimizer.state, [each for mine in self._groups[stage] for each in mine]
+        state = defaultdict(dict, {self._on_host(each): kept[each] for each in own if each in kept})
+        take_step(stand_in(self.optimizer, groups, state, shares_tables=True))
+        kept.update({each: state[self._on_host(each)] for each in own if self._on_host(each) in state})
         for parameter in parameters.values():
             parameter.grad = None
         self._store.write_weights(stage)
         for group, said, stepped in zip(self.optimizer.param_groups, settings, groups, strict=True):
             group.update(_changed(said, stepped))
+
+    def _on_host(self, parameter: Tensor) -> Tensor:
+        """The store's parameter that one of the optimizer's stands for."""
+        return self._stands_for.get(parameter, parameter)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ fetched for its next batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ class HostStage:
     layout: FlatLayout
     flat: dict[torch.dtype, Tensor]
     weights: dict[str, Tensor]
+    gradient_layout: FlatLayout
     flat_gradients: dict[torch.dtype, Tensor]
     gradients: dict[str, Tensor]
 
@@ -41,7 +42,8 @@ class HostStore:
     """The stages of one rank on the host.
 
     `stages`: stage -> name -> parameter, with their initial values, which are copied; names are different ones over all
-    stages. `masters`: FP32 parameters stand for weights of lower precision. `first_version`: what the values are.
+    stages. `masters`: FP32 parameters stand for weights of lower precision: new ones, or by name those that there are.
+    `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what the values are.
 
     Attributes:
         stages: stage -> its place on the host.
@@ -57,29 +59,30 @@ class HostStore:
         stages: Mapping[int, Mapping[str, torch.nn.Parameter]],
         *,
         device: torch.device | str = "cpu",
-        masters: bool = False,
+        masters: bool | Mapping[str, Tensor] = False,
+        gradient_dtype: torch.dtype | None = None,
         first_version: int = 0,
     ) -> None:
         _require_own(stages)
         make = streams_of(torch.device(device)).host_buffer
         self.stages: dict[int, HostStage] = {}
-        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.parameters: dict[str, Tensor] = {}
         self.versions = dict.fromkeys(stages, first_version)
         for stage, parameters in stages.items():
-            layout = FlatLayout(parameters)
-            flat, flat_gradients = layout.allocate(make), layout.allocate(make)
-            place = HostStage(layout, flat, layout.views(flat), flat_gradients, layout.views(flat_gradients))
-            self.stages[stage] = place
+            place = self.stages[stage] = _place_of(parameters, gradient_dtype, make)
             for name, parameter in parameters.items():
                 weight = place.weights[name]
                 weight.copy_(parameter.detach())
-                own = weight.float() if masters and weight.dtype in LOW_PRECISION else weight
+                if isinstance(masters, Mapping) and name in masters:
+                    self.parameters[name] = masters[name]
+                    continue
+                own = weight.float() if masters is True and weight.dtype in LOW_PRECISION else weight
                 self.parameters[name] = torch.nn.Parameter(own, requires_grad=parameter.requires_grad)
 
     @property
     def num_bytes(self) -> int:
         """Of weights and gradients; masters and an optimizer's state come on top."""
-        return sum(2 * stage.layout.num_bytes for stage in self.stages.values())
+        return sum(stage.layout.num_bytes + stage.gradient_layout.num_bytes for stage in self.stages.values())
 
     def newest_tensors(self) -> dict[str, Tensor]:
         """name -> weight, of all stages: the host's own, not a copy."""
@@ -92,6 +95,18 @@ class HostStore:
             parameter = self.parameters[name]
             if parameter.dtype != weight.dtype:
                 weight.copy_(parameter)
+
+
+def _place_of(
+    parameters: Mapping[str, Tensor],
+    gradient_dtype: torch.dtype | None,
+    make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+) -> HostStage:
+    layout, gradient_layout = FlatLayout(parameters), FlatLayout(parameters, dtype=gradient_dtype)
+    flat, flat_gradients = layout.allocate(make), gradient_layout.allocate(make)
+    return HostStage(
+        layout, flat, layout.views(flat), gradient_layout, flat_gradients, gradient_layout.views(flat_gradients)
+    )
 
 
 def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None:

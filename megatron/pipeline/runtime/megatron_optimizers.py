@@ -38,6 +38,14 @@ def copy_gradients(optimizer: MegatronCoreOptimizer) -> None:
         optimizer._copy_model_grads_to_main_grads()
 
 
+def masters_of(optimizer: MegatronCoreOptimizer) -> dict[Tensor, Tensor]:
+    """Parameter of the model -> its FP32 master, for those that have one. Not of the distributed optimizer."""
+    if optimizer.is_stub_optimizer or isinstance(optimizer, FP32Optimizer):
+        return {}
+    groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+    return {model: master for group in groups for model, master in zip(*group, strict=True)}
+
+
 def gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
     """Those that its parameters have."""
     if optimizer.is_stub_optimizer:

@@ -5,6 +5,9 @@ backwards write to, on its own groups and with two or three collectives for norm
 takes the gradient slot of one finished batch, so the next batch's backwards may run meanwhile.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,8 +19,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.runtime.gradient_norm import norm_squared
-from megatron.pipeline.runtime.megatron_gradients import GradientBuffers, GradientSlot, bucket_of
+from megatron.pipeline.runtime.gradient_norm import norms_of, sum_of_squares
+from megatron.pipeline.runtime.megatron_gradients import GradientSlot, bucket_of
 from megatron.pipeline.runtime.megatron_groups import ChainGroups
 from megatron.pipeline.runtime.megatron_optimizers import MegatronCoreOptimizer
 from megatron.pipeline.runtime.megatron_place import tied_embeddings
@@ -25,18 +28,23 @@ from megatron.pipeline.runtime.megatron_weights import named_parameters
 
 
 class GradientReduction:
-    """Reduces gradient slots of one rank's chunks on the chain's groups."""
+    """Reduces gradient slots of one rank's chunks on the chain's groups.
+
+    A slot may hold a part of the rank's parameters, as where gradients leave stage by stage; what is asked about others
+    is about none then. `buffers`: megatron.core's, which say how the slots' flat tensors are scaled and cut; none where
+    `over_data` is not asked.
+    """
 
     def __init__(
         self,
         chunks: list[DistributedDataParallel],
         optimizer: MegatronCoreOptimizer,
-        gradients: GradientBuffers,
+        buffers: Sequence[Any],
         groups: ChainGroups,
     ) -> None:
         self._optimizer = optimizer
         self._distributed = isinstance(optimizer, DistributedOptimizer)
-        self._buffers = gradients.buffers
+        self._buffers = buffers
         self._groups = groups
         self._embeddings = tied_embeddings(chunks)
         summed, averaged = tensor_parallel_parameters(chunks)
@@ -99,7 +107,8 @@ class GradientReduction:
 
     def over_tensor(self, slot: GradientSlot) -> None:
         """Add up the gradients of parameters of which each tensor rank has seen a part (sequence parallelism)."""
-        for params, operation in self._over_tensor:
+        for all_params, operation in self._over_tensor:
+            params = [param for param in all_params if param in slot.views]
             if params and self._groups.tensor is not None:
                 views = [slot.views[param] for param in params]
                 flat = torch.cat([view.reshape(-1) for view in views])
@@ -113,8 +122,23 @@ class GradientReduction:
         One FP32 norm per parameter, their squares added in float64: so the sum depends on the cut into stages only in
         its last bits.
         """
-        gradients = [part for param in self._counted if (part := self._owned(param, slot)) is not None]
-        return norm_squared(gradients, device=backend.device())
+        return self.norm_squared(self.local_norms(slot))
+
+    def local_norms(self, slot: GradientSlot) -> dict[Parameter, Tensor]:
+        """The norms of the gradients that this rank counts, of those in the slot: FP32 scalars."""
+        held = [param for param in self._counted if param in slot.views]
+        parts = {param: part for param in held if (part := self._owned(param, slot)) is not None}
+        return dict(zip(parts, norms_of(parts.values()), strict=True))
+
+    @property
+    def num_counted(self) -> int:
+        """How many parameters this rank counts in the norm."""
+        return len(self._counted)
+
+    def norm_squared(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
+        """The square of the rank's norm from `local_norms` of all its parameters, however these were come by."""
+        ordered = [norms[param] for param in self._counted if param in norms]
+        return sum_of_squares(ordered, device=backend.device())
 
     def _owned(self, param: Parameter, slot: GradientSlot) -> Tensor | None:
         """The part of a parameter's gradient that is valid on this rank after `over_data`; None if there is none."""

@@ -28,6 +28,7 @@ from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.dropout import SeededDropout
 from megatron.pipeline.runtime.megatron_place import at_stage
+from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import Eviction, Microbatch, TensorSpec
 
@@ -83,7 +84,7 @@ class MegatronStage:
         self,
         model: DistributedDataParallel,
         forward_step: ForwardStep,
-        update: MegatronWeightUpdate,
+        update: MegatronWeightUpdate | MegatronRelayUpdate,
         *,
         seq_length: int,
         micro_batch_size: int,
@@ -106,6 +107,7 @@ class MegatronStage:
         self._forward_step = forward_step
         self._set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
         self._update = update
+        self._versions = update.versions_of(self.index)
         self._recompute = recompute
         self._dropout = SeededDropout(model, seed=seed)
         self._samples_per_microbatch = micro_batch_size * parallel_state.get_data_parallel_world_size()
@@ -144,7 +146,7 @@ class MegatronStage:
 
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters."""
-        self._update.versions.load(version)
+        self._versions.load(version)
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         """Forward of one microbatch. Returns the detached output; None on the last stage, which records its loss."""

@@ -10,7 +10,6 @@ megatron.core's optimizer into a weight slot that no graph in flight refers to, 
 PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - update(g(W(t-1))).
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +24,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.pipeline.runtime.megatron_decisions import Decisions
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
 from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
-from megatron.pipeline.runtime.megatron_loss_scale import LossScales
 from megatron.pipeline.runtime.megatron_optimizers import (
     copy_gradients,
     gradients_of,
@@ -38,8 +37,8 @@ from megatron.pipeline.runtime.megatron_prediction import MegatronPrediction, Pa
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.megatron_warm_up import warm_up
 from megatron.pipeline.runtime.megatron_weights import weight_versions
-from megatron.pipeline.runtime.norm_reduction import NormReduction, all_reduce_norm
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.pipeline.weights import FLUSH, WeightPolicy, weight_policy
 
 
@@ -48,7 +47,6 @@ class _Batch:
     """A batch between its first forward and its completed report."""
 
     info: BatchInfo
-    scale: float
     report: BatchReport
     gradients_ready: Milestone
     norm_reduced: Milestone
@@ -109,7 +107,6 @@ class MegatronWeightUpdate:
         self.scheduler = scheduler
         self.weights = weight_policy(weights)
         self.loss_names = loss_names
-        self._gauges = dict(gauges or {})
         rule = self.weights
         self._inner = single_optimizer(optimizer)
         self._scaler = getattr(self._inner, "grad_scaler", None)
@@ -129,8 +126,11 @@ class MegatronWeightUpdate:
         self._streams = streams_of(backend.device())
         self._timeout = timeout or DEFAULT_TIMEOUT
         self._groups = ChainGroups.create(timeout=self._timeout)
-        self._reduction = GradientReduction(chunks, self._inner, self._gradients, self._groups)
-        self._scales = LossScales(self._scaler, delay=(rule.delay or 0) + 1)
+        self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
+        self._decisions = Decisions(
+            optimizer, scheduler, delay=rule.delay or 0, world=self._groups.world, loss_names=loss_names, gauges=gauges
+        )  # fmt: skip
+        self._scales = self._decisions.scales
         self._batches: dict[int, _Batch] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
         shards = isinstance(self._inner, DistributedOptimizer)
@@ -177,13 +177,12 @@ class MegatronWeightUpdate:
 
     def begin_batch(self, info: BatchInfo) -> None:
         """Choose the loss scale of a batch that begins."""
-        scale = self._scales.of_batch(info.index)
-        report = BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
-        self._batches[info.index] = _Batch(info, scale, report, Milestone(self._streams), Milestone(self._streams))
+        report = self._decisions.begin(info)
+        self._batches[info.index] = _Batch(info, report, Milestone(self._streams), Milestone(self._streams))
 
     def loss_scale(self, batch: int) -> float:
         """The factor on the losses of a running batch."""
-        return self._batches[batch].scale
+        return self._batches[batch].report.loss_scale
 
     def begin_backward(self, info: BatchInfo) -> None:
         """Give the batch a zeroed gradient buffer and let backwards add to it."""
@@ -214,19 +213,7 @@ class MegatronWeightUpdate:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
         batch = self._batches[version - 1]
         self._prepare(batch)
-        norm_squared = batch.norm_squared.item()
-        group = self._groups.world
-        sums = all_reduce_norm(
-            norm_squared=norm_squared,
-            overflow=not math.isfinite(norm_squared),
-            wishes=wishes,
-            losses=losses,
-            loss_names=self.loss_names,
-            group=group and group.process_group,
-            device=backend.device() if group and group.uses_nccl else torch.device("cpu"),
-            gauges={name: read() for name, read in self._gauges.items()},
-        )
-        self._complete(batch, sums)
+        self._decisions.complete(batch.report, batch.norm_squared.item(), wishes, losses)
         batch.norm_reduced.reach()
         if batch.stepped:
             del self._batches[version - 1]
@@ -239,18 +226,6 @@ class MegatronWeightUpdate:
             self._reduction.over_tensor(slot)
             batch.norm_squared = self._reduction.local_norm_squared(slot)
             batch.gradients_ready.reach()
-
-    def _complete(self, batch: _Batch, sums: NormReduction) -> None:
-        report = batch.report
-        overflow = sums.num_overflows > 0
-        report.grad_norm = sums.norm / batch.scale
-        report.overflow = self._scaler is not None and overflow
-        report.wishes = sums.wishes
-        report.gauges = sums.gauges
-        report.losses = dict.fromkeys(self.loss_names, 0.0) | sums.mean_losses
-        report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
-            self._scaler is None and overflow
-        )
 
     # Called on the main thread, after the chain.
 
@@ -267,15 +242,7 @@ class MegatronWeightUpdate:
 
     def _coefficient(self, batch: _Batch) -> float:
         """The factor that unscales and clips the batch's gradients."""
-        norm = batch.report.grad_norm
-        if self._single_gradient_buffer and self._last_norm is not None:
-            norm = self._last_norm
-        coefficient = 1.0 / batch.scale
-        if self._clip_grad > 0.0:
-            clip = self._clip_grad / (norm + 1.0e-6)
-            if clip < 1.0:
-                coefficient *= clip
-        return coefficient
+        return self._decisions.coefficient(batch.report, norm=self._last_norm if self._single_gradient_buffer else None)
 
     def _apply_early(self, batch: _Batch) -> None:
         """Free the only gradient buffer: apply its gradients before their own norm is known."""
@@ -294,8 +261,7 @@ class MegatronWeightUpdate:
         self._prepare(batch)
         version = batch.info.index + 1
         report = batch.report
-        report.learning_rate = self.learning_rate
-        report.skipped = report.overflow
+        self._decisions.note(report)
         if report.overflow and self._prediction is None:
             self.versions.alias(version, of=version - 1)
         elif not report.overflow:
@@ -309,12 +275,10 @@ class MegatronWeightUpdate:
                     self._inner.step_with_ready_grads()
             else:
                 self._prediction.step()
-                self._prediction.clip_factor = coefficient * batch.scale
+                self._prediction.clip_factor = coefficient * report.loss_scale
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
-            if self.scheduler is not None:
-                self.scheduler.step(increment=batch.info.num_samples)
-        self._scales.step(batch.info.index, scale=batch.scale, overflow=report.overflow)
+        self._decisions.advance(report)
         self._gradients.release(batch.slot)
         batch.applied = True
 
@@ -346,7 +310,7 @@ class MegatronWeightUpdate:
             batch.partial or PartialGradients(self._gradients[batch.slot], num_microbatches),
             batch.partial_embedding,
             num_microbatches=batch.info.num_microbatches,
-            loss_scale=batch.scale,
+            loss_scale=batch.report.loss_scale,
             can_overflow=self._scaler is not None,
         )
         batch.partial = batch.partial_embedding = None
@@ -369,9 +333,11 @@ class MegatronWeightUpdate:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step, of the groups that follow the schedule."""
-        groups = self.optimizer.param_groups
-        followers = [group for group in groups if group.get("default_config", True)] or groups
-        return float(followers[0]["lr"]) if followers else 0.0
+        return self._decisions.learning_rate
+
+    def versions_of(self, stage: int) -> WeightVersions:
+        """What a stage of the rank asks for its weights."""
+        return self.versions
 
     def close(self) -> None:
         """End the groups of the chain, drained. Collective: every rank of the job calls it, after the engine's."""

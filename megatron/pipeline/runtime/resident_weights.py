@@ -27,7 +27,8 @@ from megatron.pipeline.runtime.host_store import HostStore
 class ResidentWeights:
     """The device's side of a `HostStore`.
 
-    `modules`: stage -> its module; the parameters are those that the store was made of, and away from now on.
+    `modules`: stage -> its module; the parameters are those that the store was made of, in its order, and away from now
+    on.
     `num_resident`: K, the most stages that are there at once. All calls come from the thread that computes, but for
     what `fetch` and `free` return, which the lane to the device calls.
 
@@ -46,7 +47,10 @@ class ResidentWeights:
         device = torch.device(device)
         self.num_fetched = self.num_bytes_fetched = 0
         self._store = store
-        self._parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
+        self._parameters = {
+            stage: dict(zip(store.stages[stage].weights, module.parameters(), strict=True))
+            for stage, module in modules.items()
+        }
         self._resident: dict[int, int] = {}  # stage -> version, as far as the row has come
         self._num_resident = num_resident
         self._shows_host = False

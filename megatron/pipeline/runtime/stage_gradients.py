@@ -19,10 +19,16 @@ from megatron.pipeline.runtime.flat_layout import Flat
 from megatron.pipeline.runtime.host_store import HostStage
 
 
+def show_as_grad(parameter: torch.nn.Parameter, view: Tensor | None) -> None:
+    """Autograd adds to the view itself, in place."""
+    parameter.grad = view
+
+
 class StageGradients:
     """The gradient buffers of one rank.
 
-    `stages`: stage -> its place on the host; `parameters`: stage -> name -> the parameter whose gradient it is.
+    `stages`: stage -> its place on the host; `parameters`: stage -> name -> the parameter whose gradient it is. `show`:
+    has backwards add to a view of a buffer (in the dtype of the host's gradients) for a parameter, or to nothing.
     """
 
     def __init__(
@@ -30,13 +36,15 @@ class StageGradients:
         stages: Mapping[int, HostStage],
         parameters: Mapping[int, Mapping[str, torch.nn.Parameter]],
         *,
+        show: Callable[[torch.nn.Parameter, Tensor | None], None] = show_as_grad,
         device: torch.device | str = "cpu",
     ) -> None:
         self._stages = stages
         self._parameters = parameters
+        self._show = show
         length: dict[torch.dtype, int] = {}
         for stage in stages.values():
-            for dtype, count in stage.layout.num_elements.items():
+            for dtype, count in stage.gradient_layout.num_elements.items():
                 length[dtype] = max(length.get(dtype, 0), count)
         num_buffers = min(GRADIENT_BUFFERS, len(stages))
         self._free = deque(
@@ -53,13 +61,13 @@ class StageGradients:
             return
         assert self._free, f"stages {list(self._buffers)} have all gradient buffers, and {stage} needs one"
         buffer = self._buffers[stage] = self._free.popleft()
-        lengths = self._stages[stage].layout.num_elements
+        lengths = self._stages[stage].gradient_layout.num_elements
         self._flat[stage] = {dtype: buffer[dtype][:length] for dtype, length in lengths.items()}
         for flat in self._flat[stage].values():
             flat.zero_()
-        views = self._views(stage)
+        views = self.views(stage)
         for name, parameter in self._parameters[stage].items():
-            parameter.grad = views[name]
+            self._show(parameter, views[name])
 
     def flat(self, stage: int) -> Flat:
         """What the stage has added up, until it is on the host: dtype -> 1-d tensor."""
@@ -67,7 +75,7 @@ class StageGradients:
 
     def norms(self, stage: int) -> dict[str, Tensor]:
         """name -> the norm of the gradient, FP64 scalars on the device: nobody has waited for them."""
-        views = self._views(stage)
+        views = self.views(stage)
         return {name: torch.linalg.vector_norm(view, dtype=torch.float64) for name, view in views.items()}
 
     def store(self, stage: int) -> Callable[[], None]:
@@ -75,7 +83,7 @@ class StageGradients:
         buffer is free.
         """
         for parameter in self._parameters[stage].values():
-            parameter.grad = None
+            self._show(parameter, None)
         self._free.append(self._buffers.pop(stage))
 
         def copy() -> None:
@@ -84,5 +92,6 @@ class StageGradients:
 
         return copy
 
-    def _views(self, stage: int) -> dict[str, Tensor]:
-        return self._stages[stage].layout.views(self._flat[stage])
+    def views(self, stage: int) -> dict[str, Tensor]:
+        """The same by name, in the parameters' shapes."""
+        return self._stages[stage].gradient_layout.views(self._flat[stage])

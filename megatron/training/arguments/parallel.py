@@ -15,8 +15,8 @@ PIPELINE = Group(
             "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
             "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank, "
             "exact; the default where the flags ask for several. bpipe: flush with saved activations balanced over "
-            "pairs of stages, as --balance-activations does. l2l: weights on the host; "
-            "plain modules only, no training of GPT or BERT yet.",
+            "pairs of stages, as --balance-activations does. l2l: weights, gradients and optimizer state on "
+            "the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md.",
             choices=PRESETS.keys(),  # those that are registered later, too
         ),
         switch(
@@ -60,6 +60,20 @@ PIPELINE = Group(
             "--2bw-provisional-reduce",
             "With --2bw-provisional and replicas: predict from the mean over the replicas, for one more reduction of "
             "the gradients in each batch, which nothing hides on the first stage.",
+        ),
+        option(
+            "--l2l-update",
+            str,
+            "auto",
+            "With l2l: when the host updates a stage. eager: as soon as it has its gradients. deferred: when the norm "
+            "of all gradients is known, by which they are clipped. auto: eager where nothing depends on the norm.",
+            choices=("auto", "eager", "deferred"),
+        ),
+        option(
+            "--l2l-resident-stages",
+            integer,
+            2,
+            "With l2l: the most stages of a rank whose weights are on the device at once.",
         ),
         option(
             "--pipeline-timeline",

@@ -60,6 +60,11 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         raise ValueError("--profile marks ranges for nsys, which needs CUDA; add --use-pytorch-profiler")
     if args.distributed_backend == "nccl" and not platform.is_cuda:
         raise ValueError("--distributed-backend nccl needs CUDA; use gloo or leave the flag out")
+    if PRESETS[args.pipeline_schedule].residency is not None and platform.is_cuda:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} trains GPT and BERT on CPUs only so far: on a GPU their "
+            "models are built on the device, and not on the host; use another schedule"
+        )
     if args.optimizer_kernel == "fused" and platform.is_cuda:
         raise ValueError(
             "--optimizer-kernel fused is for steps on a CPU; on a GPU Apex's and Transformer Engine's are fused "

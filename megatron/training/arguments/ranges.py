@@ -69,6 +69,7 @@ RANGES = (
             "tensorboard_queue_size",
             "pipeline_timeline_iterations",
             "pipeline_2bw_provisional_microbatches",
+            "l2l_resident_stages",
             "dry_run",
             "dry_run_gpus_per_node",
             "num_dataset_builder_threads",

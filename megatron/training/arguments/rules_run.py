@@ -6,6 +6,7 @@ import re
 from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
 from megatron.pipeline.weights import TWO_BW, WeightPolicy
 from megatron.planner.devices import device_gib
+from megatron.training.arguments.rules_relay import relay, residency_of
 from megatron.training.batch_sizes import BatchSizes, parse_steps
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
@@ -104,16 +105,11 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
     """Order and number of stages on a rank fit together. Several, and no schedule named, ask for `interleaved`, as in
     Megatron-LM.
     """
-    if PRESETS[args.pipeline_schedule].residency is not None:
-        raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} keeps weights on the host, where this training "
-            "cannot build a model yet; use another (plain modules run it through PipelineEngine)"
-        )
     v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
     if v is not None and "pipeline_schedule" not in args.given:
         args.pipeline_schedule = "interleaved"
-    interleaves = PRESETS[args.pipeline_schedule].interleaves
-    if v is None and interleaves:
+    interleaves, on_host = PRESETS[args.pipeline_schedule].interleaves, residency_of(args) is not None
+    if v is None and interleaves and not on_host:
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
             "--num-virtual-stages-per-pipeline-rank 2 or more, or use flush"
@@ -133,6 +129,11 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
 def pipeline_schedule(args: argparse.Namespace) -> Schedule:
     """The schedule that `args` ask for."""
     num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
+    residency, num_replicas = residency_of(args), args.data_parallel_size
+    has_copies = args.pipeline_model_parallel_size > 1
+    if residency is not None:
+        has_copies = args.pipeline_model_parallel_size * num_virtual_stages > 1
+        num_replicas *= args.tensor_model_parallel_size  # they sum up what each has seen a part of, stage by stage
     return Schedule.preset(
         args.pipeline_schedule,
         num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
@@ -141,8 +142,9 @@ def pipeline_schedule(args: argparse.Namespace) -> Schedule:
         recompute=args.pipeline_recompute,
         extra_warmup=args.pipeline_extra_warmup,
         balance=args.balance_activations,
-        data_parallel=args.data_parallel_size > 1,
-        tied_embeddings=not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1,
+        data_parallel=num_replicas > 1,
+        tied_embeddings=not args.untie_embeddings_and_output_weights and has_copies,
+        residency=residency,
         predict=args.pipeline_2bw_provisional != "off",
         provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
         reduce_partial=args.pipeline_2bw_provisional_reduce,
@@ -359,6 +361,7 @@ RULES = (
     paths,
     length,
     batches,
+    relay,
     schedule,
     optimizer,
     learning_rate,

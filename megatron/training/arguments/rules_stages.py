@@ -14,16 +14,22 @@ _WAYS = (
 
 
 def virtual_stages(args: argparse.Namespace) -> None:
-    """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM."""
+    """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM.
+
+    Where weights live on the host, a stage has one layer unless the flags say otherwise.
+    """
     given = [name for name in _WAYS if getattr(args, name) is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(map(flag, given))} exclude each other; keep one")
+    on_host = PRESETS[args.pipeline_schedule].residency is not None
     num_stages = args.num_virtual_stages_per_pipeline_rank or 1
+    if on_host and not given:
+        num_stages = max(1, _counted_layers(args) // args.pipeline_model_parallel_size)
     if args.pipeline_model_parallel_layout is not None:
         num_stages = _stages_in_layout(args)
     elif args.num_layers_per_virtual_pipeline_stage is not None:
         num_stages = _stages_of_equal_layers(args)
-    if num_stages > 1 and args.pipeline_model_parallel_size == 1:
+    if num_stages > 1 and args.pipeline_model_parallel_size == 1 and not on_host:
         raise ValueError(
             f"{flag(given[0])} {getattr(args, given[0])} gives a rank {num_stages} stages, which buys nothing "
             "with --pipeline-model-parallel-size 1; raise the latter or leave the flag out"
@@ -67,10 +73,13 @@ def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
     """(ranks, stages on each, None for one) over which megatron.core splits the layers.
 
     Where stages are dealt out in turn, those of the pipeline, as in Megatron-LM. Under another placement, a rank for
-    each stage: what a stage holds does not depend on the rank that holds it.
+    each stage: what a stage holds does not depend on the rank that holds it. So, too, where weights live on the host:
+    megatron.core has several stages on a rank of several ranks only.
     """
     p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    return (p, v) if PRESETS[args.pipeline_schedule].placement == "round-robin" else (p * (v or 1), None)
+    preset = PRESETS[args.pipeline_schedule]
+    is_megatrons = preset.placement == "round-robin" and preset.residency is None
+    return (p, v) if is_megatrons else (p * (v or 1), None)
 
 
 def layers(args: argparse.Namespace) -> None:

@@ -32,9 +32,19 @@ class DeviceMeter(TorchDispatchMode):
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
         return result
 
+    def set_host_aside(self) -> None:
+        """What the host has mapped since the meter began is not the device's; the peak is what there is now."""
+        self._shared = shared_mappings()
+        live = {address: each for address, each in self._live.items() if not self._is_shared(address)}
+        self._live = {address: each for address, each in live.items() if not each[0].expired()}
+        self.peak = sum(size for _, size in self._live.values())
+
+    def _is_shared(self, address: int) -> bool:
+        return any(start <= address < end for start, end in self._shared)
+
     def _note(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
-        if not any(start <= address < end for start, end in self._shared):
+        if not self._is_shared(address):
             self._live[address] = StorageWeakRef(storage), storage.nbytes()
 
 

@@ -144,12 +144,16 @@ def own_stages(case: Case) -> tuple[int, ...]:
 
 def gpt_model(case: Case, chunk: int = 0) -> GPTModel | BertModel:
     """A chunk of this rank, with the weights that its global names imply."""
-    config, num_stages = transformer_config(case), case.p * case.v
     if not case.is_placed:
-        return _gpt_model(case, config, vp_stage=chunk if case.v > 1 else None)
-    stage = own_stages(case)[chunk]
+        return _gpt_model(case, transformer_config(case), vp_stage=chunk if case.v > 1 else None)
+    return model_of_stage(case, own_stages(case)[chunk], case.p * case.v)
+
+
+def model_of_stage(case: Case, stage: int, num_stages: int) -> GPTModel | BertModel:
+    """The same of one of so many stages of equally many layers, wherever it lies."""
     with at_stage(stage, num_stages, builds=True):
-        return _gpt_model(case, config_of_stage(config, stage, [case.layers // num_stages] * num_stages))
+        layers = [case.layers // num_stages] * num_stages
+        return _gpt_model(case, config_of_stage(transformer_config(case), stage, layers))
 
 
 def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = None) -> GPTModel | BertModel:

@@ -74,6 +74,27 @@ def test_the_stages_together_are_one_step(name):
         host.assert_equal()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_other_parameters_keeps_its_state(name):
+    """It is made of parameters that stand for the host's, as those of a model that are away: they stay as they are, the
+    host's are stepped, and the state is under the optimizer's own, from the first step on and after loading.
+    """
+    host, make = Host(OPTIMIZERS[name]), OPTIMIZERS[name]
+    away = {each: nn.Parameter(torch.full((), torch.nan).expand(value.shape))
+            for each, value in host.store.parameters.items()}  # fmt: skip
+    stands_for = {away[each]: value for each, value in host.store.parameters.items()}
+    host.host = HostOptimizer(make(Host.groups(away)), host.store, stands_for=stands_for)
+    for number in range(4):
+        host.step(number, factor=0.3 if number % 2 else 1.0)
+        host.assert_equal()
+        if number == 1:
+            saved = copy.deepcopy(host.host.optimizer.state_dict())
+            host.host.optimizer.state.clear()
+            host.host.optimizer.load_state_dict(saved)
+    assert set(host.host.optimizer.state) <= set(stands_for)
+    assert all(each.isnan().all() and each.grad is None for each in away.values())
+
+
 def test_other_stages_stay_as_they_are():
     """The update of one stage touches nothing of the others, though they have gradients."""
     host = Host(OPTIMIZERS["AdamW"])

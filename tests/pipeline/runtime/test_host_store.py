@@ -38,6 +38,26 @@ def test_masters_are_beside_weights_of_lower_precision():
     assert torch.equal(weight, master.bfloat16()) and not torch.equal(weight.float(), master)
 
 
+def test_masters_may_be_there_already():
+    """Those of an optimizer, by name, are the host's parameters; weights without one are parameters themselves."""
+    low = nn.Linear(3, 4).bfloat16()
+    master = low.weight.detach().float()
+    store = HostStore(stages(low), masters={"0.weight": master})
+    assert store.parameters["0.weight"] is master and store.parameters["0.bias"].dtype == torch.bfloat16
+    master += 1 / 3
+    store.write_weights(0)
+    assert torch.equal(store.stages[0].weights["0.weight"], master.bfloat16())
+
+
+def test_gradients_may_have_a_dtype_of_their_own():
+    """Low-precision weights whose gradients add up in FP32."""
+    store = HostStore(stages(nn.Linear(3, 4).bfloat16()), gradient_dtype=torch.float32)
+    place = store.stages[0]
+    assert set(place.flat) == {torch.bfloat16} and set(place.flat_gradients) == {torch.float32}
+    assert {name: each.shape for name, each in place.gradients.items()} == {"0.weight": (4, 3), "0.bias": (4,)}
+    assert store.num_bytes == place.layout.num_bytes + place.gradient_layout.num_bytes
+
+
 def test_the_host_is_a_shared_mapping():
     """Seen from outside, its memory is not the process's private one, of which a CPU's device is made."""
     store = HostStore(stages(nn.Linear(30, 40)))

@@ -54,6 +54,20 @@ def test_what_arrives_is_what_autograd_adds_up():
             assert all(torch.equal(each, plain[name]) for name, each in rank.on_host(stage).items())
 
 
+def test_backwards_may_add_in_another_precision():
+    """To what `show` is given, in the dtype of the host's gradients; and to nothing when they have left."""
+    module, shown = nn.Linear(3, 2).bfloat16(), {}
+    parameters = {0: dict(module.named_parameters())}
+    store = HostStore(parameters, gradient_dtype=torch.float32)
+    gradients = StageGradients(store.stages, parameters, show=lambda each, view: shown.update({each: view}))
+    gradients.accumulate(0)
+    assert all(view.dtype == torch.float32 and not view.any() for view in shown.values())
+    shown[module.bias].fill_(1 / 3)
+    gradients.store(0)()
+    assert store.stages[0].gradients["bias"].tolist() == [torch.tensor(1 / 3).item()] * 2
+    assert shown == {module.weight: None, module.bias: None}
+
+
 def test_a_buffer_is_free_when_its_gradients_have_left():
     """Two stages have one; a third is refused until one is stored, and then begins at zero in that one."""
     rank = Rank()

@@ -1,0 +1,144 @@
+"""What ranks of the relay's tests run with megatron.core: the tiny GPT of megatron_model.py, whose stages come from the
+host."""
+
+import gc
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.residency import Residency
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.megatron_relay_chunk import RelayChunk, show_as_main_grad
+from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.megatron_stage import MegatronStage
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.runtime.device_meter import DeviceMeter
+from tests.pipeline.runtime.fused_accumulation import stand_in
+from tests.pipeline.runtime.megatron_cases import optimizer_config, scheduler
+from tests.pipeline.runtime.megatron_model import (
+    SEQUENCE,
+    Case,
+    forward_step,
+    model_of_stage,
+    parallel,
+    training_data,
+)
+
+
+@dataclass
+class Outcome:
+    """`losses`, `norms`: of the batches. `stages`: bytes of weights and of gradients of each, as the host has them."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    stages: list[tuple[int, int]] = field(default_factory=list)
+    num_fetched: int = 0
+    num_bytes_fetched: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    peak_bytes: int = 0
+    message: str = ""
+
+
+def chunks_of(case: Case, num_stages: int, wrapper: type[DistributedDataParallel]) -> list[DistributedDataParallel]:
+    """All chunks of the model on this rank, `num_stages` of equally many layers."""
+    chunks = []
+    for stage in range(num_stages):
+        model = model_of_stage(case, stage, num_stages)
+        config = model.config
+        wrapped = Float16Module(config, model) if config.fp16 or config.bf16 else model
+        chunks.append(wrapper(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped))
+    return chunks
+
+
+def train(
+    *, num_stages: int, resident: int = 2, eager: bool = False, drop: int | None = None, batches=(2, 2), **options
+) -> Outcome:
+    """Batches of the relay on one rank. `drop`: a stage's last FETCH and FREE are left out of every row, and stages do
+    not ask whether their weights are there.
+    """
+    case = Case(batches=batches, **options)
+    outcome = Outcome()
+    gc.collect()
+    with stand_in() if case.fused else nullcontext(), parallel(case):
+        chunks = chunks_of(case, num_stages, RelayChunk)
+        optimizer = get_megatron_optimizer(optimizer_config(case), chunks)
+        residency = Residency(resident, "eager" if eager else "deferred")
+        with DeviceMeter() as meter:
+            update = MegatronRelayUpdate(
+                chunks, optimizer, scheduler(case, optimizer), stages=range(num_stages), residency=residency
+            )  # fmt: skip
+            meter.set_host_aside()
+            stages = [
+                MegatronStage(
+                    chunk, forward_step(case), update, index=index, num_stages=num_stages, seq_length=SEQUENCE,
+                    micro_batch_size=case.micro_batch_size, data_iterator=training_data(case, 0),
+                    recompute=index < num_stages - 1,
+                )
+                for index, chunk in enumerate(chunks)
+            ]  # fmt: skip
+            schedule = Schedule.preset(
+                "l2l", num_stages=num_stages, num_virtual_stages=num_stages, residency=residency,
+                tied_embeddings=case.tied and num_stages > 1,
+            )  # fmt: skip
+            engine = PipelineEngine(schedule, stages, update, ranks=[0])
+            if drop is not None:
+                _drop(engine, stages, drop)
+            for size in batches:
+                for report in engine.run_batch(size, size * case.micro_batch_size):
+                    outcome.losses.append(report.losses["lm loss"])
+                    outcome.norms.append(report.grad_norm)
+            engine.drain()
+            engine.close()
+        outcome.peak_bytes = meter.peak
+        update.close()
+    outcome.stages = [
+        (stage.layout.num_bytes, stage.gradient_layout.num_bytes) for stage in update.store.stages.values()
+    ]
+    outcome.num_fetched, outcome.num_bytes_fetched = update.resident.num_fetched, update.resident.num_bytes_fetched
+    outcome.weight_bytes, outcome.gradient_bytes = update.resident.num_bytes, update.gradients.num_bytes
+    return outcome
+
+
+def _drop(engine: PipelineEngine, stages: list[MegatronStage], dropped: int) -> None:
+    execute = engine._executor.run
+    for stage in stages:
+        stage.load_version = lambda version: None
+
+    def run_without(row):
+        left = list(row)
+        for kind in (Kind.FETCH, Kind.FREE):
+            found = [at for at, each in enumerate(left) if (each.kind, each.stage) == (kind, dropped)]
+            if found:
+                del left[found[-1]]
+        execute(left)
+
+    engine._executor.run = run_without
+
+
+def gradients(**options) -> list[list[bool]]:
+    """For each chunk: whether each parameter's gradient of three microbatches is that of megatron.core's DDP, bit for
+    bit and in its dtype.
+    """
+    case = Case(**options)
+    equal = []
+    with parallel(case):
+        for ours, theirs in zip(
+            chunks_of(case, 1, RelayChunk), chunks_of(case, 1, DistributedDataParallel), strict=True
+        ):
+            for parameter in ours.module.parameters():
+                show_as_main_grad(parameter, torch.zeros(parameter.shape, dtype=torch.float32))
+            for chunk in (ours, theirs):
+                data = training_data(case, 0)
+                for _ in range(3):
+                    output, loss = forward_step(case)(data, chunk)
+                    loss(output)[0].backward()
+            pairs = zip(unwrap_model(ours).parameters(), unwrap_model(theirs).parameters(), strict=True)
+            equal.append([torch.equal(mine.main_grad, other.main_grad) and mine.grad is None for mine, other in pairs])
+    return equal

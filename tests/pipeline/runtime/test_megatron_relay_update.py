@@ -1,0 +1,80 @@
+"""megatron.core's chunks with their weights on the host: what comes and goes, and what is on the device.
+
+That it trains what `flush` trains is shown by tests/training/test_relay.py.
+"""
+
+import math
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from tests import workers
+from tests.pipeline.runtime.megatron_model import SEQUENCE, Case
+
+CASES = "tests.pipeline.runtime.megatron_relay_cases"
+
+
+def train(**options):
+    (outcome,) = workers.run(1, f"{CASES}:train", **options)
+    return outcome
+
+
+@pytest.mark.parametrize(("resident", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
+def test_a_batch_fetches_every_stage_twice_but_where_it_turns(resident, dtype):
+    """2N - K fetches whatever m is, in the weights' own precision, and the device has K stages and two gradients."""
+    outcome = train(num_stages=4, resident=resident, batches=(1, 3), dtype=dtype)
+    weights, gradients = zip(*outcome.stages, strict=True)
+    assert outcome.num_fetched == 2 * (2 * 4 - resident)
+    assert outcome.num_bytes_fetched == 2 * (2 * sum(weights) - sum(weights[-resident:]))
+    assert outcome.weight_bytes < sum(weights) and outcome.gradient_bytes == 2 * max(gradients)
+    assert gradients[1] == weights[1] * (1 if dtype == "float32" else 2), "gradients add up in FP32"
+
+
+def test_the_devices_memory_does_not_grow_with_depth():
+    """By a meter from outside: eight layers more take m inputs each (and what they draw of the data), and nothing of
+    weights, gradients or moments.
+    """
+    case = Case()
+    peaks = [train(num_stages=layers, layers=layers, batches=(2, 2)).peak_bytes for layers in (3, 11, 19)]
+    inputs = 2 * 4 * SEQUENCE * case.micro_batch_size * case.hidden
+    tokens = 2 * 8 * (SEQUENCE + 1) * case.micro_batch_size
+    assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == [8 * (inputs + tokens)] * 2
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_missing_fetch_shows(stage):
+    """Weights that are away are NaN: the loss is, or at least the gradients of what is recomputed."""
+    outcome = train(num_stages=4, drop=stage, batches=(2,))
+    assert not all(map(math.isfinite, outcome.losses + outcome.norms))
+    assert all(map(math.isfinite, (whole := train(num_stages=4, batches=(2,))).losses + whole.norms))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_add_up_as_in_megatrons_ddp(dtype):
+    """In FP32 whatever the weights are; `.grad` is dropped."""
+    [[equal]] = workers.run(1, f"{CASES}:gradients", dtype=dtype)
+    assert len(equal) > 30 and all(equal)
+
+
+def test_eager_is_deferred_where_nothing_depends_on_the_norm():
+    """Losses and norms of four batches are the same, bit for bit."""
+    eager, deferred = (train(num_stages=4, eager=each, batches=(2, 1, 3, 2)) for each in (True, False))
+    assert (eager.losses, eager.norms) == (deferred.losses, deferred.norms) and len(set(eager.losses)) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distributed_optimizer": True}, "The distributed optimizer keeps its shards on the device"),
+        ({"eager": True, "clip": 1.0}, "An eager update is made before the norm of all gradients"),
+        ({"eager": True, "dtype": "float16"}, "use deferred updates, or neither clip nor scale the loss"),
+        ({"fused": True}, "gradient_accumulation_fusion adds to gradients behind the back"),
+    ],
+)
+def test_what_it_cannot_drive_is_refused(options, message):
+    """Where it is made."""
+    with pytest.raises(workers.WorkerError, match=message):
+        train(num_stages=2, **options)
