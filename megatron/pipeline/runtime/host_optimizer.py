@@ -9,7 +9,7 @@ updates of all stages the optimizer is as if it had stepped once.
 
 What the groups say (learning rate, weight decay, ...) is taken when a batch begins (`settings`), since a schedule has
 advanced them by the time of a deferred update. A value that the step itself changes, such as a counter of steps, is
-written back to the optimizer's group.
+written back to the optimizer's group. Moments lie in the store's memory (`host_moments`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.host_moments import HostMoments
 from megatron.pipeline.runtime.host_store import HostStore
 from megatron.pipeline.runtime.optimizer_stand_in import HOOKS, settings_of, stand_in, take_step
 
@@ -46,6 +47,7 @@ class HostOptimizer:
         stands_for: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.moments = HostMoments(store.make)
         self._store = store
         self._stands_for = dict(stands_for or {})
         stage_of = {store.parameters[name]: stage for stage, place in store.stages.items() for name in place.weights}
@@ -87,14 +89,25 @@ class HostOptimizer:
             for said, mine in zip(settings, self._groups[stage], strict=True)
         ]
         kept, own = self.optimizer.state, [each for mine in self._groups[stage] for each in mine]
+        self._bring_home(own)  # what was loaded
         state = defaultdict(dict, {self._on_host(each): kept[each] for each in own if each in kept})
         take_step(stand_in(self.optimizer, groups, state, shares_tables=True))
         kept.update({each: state[self._on_host(each)] for each in own if self._on_host(each) in state})
+        self._bring_home(own)
         for parameter in parameters.values():
             parameter.grad = None
         self._store.write_weights(stage)
         for group, said, stepped in zip(self.optimizer.param_groups, settings, groups, strict=True):
             group.update(_changed(said, stepped))
+
+    def _bring_home(self, parameters: list[Tensor]) -> None:
+        """Have the state of these parameters in the store's memory."""
+        strangers = self.moments.strangers(self.optimizer.state, parameters)
+        places = self.moments.places({key: value.dtype for key, value in strangers.items()})
+        for (parameter, name), value in strangers.items():
+            place = places[parameter, name]
+            place.copy_(value)
+            self.optimizer.state[parameter][name] = place
 
     def _on_host(self, parameter: Tensor) -> Tensor:
         """The store's parameter that one of the optimizer's stands for."""

@@ -6,7 +6,8 @@ has itself. Copies have to be one call a stage, and on CUDA memory from which th
 Solution: for each stage flat weights and flat gradients in such memory (`Streams.host_buffer`: pinned on CUDA; a CPU's
 "device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
 apart). `parameters` are the host's own, which an optimizer steps. They are views of the weights, or, with masters, FP32
-tensors beside weights of lower precision, which are written from them behind each step.
+tensors in such memory beside weights of lower precision, which are written from them behind each step. What an
+optimizer keeps of each element comes to lie there, too (`host_moments`).
 
 A stage has one place for gradients. It is free again when its update is complete, and that is before the stage can be
 fetched for its next batch.
@@ -28,7 +29,9 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class HostStage:
-    """A stage on the host. `flat`, `flat_gradients`: dtype -> 1-d tensor; `weights`, `gradients`: name -> view."""
+    """A stage on the host. `flat`, `flat_gradients`: dtype -> 1-d tensor; `weights`, `gradients`: name -> view;
+    `masters`: name -> FP32 view, for those weights that have one.
+    """
 
     layout: FlatLayout
     flat: dict[torch.dtype, Tensor]
@@ -36,14 +39,20 @@ class HostStage:
     gradient_layout: FlatLayout
     flat_gradients: dict[torch.dtype, Tensor]
     gradients: dict[str, Tensor]
+    master_layout: FlatLayout
+    masters: dict[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes + self.gradient_layout.num_bytes + self.master_layout.num_bytes
 
 
 class HostStore:
     """The stages of one rank on the host.
 
     `stages`: stage -> name -> parameter, with their initial values, which are copied; names are different ones over all
-    stages. `masters`: FP32 parameters stand for weights of lower precision: new ones, or by name those that there are.
-    `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what the values are.
+    stages. `masters`: FP32 parameters stand for weights of lower precision: new ones, or by name those that there are,
+    which move into the host's memory. `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what the values are.
 
     Attributes:
         stages: stage -> its place on the host.
@@ -64,25 +73,29 @@ class HostStore:
         first_version: int = 0,
     ) -> None:
         _require_own(stages)
-        make = streams_of(torch.device(device)).host_buffer
+        self.make = streams_of(torch.device(device)).host_buffer
         self.stages: dict[int, HostStage] = {}
         self.parameters: dict[str, Tensor] = {}
         self.versions = dict.fromkeys(stages, first_version)
         for stage, parameters in stages.items():
-            place = self.stages[stage] = _place_of(parameters, gradient_dtype, make)
+            place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make)
             for name, parameter in parameters.items():
-                weight = place.weights[name]
+                weight, master = place.weights[name], place.masters.get(name)
                 weight.copy_(parameter.detach())
-                if isinstance(masters, Mapping) and name in masters:
+                if master is None:
+                    self.parameters[name] = torch.nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                elif isinstance(masters, Mapping):
+                    master.copy_(masters[name].detach())
+                    masters[name].data = master
                     self.parameters[name] = masters[name]
-                    continue
-                own = weight.float() if masters is True and weight.dtype in LOW_PRECISION else weight
-                self.parameters[name] = torch.nn.Parameter(own, requires_grad=parameter.requires_grad)
+                else:
+                    master.copy_(weight)
+                    self.parameters[name] = torch.nn.Parameter(master, requires_grad=parameter.requires_grad)
 
     @property
     def num_bytes(self) -> int:
-        """Of weights and gradients; masters and an optimizer's state come on top."""
-        return sum(stage.layout.num_bytes + stage.gradient_layout.num_bytes for stage in self.stages.values())
+        """Of weights, gradients and masters; an optimizer's moments come on top."""
+        return sum(stage.num_bytes for stage in self.stages.values())
 
     def newest_tensors(self) -> dict[str, Tensor]:
         """name -> weight, of all stages: the host's own, not a copy."""
@@ -100,12 +113,24 @@ class HostStore:
 def _place_of(
     parameters: Mapping[str, Tensor],
     gradient_dtype: torch.dtype | None,
+    masters: bool | Mapping[str, Tensor],
     make: Callable[[tuple[int, ...], torch.dtype], Tensor],
 ) -> HostStage:
+    def has_master(name: str) -> bool:
+        return name in masters if isinstance(masters, Mapping) else masters and parameters[name].dtype in LOW_PRECISION
+
     layout, gradient_layout = FlatLayout(parameters), FlatLayout(parameters, dtype=gradient_dtype)
+    master_layout = FlatLayout({name: parameters[name] for name in parameters if has_master(name)}, dtype=torch.float32)
     flat, flat_gradients = layout.allocate(make), gradient_layout.allocate(make)
     return HostStage(
-        layout, flat, layout.views(flat), gradient_layout, flat_gradients, gradient_layout.views(flat_gradients)
+        layout,
+        flat,
+        layout.views(flat),
+        gradient_layout,
+        flat_gradients,
+        gradient_layout.views(flat_gradients),
+        master_layout,
+        master_layout.views(master_layout.allocate(make)),
     )
 
 
