@@ -24,6 +24,7 @@ P1, P2, P4 = (f"--pipeline-model-parallel-size {p}" for p in (1, 2, 4))
 V1, V2 = (f"--num-virtual-stages-per-pipeline-rank {v}" for v in (1, 2))
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
 LAYOUT = "--pipeline-model-parallel-layout"
+ON_HOST = "--l2l-stash host"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --loss-scale-window 3"
 
 
@@ -45,6 +46,7 @@ BIT_EQUAL = {
     "a layer a stage, eager": (EXACT, 1, L2L),
     "a layer a stage, clipped": (CLIPPED, 1, f"{L2L} --l2l-update deferred"),
     "bf16, replicas": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2}"),
+    "inputs on the host, bf16": (f"{CLIPPED} --bf16", 1, f"{L2L} {ON_HOST}"),
 }
 BIT_EQUAL_MATRIX = {
     "replicas": (CLIPPED, 2, L2L),
@@ -64,6 +66,9 @@ BIT_EQUAL_MATRIX = {
         1,
         L2L,
     ),
+    "inputs on the host, one resident": (EXACT, 1, f"{L2L} {ON_HOST} --l2l-resident-stages 1"),
+    "inputs on the host, one microbatch": (f"{EXACT} --global-batch-size 1", 1, f"{L2L} {ON_HOST}"),
+    "inputs on the host, tensor ranks": (f"{CLIPPED} {TENSOR}", 2, f"{L2L} {ON_HOST}"),
     "recompute within": (f"{CLIPPED} --recompute-activations", 1, f"{L2L} {V2}"),
     "masks": (f"{CLIPPED} --reset-attention-mask --reset-position-ids --eod-mask-loss", 1, L2L),
     "tensor ranks": (f"{CLIPPED} {TENSOR}", 2, L2L),
@@ -87,6 +92,7 @@ ON_RANKS = {"p=2": (f"{EXACT} --bf16", 2, P2)}
 ON_RANKS_MATRIX = {
     "p=2 v=1": (EXACT, 2, f"{P2} {V1}"),
     "p=4": (EXACT, 4, P4),
+    "p=2, inputs on the host": (f"{EXACT} --num-layers 8", 2, f"{P2} {ON_HOST}"),
     "p=2 d=2": (EXACT, 4, P2),
     "p=2 unequal stages": (EXACT, 2, f"{P2} {LAYOUT} Et|tt||tL"),
 }

@@ -158,11 +158,11 @@ def run(
     )
 
 
-def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False) -> tuple[str, list[bool]]:
+def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False, stash: str = "device") -> tuple[str, list[bool]]:
     """Two batches of two microbatches on four stages, whose rows lack these words where they stand last. `unchecked`:
     stages do not ask whether their weights are there. What the run raises, and whether each batch's loss was NaN.
     """
-    relay = Relay(Training(batches=(2, 2)), num_virtual_stages=4, residency=Residency())
+    relay = Relay(Training(batches=(2, 2)), num_virtual_stages=4, residency=Residency(stash=stash))
     if unchecked:
         for stage in relay.stages:
             stage.load_version = lambda version: None
@@ -181,7 +181,7 @@ def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False) -> tuple[str,
     try:
         for num_microbatches in (2, 2):
             reports += relay.engine.run_batch(num_microbatches, num_microbatches)
-    except AssertionError as error:
+    except (AssertionError, TypeError) as error:
         message = f"{error} ({error.pipeline_instruction})"
     relay.close()
     return message, [report.nan for report in reports]
