@@ -215,13 +215,13 @@ def test_weights_alone_can_be_taken_over(saved, dtype):  # noqa: F811
 
 
 def test_evaluations_and_saving_change_nothing(tmp_path):
-    """Drains, evaluations and checkpoints on the way: losses and weights of a run without them, and flush's
-    evaluations; and the timeline, with its lanes, is drawn.
+    """Drains, evaluations and checkpoints on the way, with inputs on the host: losses and weights of a run without any
+    of them, and flush's evaluations; and the timeline, with its lanes, is drawn.
     """
     flags, busy = f"{EXACT} --train-iters 5 {L2L}", "--eval-iters 2 --eval-interval 2"
     plain = train(1, flags)
     folder = tmp_path / "timeline"
-    found = train(1, f"{flags} {busy} --save {tmp_path} --save-interval 3 --pipeline-timeline {folder}")
+    found = train(1, f"{flags} {ON_HOST} {busy} --save {tmp_path} --save-interval 3 --pipeline-timeline {folder}")
     assert_same([{**plain[0], "records": [each for each in plain[0]["records"] if "lm_loss" in each]}],
                 [{**found[0], "records": [each for each in found[0]["records"] if "lm_loss" in each]}])  # fmt: skip
     flush = train(1, f"{EXACT} --train-iters 5 {FLUSH} {busy}")
@@ -232,10 +232,12 @@ def test_evaluations_and_saving_change_nothing(tmp_path):
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path):
-    """SIGTERM in the middle: a checkpoint, and the next run ends with the weights of one that nobody stopped."""
+    """SIGTERM in the middle, with inputs on the host: a checkpoint, and the next run ends with the weights of one that
+    nobody stopped, whose inputs stayed on the device.
+    """
     flags = f"{CLIPPED} --bf16 {L2L}"
-    (stopped,) = train(1, f"{flags} --save {tmp_path}", stop_after={0: 2})
+    (stopped,) = train(1, f"{flags} {ON_HOST} --save {tmp_path}", stop_after={0: 2})
     assert stopped["iteration"] < 6 and any("exiting on request" in line for line in stopped["lines"])
-    rest, whole = train(1, f"{flags} --load {tmp_path}"), train(1, flags)
+    rest, whole = train(1, f"{flags} {ON_HOST} --load {tmp_path}"), train(1, flags)
     assert rest[0]["iteration"] == 6
     assert_same([{**whole[0], "records": whole[0]["records"][stopped["iteration"] :]}], rest)

@@ -11,10 +11,10 @@ the run that turns around wait for no other stage's computations; and some would
 
 RELOADs stand two backwards ahead, so that two inputs are there, or come, beside the one in use. In their lane they
 share the way to the device with FETCHes. At the beginning of a run FREE makes room and the FETCH of the next stage
-follows at once; a RELOAD behind it waits for all of it, and the run, too. So the first two of a run stand in the run
-before, ahead of that FETCH, which then may take as long as two microbatches and a half need before anybody waits. One
-backward ahead (`ahead=1`), as is natural where nothing else is in the lane, each run waits for the FETCH at its second
-microbatch. More ahead would take an input each: a FETCH as long as a whole run asks for the whole batch.
+follows at once; a RELOAD behind it waits for all of it, and the run, too. So the first three of a run stand ahead of
+that FETCH, two of them in the run before. With C for a forward and 3C for a backward with its recompute, X for a FETCH
+and A for a RELOAD, nobody waits where X + 2A <= 9C; else each stage does for what is more. One backward ahead
+(`ahead=1`), as is natural where nothing else is in the lane, that is 6C; each one more takes an input of memory.
 """
 
 from megatron.pipeline.instruction import BEGINS_BACKWARD, Instruction, Kind
