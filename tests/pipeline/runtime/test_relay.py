@@ -11,6 +11,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Instruction, Kind, Lane
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedUpdate
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.flat_layout import FlatLayout
@@ -294,7 +295,7 @@ def test_what_runs_is_the_program(host_update, num_replicas):
 
 
 def test_what_does_not_go_together_is_refused():
-    """Eager updates that clip, and an update whose weights are on the device."""
+    """Eager updates that clip, an update whose weights are on the device, and moves beside a stash on the host."""
     modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
     store = HostStore({0: dict(modules[0].named_parameters())})
     optimizer = torch.optim.SGD(store.parameters.values(), lr=0.1)
@@ -305,6 +306,13 @@ def test_what_does_not_go_together_is_refused():
     schedule = Schedule.preset("l2l", num_stages=1)
     with pytest.raises(ValueError, match=r"EmulatedUpdate has them on the device; give a RelayUpdate"):
         PipelineEngine(schedule, SimpleNamespace(index=0), EmulatedUpdate())
+    stashing = Residency(stash="host")
+    schedule = Schedule.preset("l2l", num_stages=1, residency=stashing)
+    update = ModuleRelayUpdate(modules, store, residency=stashing, optimizer=optimizer)
+    with pytest.raises(
+        ValueError, match=r"inputs are stashed on the host, and an activation_memory counts .*give none"
+    ):
+        PipelineEngine(schedule, SimpleNamespace(index=0), update, activation_memory=ActivationMemory())
 
 
 @pytest.mark.parametrize("fused", [False, True])
