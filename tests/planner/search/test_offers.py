@@ -1,9 +1,6 @@
 """The schedules that a search offers follow from the tables, at the time when it is asked."""
 
-import pytest
-
 from megatron.pipeline.schedules import PRESETS, Preset
-from megatron.planner import Configuration
 from megatron.planner.search import Space, offered
 from megatron.planner.search.offers import fewest_ranks, name_of, offer, preset_of
 from tests.planner import made_up
@@ -35,9 +32,7 @@ def test_ranks_from_which_on_something_moves():
 
 
 def test_weights_on_the_host_are_not_offered():
-    """They have no price yet: a search leaves them out, balanced ones too, and a configuration refuses them."""
+    """A search leaves them out, balanced ones too."""
     hosted = {name for name, preset in PRESETS.items() if preset.residency is not None}
     assert hosted == {"l2l"}
     assert not {preset_of(name)[0] for name in offered()} & hosted
-    with pytest.raises(ValueError, match="l2l keeps weights on the host, which has no price yet"):
-        Configuration(schedule="l2l", micro_batch_size=1, global_batch_size=1)
