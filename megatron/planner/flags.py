@@ -3,6 +3,7 @@
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.configuration import Configuration
+from megatron.planner.hosted import DEVICE
 
 _RECOMPUTE = {
     RecomputeScope.NONE: (),
@@ -21,6 +22,14 @@ def prediction_words(configuration: Configuration) -> tuple[str, ...]:
     if configuration.provisional_reduce:
         words.append("--2bw-provisional-reduce")
     return tuple(words)
+
+
+def hosting_words(configuration: Configuration) -> tuple[str, ...]:
+    """How weights live on the host as words of a command line; none where they do not."""
+    if not configuration.is_hosted:
+        return ()
+    words = ("--l2l-update", configuration.host_update, "--l2l-resident-stages", str(configuration.resident_stages))
+    return (*words, "--l2l-stash", configuration.stash) if configuration.stash != DEVICE else words
 
 
 def configuration_words(configuration: Configuration) -> tuple[str, ...]:
@@ -45,4 +54,9 @@ def configuration_words(configuration: Configuration) -> tuple[str, ...]:
         words.append("--sequence-parallel")
     if configuration.distributed_optimizer:
         words.append("--use-distributed-optimizer")
-    return (*words, *prediction_words(configuration), *_RECOMPUTE[configuration.recompute])
+    return (
+        *words,
+        *prediction_words(configuration),
+        *hosting_words(configuration),
+        *_RECOMPUTE[configuration.recompute],
+    )
