@@ -1,0 +1,98 @@
+"""What benchmarks/l2l.py computes: closed forms, and tables of runs that are the program. No times."""
+
+import importlib
+import statistics
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.simulate import Costs, simulate
+from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
+from tests.pipeline.check.hosted import hosted
+
+SECONDS = st.sampled_from((0, 1, 2, 3, 5, 8, 13, 21))
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """The folder's modules can be imported, as a script in it does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def module(name):
+    return sys.modules.get(name) or importlib.import_module(name)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(2, 8), st.integers(1, 5), st.sampled_from(("eager", "deferred")), SECONDS, SECONDS, SECONDS, SECONDS
+)  # fmt: skip
+def test_a_steady_batch_takes_what_the_closed_form_says(N, u, update, X, G, R, U):
+    """Exactly where it says so, elsewhere no longer; the computation and the paper's sum are never above what they
+    bound.
+    """
+    form = module("l2l_formula").Relay(N=N, u=u, update=update, C=1, X=X, G=G, R=R, U=U)
+    costs = Costs(forward=1, backward=2, fetch=X, store=G, reduce_grad=R, update=U)
+    simulated = simulate(hosted(1, N, update=update, data_parallel=True).build((u,) * 4), costs)
+    found = module("l2l_lanes").steady_batches(simulated)
+    assert len(found) == 2
+    assert form.computation <= min(found) and max(found) <= form.batch
+    if form.is_exact:
+        assert found == [form.batch] * 2
+
+
+def test_the_closed_form_by_hand():
+    """Three stages of two microbatches, all else hidden; 1.5 of the computation where updates behind the norm are as
+    long as a stage's backwards; equation 4 adds up what the relay overlaps.
+    """
+    Relay = module("l2l_formula").Relay
+    form = Relay(N=3, u=2, update="eager", C=1, X=2, G=1, R=1, U=3)
+    assert (form.computation, form.batch, form.paper) == (22, 2 + 2 * 2 + 6 + 2 * 6 + 1 + 1 + 3, 3 * 12)
+    deep = {update: Relay(N=1000, u=4, update=update, C=1, X=4, G=6, R=6, U=12) for update in ("eager", "deferred")}
+    assert deep["eager"].batch / deep["eager"].computation == pytest.approx(1.0, abs=0.01)
+    assert deep["deferred"].batch / deep["deferred"].computation == pytest.approx(1.5, abs=0.01)
+
+
+def test_emulated_lanes_run_the_program(tmp_path):
+    """Each bottleneck with eager and deferred updates: what ran is the program, no batch is shorter than simulated, and
+    the simulator agrees with the closed form. (How much longer depends on the machine, so the status may be 1.)
+    """
+    arguments = "lanes --only bottlenecks --microbatches 2 --stages 4 --forward 1"
+    rows = rows_of("l2l", arguments, tmp_path, statuses=(0, 1))
+    assert [(row["case"], row["update"]) for row in rows] == [
+        (name, update) for name in ("compute", "fetch", "store", "update") for update in ("eager", "deferred")
+    ]
+    for row in rows:
+        assert row["executed_is_program"]
+        assert min(row["measured"]) >= 0.999 * row["simulated"]
+        assert row["over_simulated"] == statistics.median(row["measured"]) / row["simulated"]
+        assert row["simulated"] == pytest.approx(row["formula"])
+
+
+@pytest.mark.full
+def test_emulated_lanes_of_four_ranks(tmp_path):
+    """The same on four ranks, whose computation is that of one without the last stage."""
+    rows = rows_of("l2l", "lanes --only ranks --forward 1", tmp_path, statuses=(0, 1))
+    assert [(row["ranks"], row["stages"], row["formula"]) for row in rows] == [(4, 16, None)] * 2
+    for row in rows:
+        assert row["executed_is_program"] and row["ideal"] == pytest.approx(0.128)
+        assert min(row["measured"]) >= 0.999 * row["simulated"]
+
+
+def test_complaints_name_what_is_off():
+    """Another program than was simulated, a time more than 2% away on either side, and more of the computation than the
+    goal allows."""
+    good = {"case": "fetch", "microbatches": 4, "update": "eager", "executed_is_program": True, "over_simulated": 1.019,
+            "over_ideal": 1.02, "most": 1.03}  # fmt: skip
+    complaints = module("l2l_lanes").complaints
+    assert complaints([good]) == []
+    for change, words in (
+        ({"executed_is_program": False}, "something else than the program"),
+        ({"over_simulated": 1.021}, "1.0210 of the simulated time"),
+        ({"over_simulated": 0.979}, "0.9790 of the simulated time"),
+        ({"over_ideal": 1.031}, "1.031 of its computation, above 1.03"),
+    ):
+        (sentence,) = complaints([{**good, **change}])
+        assert words in sentence and "fetch, u=4, eager" in sentence
