@@ -3,6 +3,7 @@
 import importlib
 import statistics
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ def module(name):
     return sys.modules.get(name) or importlib.import_module(name)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(2, 8), st.integers(1, 5), st.sampled_from(("eager", "deferred")), SECONDS, SECONDS, SECONDS, SECONDS
 )  # fmt: skip
@@ -96,3 +97,79 @@ def test_complaints_name_what_is_off():
     ):
         (sentence,) = complaints([{**good, **change}])
         assert words in sentence and "fetch, u=4, eager" in sentence
+
+
+def test_device_bytes_grow_by_m_inputs_a_layer():
+    """By the meter, which counts flush's weights, gradients and moments, and of the relay's the arena, two gradient
+    buffers and what is saved: with three stages more, exactly 3m inputs more.
+    """
+    memory, Model = module("l2l_memory"), module("l2l_model").Model
+    args = SimpleNamespace(layers=[3, 6], hidden=16, microbatches=2)
+    rows = memory.depth_rows(args)
+    assert [(row["contender"], row["layers"]) for row in rows] == [
+        (name, layers) for name in ("flush", "l2l, eager", "l2l, deferred") for layers in (3, 6)
+    ]
+    models = {layers: Model(layers=layers, hidden=16, sequence=16, vocabulary=64) for layers in (3, 6)}
+    for row in rows:
+        model = models[row["layers"]]
+        assert row["parameters"] == model.num_parameters
+        least = 4 * model.num_parameters * 4
+        if row["contender"] == "flush":
+            assert least < row["device_bytes"] and row["host_bytes"] == 0
+            continue
+        assert least <= row["host_bytes"] < 1.1 * least  # aligned
+        assert row["growth"] == row["expected_growth"] == (None if row["layers"] == 3 else 2 * model.boundary_bytes)
+    assert memory.complaints(rows) == []
+    (sentence,) = memory.complaints([{**rows[-1], "growth": 2 * models[6].boundary_bytes + 4}])
+    assert "l2l, deferred of 6 layers" in sentence
+
+
+def test_the_models_are_trained_alike():
+    """What the benchmarks compare: the relay, eager and deferred, has the losses of flush to the last bit, and the
+    model as many parameters as it says.
+    """
+    parts = module("l2l_model")
+    model = parts.Model(layers=3, hidden=16, sequence=8, vocabulary=32)
+    contenders = [parts.Flush(model), *(parts.Relay(model, update=update) for update in ("eager", "deferred"))]
+    losses = [[each.run(m) for m in (2, 3, 1)] for each in contenders]
+    for each in contenders:
+        each.close()
+    assert losses[0] == losses[1] == losses[2] and len(set(losses[0])) == 3
+    built = [parts.stage_module(model, index) for index in range(3)]
+    assert sum(each.numel() for stage in built for each in stage.parameters()) == model.num_parameters
+
+
+@pytest.mark.full
+def test_flush_dies_where_the_relay_trains(tmp_path):
+    """Under one limit on private memory: flush at 36 layers, not at 6; the relay at both, with the losses of flush."""
+    rows = rows_of("l2l", "memory --only limit --limited-layers 6 36 --headroom 256", tmp_path)
+    died = {(row["contender"], row["layers"]): row["died"] for row in rows}
+    assert [each for each, reason in died.items() if reason] == [("flush", 36)]
+    assert "can't allocate memory" in died["flush", 36]
+    for row in rows:
+        assert len(row["losses"]) == 2
+        assert row["limited_losses"] == ([] if row["died"] else row["losses"])
+
+
+def test_what_a_limit_has_to_show():
+    """Complaints: a relay that dies, a limit under which nothing dies, losses that differ."""
+    complaints = module("l2l_memory").complaints
+    row = {"section": "limit", "layers": 8, "losses": [1.0], "limited_losses": [1.0], "died": None}
+    good = [{**row, "contender": "flush", "died": "no memory", "limited_losses": []}, {**row, "contender": "l2l"}]
+    assert complaints(good) == []
+    assert "died under the limit: no memory" in complaints([good[0], {**good[1], "died": "no memory"}])[0]
+    assert "shows nothing" in complaints([{**row, "contender": "flush"}, good[1]])[0]
+    changed = {**good[1], "losses": [1.5]}
+    assert [words for words in ("the limit changed", "other losses") for each in complaints([good[0], changed])
+            if words in each] == ["the limit changed", "other losses"]  # fmt: skip
+
+
+def test_the_limit_of_the_hosts_optimizer():
+    """An addition to 1 GB in 0.15 s moves 20 GB/s, at which 28 bytes take 1.4 ns."""
+    found = {"parameters": 1000, "stream_bytes": 10**9, "stream": [0.15] * 3, "loop": [9e-6], "foreach": [7e-6],
+             "fused": [2.8e-6]}  # fmt: skip
+    rows = {row["kernel"]: row for row in module("l2l_optimizer").rows_of(found, 2)}
+    assert rows["limit"]["nanoseconds"] == pytest.approx([1.4] * 3)
+    assert rows["limit"]["bandwidth"] == pytest.approx([2e10] * 3)
+    assert rows["fused"]["nanoseconds"] == pytest.approx([2.8]) and rows["fused"]["over_limit"] == pytest.approx(2)
+    assert rows["loop"]["over_limit"] == pytest.approx(9 / 1.4)
