@@ -7,6 +7,8 @@ lanes      Stages, fetches, stores, reductions and updates sleep on the threads 
            executor and lanes are real. Seconds a batch beside the simulator, the closed form and the paper's equation.
 memory     Device bytes of models that become deeper, by a meter from outside, and `flush` beside the relay under one
            limit on private memory (`ulimit -d`).
+compute    Seconds a batch over `flush` with full recompute, on one core and on two, and beside FSDP2 and DeepSpeed,
+           which offload, too: with device bytes, bytes moved and losses.
 optimizer  Nanoseconds a parameter of the host's AdamW, by kernel and threads, beside the memory's bandwidth.
 
 The exit status is 1 where something is not as it has to be, with a sentence for each.
@@ -26,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 PARTS = {
     "lanes": "emulated stages and lanes against the simulator and the closed form",
     "memory": "device bytes over depth, and flush beside the relay under a limit on private memory",
+    "compute": "real computation over flush with full recompute, beside FSDP2 and DeepSpeed",
     "optimizer": "nanoseconds a parameter of the host's AdamW, beside the memory's bandwidth",
 }
 """Subcommand -> what it measures. `l2l_NAME.py` says what else it can be asked (`add_arguments`), measures rows

@@ -1,6 +1,6 @@
 """Train a few batches in a process of its own: what `l2l.py memory` starts, with and without a limit on its memory.
 
-    bash -c 'ulimit -d 600000; python benchmarks/l2l_limited.py l2l --layers 96'
+    bash -c 'ulimit -d 600000; PYTHONPATH=. python benchmarks/l2l_limited.py l2l --layers 96'
 
 Prints one line of JSON: the losses, or what the process died of, and its private data (VmData) in bytes after the
 imports (`imported`) and at its fullest after a batch. VmData is what `ulimit -d` limits: private memory that can be
@@ -10,11 +10,7 @@ written, the stacks of threads included, and no shared mapping.
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from l2l_model import Flush, Model, Relay

@@ -123,7 +123,7 @@ def limited(name: str, args: argparse.Namespace, *, layers: int, limit: int | No
     command = f"exec {sys.executable} {_LIMITED} '{name}' --layers {layers} --hidden {args.limited_hidden}"
     if limit is not None:
         command = f"ulimit -d {limit // 1024}; {command}"
-    environment = {**os.environ, **RETURNS_MEMORY}
+    environment = {**os.environ, **RETURNS_MEMORY, "PYTHONPATH": str(_LIMITED.parents[1])}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600, env=environment)
     if done.returncode or not done.stdout:
         return {

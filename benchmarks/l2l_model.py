@@ -137,7 +137,10 @@ def make_optimizer(parameters) -> torch.optim.Optimizer:
 
 
 class Training:
-    """A contender: `run(m)` trains a batch and returns its loss, `close()` ends it."""
+    """A contender: `run(m)` trains a batch and returns its loss, `close()` ends it.
+
+    `device_state_bytes`: of what is on the device all the time.
+    """
 
     def __init__(self, engine: PipelineEngine, model: Model) -> None:
         self._engine, self._model = engine, model
@@ -155,7 +158,7 @@ class Flush(Training):
     """All on the device. Each layer is recomputed from its input, as `--recompute-granularity full` does."""
 
     def __init__(self, model: Model) -> None:
-        module = _Recomputed(*(stage_module(model, index) for index in range(model.layers)))
+        module = Recomputed(*(stage_module(model, index) for index in range(model.layers)))
         parameters = dict(module.named_parameters())
         schedule = Schedule.preset("flush", num_stages=1)
         versions = WeightVersions(parameters, window=1)
@@ -164,6 +167,11 @@ class Flush(Training):
         )
         stage = _stage(model, module, 0, 1, versions, False)
         super().__init__(PipelineEngine(schedule, stage, update), model)
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Weights, gradients and two moments."""
+        return 4 * 4 * self._model.num_parameters
 
 
 class Relay(Training):
@@ -184,6 +192,11 @@ class Relay(Training):
         ]
         gc.collect()
         super().__init__(PipelineEngine(schedule, stages, self.update), model)
+
+    @property
+    def device_state_bytes(self) -> int:
+        """The arena and two gradient buffers."""
+        return self.update.weights.num_bytes + self.update.gradients.num_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -208,7 +221,7 @@ def moments_on_host(optimizer: torch.optim.Optimizer, store: HostStore) -> int:
     return num_bytes
 
 
-class _Recomputed(nn.Sequential):
+class Recomputed(nn.Sequential):
     """Layers of which autograd saves the inputs."""
 
     def forward(self, hidden: Tensor) -> Tensor:

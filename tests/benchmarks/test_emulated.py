@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ TINY = "--batches 1 --repeats 2 --forward 1 --backward 2 --payload 4096"
 def rows_of(name: str, arguments: str, directory: Path, *, statuses: tuple[int, ...] = (0,)) -> list[dict]:
     """What a benchmark writes; it ends with one of these statuses."""
     result = directory / "result.json"
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments.split(), "--json", str(result)]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(arguments), "--json", str(result)]
     assert subprocess.run(command, timeout=240).returncode in statuses
     return json.loads(result.read_text())["rows"]
 

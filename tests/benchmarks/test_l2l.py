@@ -173,3 +173,37 @@ def test_the_limit_of_the_hosts_optimizer():
     assert rows["limit"]["bandwidth"] == pytest.approx([2e10] * 3)
     assert rows["fused"]["nanoseconds"] == pytest.approx([2.8]) and rows["fused"]["over_limit"] == pytest.approx(2)
     assert rows["loop"]["over_limit"] == pytest.approx(9 / 1.4)
+
+
+def test_real_computation_beside_flush(tmp_path):
+    """Both relays train in processes of their own, in turns with flush: the same losses, far fewer bytes of state on
+    the device, and as many moved as 2N - 2 fetches and N gradients have. (How fast depends on the machine.)
+    """
+    arguments = (
+        "compute --contenders l2l\\ eager --cores 1 --rounds 1 --layers 6 --hidden 32 --sequence 8 --microbatches 2"
+    )
+    rows = rows_of("l2l", arguments, tmp_path, statuses=(0, 1))
+    flush, relay = rows
+    assert (flush["contender"], relay["contender"]) == ("flush", "l2l eager")
+    assert relay["losses"] == flush["losses"] and len(flush["losses"]) == 2
+    model = module("l2l_model").Model(layers=6, hidden=32, sequence=8)
+    assert flush["state"] == 16 * model.num_parameters
+    assert relay["state"] < flush["state"] / 2
+    ends = 2 * model.num_parameters - model.layers * model.layer_parameters * 2  # the embedding comes and goes twice
+    layer = 4 * model.layer_parameters
+    assert relay["moved"] >= (3 * model.layers - 2) * layer
+    assert relay["moved"] < 1.02 * ((3 * model.layers - 2) * layer + 8 * ends)
+
+
+def test_losses_decide_what_is_compared():
+    """Complaints: another loss, a relay's that is not the same to the last bit, one that is too slow; a contender that
+    cannot run here is no complaint.
+    """
+    complaints = module("l2l_compute").complaints
+    row = {"cores": 1, "failed": None, "losses": [5.0, 4.0], "over_flush": [0.96]}
+    flush = {**row, "contender": "flush", "over_flush": [1.0]}
+    relay, peer = ({**row, "contender": name} for name in ("l2l eager", "ZeRO-Offload"))
+    assert complaints([flush, relay, peer, {**peer, "failed": "ModuleNotFoundError"}]) == []
+    assert "to the last bit" in complaints([flush, {**relay, "losses": [5.0, 4.000001]}])[0]
+    assert "not those of flush" in complaints([flush, {**peer, "losses": [5.0, 4.1]}])[0]
+    assert "0.940 of the speed" in complaints([flush, {**relay, "over_flush": [0.94]}])[0]
