@@ -175,6 +175,7 @@ def test_the_limit_of_the_hosts_optimizer():
     assert rows["loop"]["over_limit"] == pytest.approx(9 / 1.4)
 
 
+@pytest.mark.full
 def test_real_computation_beside_flush(tmp_path):
     """Both relays train in processes of their own, in turns with flush: the same losses, far fewer bytes of state on
     the device, and as many moved as 2N - 2 fetches and N gradients have. (How fast depends on the machine.)
