@@ -4,8 +4,8 @@ On a CPU the device's memory is the process's private memory, and the host's a s
 which knows anything of the relay's own accounts:
 
 depth   a meter of all private storages that torch's operations make (`DeviceMeter`), over the depth of a model. The
-        growth beside what the page says of it: m inputs a layer where they are saved on the device. Counts of bytes do
-        not depend on the machine.
+        growth beside what the page says of it: m inputs a layer where they are saved on the device, else at
+        most a few norms. Counts of bytes do not depend on the machine.
 limit   `ulimit -d`: the same model, data and limit for `flush` and the relay, each in a process of its own.
 """
 
@@ -23,14 +23,19 @@ import torch
 from l2l_model import Flush, Model, Relay, Training
 from l2l_table import Row, show_table
 
+from megatron.pipeline.residency import HOST
 from tests.pipeline.runtime.device_meter import DeviceMeter
 
 MIB = 1 << 20
 RELAYS: dict[str, Callable[[Model], Relay]] = {
     "l2l, eager": lambda model: Relay(model, update="eager"),
     "l2l, deferred": lambda model: Relay(model, update="deferred"),
+    "l2l, inputs on the host": lambda model: Relay(model, update="deferred", stash=HOST),
 }
-"""Rows of `depth`, whose device is to grow by the inputs that they save."""
+"""Rows of `depth`, whose device is to grow by the inputs that they save there."""
+NORMS_BYTES = 12 * 8
+"""With inputs on the host: the norms of a layer's twelve weights and biases, FP64, which wait for those of all; nothing
+where another moment is the fullest."""
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """For the C library of all limited processes: a tensor's memory is the system's again when it is freed."""
 _LIMITED = Path(__file__).resolve().parent / "l2l_limited.py"
@@ -74,20 +79,21 @@ def depth_rows(args: argparse.Namespace) -> list[Row]:
                 more = layers - before["layers"]
                 row["growth"] = (device - before["device_bytes"]) / more
                 if name in RELAYS:
-                    row["expected_growth"] = args.microbatches * model.boundary_bytes
+                    inputs = args.microbatches * model.boundary_bytes
+                    row["expected_growth"] = NORMS_BYTES if name == "l2l, inputs on the host" else inputs
             rows.append(row)
             before = row
     return rows
 
 
 def metered(make: Callable[[], Training], num_microbatches: int) -> tuple[int, int]:
-    """(peak of the device, host) in bytes, of two batches and of building what is on the device from the start."""
+    """(peak of the device, host) in bytes, of a second batch; all that was built for it and is there counts."""
     gc.collect()
     with DeviceMeter() as meter:
         contender = make()
+        contender.run(num_microbatches)  # the host's buffers of inputs are mapped on the way
         meter.set_host_aside()
-        for _ in range(2):
-            contender.run(num_microbatches)
+        contender.run(num_microbatches)
     host = contender.host_bytes if isinstance(contender, Relay) else 0
     contender.close()
     return meter.peak, host
@@ -140,8 +146,10 @@ def complaints(rows: list[Row]) -> list[str]:
     for row in rows:
         what = f"{row['contender']} of {row['layers']} layers"
         if row["section"] == "depth":
-            if row["expected_growth"] is not None and row["growth"] != row["expected_growth"]:
-                found.append(f"{what}: {row['growth']} bytes more a layer, and {row['expected_growth']} are expected")
+            expected = row["expected_growth"]
+            allowed = (0, expected) if expected == NORMS_BYTES else (expected,)  # norms may wait beside the peak
+            if row["growth"] not in (None, *allowed) and expected is not None:
+                found.append(f"{what}: {row['growth']} bytes more a layer, and {expected} are expected")
         elif row["contender"] == "l2l" and row["died"] is not None:
             found.append(f"{what}: died under the limit: {row['died']}")
         elif row["contender"] == "l2l" and row["limited_losses"] != row["losses"]:
@@ -171,7 +179,7 @@ DEPTH = {
     "parameters": lambda row: f"{row['parameters']:,}",
     "device bytes": lambda row: f"{row['device_bytes']:,}",
     "bytes a layer": lambda row: "" if row["growth"] is None else f"{row['growth']:,.0f}",
-    "m inputs": lambda row: "" if row["expected_growth"] is None else f"{row['expected_growth']:,}",
+    "expected": lambda row: "" if row["expected_growth"] is None else f"{row['expected_growth']:,}",
     "host bytes": lambda row: f"{row['host_bytes']:,}",
 }
 LIMIT = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.backend.streams import streams_of
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.residency import DEVICE, Residency
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.flat_layout import FlatLayout
 from megatron.pipeline.runtime.host_store import HostStore
@@ -177,9 +177,12 @@ class Flush(Training):
 class Relay(Training):
     """Weights, gradients and moments in the host's memory, which a CPU's process shares and does not own."""
 
-    def __init__(self, model: Model, *, update: str, resident: int = 2) -> None:
+    def __init__(self, model: Model, *, update: str, resident: int = 2, stash: str = DEVICE) -> None:
         schedule = Schedule.preset(
-            "l2l", num_stages=model.layers, num_virtual_stages=model.layers, residency=Residency(resident, update)
+            "l2l",
+            num_stages=model.layers,
+            num_virtual_stages=model.layers,
+            residency=Residency(resident, update, stash),
         )
         modules = {index: _on_host(stage_module(model, index)) for index in range(model.layers)}
         self.store = HostStore({index: dict(module.named_parameters()) for index, module in modules.items()})
