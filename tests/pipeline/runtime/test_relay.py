@@ -142,17 +142,79 @@ def test_tied_embeddings_on_two_ranks_are_updated_eagerly():
     assert_same(outcomes, expected, exact=False)
 
 
-@pytest.mark.parametrize("host_update", ["eager", "deferred"])
-def test_replicas_average_each_stage_as_it_leaves(host_update):
-    """d=2, p=2: bit-equal to two replicas of flush, and both hold the same weights."""
-    training = Training(batches=(2, 4, 2, 3), num_replicas=2)
+# name: (replicas, pipeline ranks of each, stages of each, host update, hosts, what else)
+REPLICAS = {
+    "d=2": (2, 1, 4, "deferred", (), {"clip_grad": 0.05}),
+    "d=2 p=2": (2, 2, 2, "eager", (), {}),
+}
+REPLICAS_MATRIX = {
+    "d=2 p=2 deferred": (2, 2, 2, "deferred", (), {}),
+    "d=4": (4, 1, 4, "eager", (), {}),
+    "d=4 on two hosts": (4, 1, 8, "deferred", ("a", "b", "a", "b"), {"clip_grad": 0.05}),
+    "d=3 fused": (3, 1, 2, "eager", (), {"fused": True}),
+    "d=4 p=2": (4, 2, 4, "eager", ("a", "a", "a", "b"), {"same_dropout": 0.1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_ranks", "num_virtual_stages", "host_update", "hosts", "options"),
+    [pytest.param(*row, id=name) for name, row in REPLICAS.items()]
+    + [pytest.param(*row, id=name, marks=pytest.mark.full) for name, row in REPLICAS_MATRIX.items()],
+)
+def test_replicas_share_one_store(num_replicas, num_ranks, num_virtual_stages, host_update, hosts, options):
+    """Bit-equal to as many replicas of flush. By the system's account, the replicas of a host have mapped one store,
+    of the size of one replica's, and besides nothing of their own.
+    """
+    training = Training(batches=(2, 4, 2, 3), num_replicas=num_replicas, **options)
     expected = workers.run(
-        4, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+        num_replicas * num_ranks,
+        "tests.pipeline.runtime.module_cases:run",
+        preset="flush",
+        training=training,
+        recompute=True,
     )
-    outcomes = run(4, training, num_virtual_stages=2, host_update=host_update)
+    outcomes = run(
+        num_replicas * num_ranks,
+        training,
+        num_virtual_stages=num_virtual_stages,
+        host_update=host_update,
+        hosts=hosts,
+        drains=(1,),
+    )
     both = expected[0]
-    both.parameters |= expected[1].parameters
-    assert_same(outcomes, both)
+    both.parameters |= expected[num_ranks - 1].parameters
+    assert_same(outcomes, both, exact=num_ranks == 1 or not training.clip_grad)
+    for rank, outcome in enumerate(outcomes):
+        replica, stage = divmod(rank, num_ranks)
+        hosts = hosts or ("a",) * num_replicas
+        beside = [other * num_ranks + stage for other in range(num_replicas) if hosts[other] == hosts[replica]]
+        assert all(outcomes[other].mappings.keys() == outcome.mappings.keys() for other in beside), rank
+        strangers = set().union(*(outcomes[other].mappings for other in range(len(outcomes)) if other not in beside))
+        if len(beside) > 1:
+            assert not strangers & outcome.mappings.keys() and all("memfd:" in file for file in outcome.mappings)
+        pages = len(outcome.mappings) * 4096  # each is rounded up to whole ones
+        assert outcome.host_bytes <= sum(outcome.mappings.values()) <= outcome.host_bytes + pages
+        assert outcome.host_bytes == outcomes[stage].host_bytes
+
+
+def test_the_store_of_two_replicas_is_as_large_as_that_of_one():
+    """Weights, gradients and moments."""
+    (one,) = run(1, Training(batches=(2, 2)), num_virtual_stages=4)
+    first, second = run(2, Training(batches=(2, 2), num_replicas=2), num_virtual_stages=4)
+    assert one.host_bytes == first.host_bytes
+    counters = 4096  # of who has come to a barrier
+    assert sum(one.mappings.values()) + counters == sum({**first.mappings, **second.mappings}.values())
+
+
+@pytest.mark.parametrize("host_update", ["eager", pytest.param("deferred", marks=pytest.mark.full)])
+def test_tied_gradients_of_which_each_replica_brought_a_share_are_added_up(host_update):
+    """Each reads the whole of both, and writes a share of their sum."""
+    training = Training(batches=(2, 3, 4, 2), tied=True, num_replicas=2)
+    expected, _ = workers.run(
+        2, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+    )
+    expected.parameters[reference.LAST_WEIGHT] = expected.parameters[reference.FIRST_WEIGHT]
+    assert_same(run(2, training, num_virtual_stages=4, host_update=host_update), expected, exact=False)
 
 
 def test_an_overflow_leaves_the_batch_out_at_every_stage():
