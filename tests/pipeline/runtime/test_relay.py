@@ -149,10 +149,12 @@ REPLICAS = {
 }
 REPLICAS_MATRIX = {
     "d=2 p=2 deferred": (2, 2, 2, "deferred", (), {}),
+    "d=2 p=2 dropout": (2, 2, 4, "eager", (), {"same_dropout": 0.1}),
+    "d=2 on two hosts": (2, 1, 4, "eager", ("a", "b"), {}),
     "d=4": (4, 1, 4, "eager", (), {}),
     "d=4 on two hosts": (4, 1, 8, "deferred", ("a", "b", "a", "b"), {"clip_grad": 0.05}),
     "d=3 fused": (3, 1, 2, "eager", (), {"fused": True}),
-    "d=4 p=2": (4, 2, 4, "eager", ("a", "a", "a", "b"), {"same_dropout": 0.1}),
+    "d=4 p=2": (4, 2, 4, "eager", ("a", "a", "a", "b"), {}),
 }
 
 
@@ -162,8 +164,9 @@ REPLICAS_MATRIX = {
     + [pytest.param(*row, id=name, marks=pytest.mark.full) for name, row in REPLICAS_MATRIX.items()],
 )
 def test_replicas_share_one_store(num_replicas, num_ranks, num_virtual_stages, host_update, hosts, options):
-    """Bit-equal to as many replicas of flush. By the system's account, the replicas of a host have mapped one store,
-    of the size of one replica's, and besides nothing of their own.
+    """Bit-equal to two replicas of flush; of more, the order of a reduction's sums depends on what is reduced at once,
+    so to as many replicas of the relay, of which each has a store of its own. By the system's account, the replicas of
+    a host have mapped one store, of the size of one replica's, and besides nothing of their own.
     """
     training = Training(batches=(2, 4, 2, 3), num_replicas=num_replicas, **options)
     expected = workers.run(
@@ -173,17 +176,17 @@ def test_replicas_share_one_store(num_replicas, num_ranks, num_virtual_stages, h
         training=training,
         recompute=True,
     )
-    outcomes = run(
-        num_replicas * num_ranks,
-        training,
-        num_virtual_stages=num_virtual_stages,
-        host_update=host_update,
-        hosts=hosts,
-        drains=(1,),
-    )
+    cut = {"num_virtual_stages": num_virtual_stages, "host_update": host_update, "drains": (1,)}
+    outcomes = run(num_replicas * num_ranks, training, hosts=hosts, **cut)
     both = expected[0]
     both.parameters |= expected[num_ranks - 1].parameters
-    assert_same(outcomes, both, exact=num_ranks == 1 or not training.clip_grad)
+    assert_same(outcomes, both, exact=num_replicas == 2)
+    if num_replicas > 2:
+        apart = run(num_replicas * num_ranks, training, hosts=tuple("abcd"[:num_replicas]), **cut)
+        for outcome, other in zip(outcomes, apart, strict=True):
+            assert [each.grad_norm for each in outcome.reports] == [each.grad_norm for each in other.reports]
+            assert [each.losses for each in outcome.reports] == [each.losses for each in other.reports]
+            assert all(torch.equal(each, other.parameters[name]) for name, each in outcome.parameters.items())
     for rank, outcome in enumerate(outcomes):
         replica, stage = divmod(rank, num_ranks)
         hosts = hosts or ("a",) * num_replicas
@@ -204,6 +207,19 @@ def test_the_store_of_two_replicas_is_as_large_as_that_of_one():
     assert one.host_bytes == first.host_bytes
     counters = 4096  # of who has come to a barrier
     assert sum(one.mappings.values()) + counters == sum({**first.mappings, **second.mappings}.values())
+
+
+def test_an_overflow_leaves_the_batch_out_on_all_replicas():
+    """One has it; none steps its share, and they go on alike."""
+    training = Training(batches=(2,) * 4, poisoned_microbatch=3, num_replicas=2)
+    expected, _ = workers.run(
+        2, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+    )
+    assert [report.skipped for report in expected.reports] == [False, True, False, False]
+    outcomes = run(2, training, num_virtual_stages=4)
+    for outcome in outcomes:
+        assert [report.skipped for report in outcome.reports] == [False, True, False, False]
+        assert all(torch.equal(each, expected.parameters[name]) for name, each in outcome.parameters.items())
 
 
 @pytest.mark.parametrize("host_update", ["eager", pytest.param("deferred", marks=pytest.mark.full)])
