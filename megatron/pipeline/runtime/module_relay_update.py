@@ -52,7 +52,8 @@ class ModuleRelayUpdate:
     the store's. `residency`: of the schedule. `scheduler`, `clip_grad`, groups and the rest: as for `ModuleUpdate`.
 
     Raises:
-        ValueError: eager updates with clipping, or an optimizer of other parameters than the store's.
+        ValueError: eager updates with clipping, an optimizer of other parameters than the store's, or replicas of one
+            store without a group.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class ModuleRelayUpdate:
             raise ValueError(
                 f"an eager update is made before the norm is known, and gradients are clipped to {clip_grad:g}; use "
                 "deferred updates, or do not clip"
+            )
+        if store.is_shared and data_parallel_group is None:
+            raise ValueError(
+                f"replicas on {store.replicas.host} share the store, of which each steps a part, and their gradients "
+                "are not averaged; give their data_parallel_group, or each a store of its own"
             )
         self.store = store
         self.optimizer = optimizer

@@ -152,7 +152,7 @@ class Beside:
         return self._buffers[self._asked - 1]
 
     def barrier(self):
-        pass
+        self.seen = [each.clone() for each in self._buffers]
 
 
 @pytest.mark.parametrize("name", ["Adam", "amsgrad", "fused AdamW", "SGD", "momentum"])
@@ -170,6 +170,8 @@ def test_replicas_step_shares_of_one_store(name, dtype, monkeypatch):
     for number in range(5):
         for host in hosts:
             host.step(number, factor=0.3 if number % 2 else 1.0)
+            seen = host.store.replicas.seen
+            assert all(map(torch.equal, seen, buffers)), "nothing is written behind the barrier"
         for host in hosts:
             host.assert_equal()
         if number == 1:
@@ -179,6 +181,7 @@ def test_replicas_step_shares_of_one_store(name, dtype, monkeypatch):
                 host.host.optimizer.load_state_dict(saved)
     one, other = (host.store.newest_tensors() for host in hosts)
     assert all(one[each].data_ptr() == other[each].data_ptr() for each in one)
+    assert all(torch.equal(weight, hosts[0].plain[each].to(dtype)) for each, weight in one.items())
     assert len({each.data_ptr() for each in buffers}) == len(buffers) >= 2 * NUM_STAGES, "no two are one"
 
 

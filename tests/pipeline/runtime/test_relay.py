@@ -327,7 +327,7 @@ def test_what_runs_is_the_program(host_update, num_replicas):
 
 
 def test_what_does_not_go_together_is_refused():
-    """Eager updates that clip, and an update whose weights are on the device."""
+    """Eager updates that clip, replicas of one store without a group, an update whose weights are on the device."""
     modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
     store = HostStore({0: dict(modules[0].named_parameters())})
     optimizer = torch.optim.SGD(store.parameters.values(), lr=0.1)
@@ -335,6 +335,9 @@ def test_what_does_not_go_together_is_refused():
         ValueError, match=r"made before the norm is known, and gradients are clipped to 1; use deferred"
     ):
         ModuleRelayUpdate(modules, store, residency=Residency(2, "eager"), optimizer=optimizer, clip_grad=1.0)
+    store.is_shared, store.replicas = True, SimpleNamespace(host="here")
+    with pytest.raises(ValueError, match=r"replicas on here share the store.*give their data_parallel_group, or each"):
+        ModuleRelayUpdate(modules, store, residency=Residency(2), optimizer=optimizer)
     schedule = Schedule.preset("l2l", num_stages=1)
     with pytest.raises(ValueError, match=r"EmulatedUpdate has them on the device; give a RelayUpdate"):
         PipelineEngine(schedule, SimpleNamespace(index=0), EmulatedUpdate())
