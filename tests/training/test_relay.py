@@ -24,6 +24,7 @@ P1, P2, P4 = (f"--pipeline-model-parallel-size {p}" for p in (1, 2, 4))
 V1, V2 = (f"--num-virtual-stages-per-pipeline-rank {v}" for v in (1, 2))
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
 LAYOUT = "--pipeline-model-parallel-layout"
+ON_HOST = "--l2l-stash host"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --loss-scale-window 3"
 
 
@@ -45,6 +46,7 @@ BIT_EQUAL = {
     "a layer a stage, eager": (EXACT, 1, L2L),
     "a layer a stage, clipped": (CLIPPED, 1, f"{L2L} --l2l-update deferred"),
     "bf16, replicas": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2}"),
+    "inputs on the host, bf16": (f"{CLIPPED} --bf16", 1, f"{L2L} {ON_HOST}"),
 }
 BIT_EQUAL_MATRIX = {
     "replicas": (CLIPPED, 2, L2L),
@@ -64,6 +66,9 @@ BIT_EQUAL_MATRIX = {
         1,
         L2L,
     ),
+    "inputs on the host, one resident": (EXACT, 1, f"{L2L} {ON_HOST} --l2l-resident-stages 1"),
+    "inputs on the host, one microbatch": (f"{EXACT} --global-batch-size 1", 1, f"{L2L} {ON_HOST}"),
+    "inputs on the host, tensor ranks": (f"{CLIPPED} {TENSOR}", 2, f"{L2L} {ON_HOST}"),
     "recompute within": (f"{CLIPPED} --recompute-activations", 1, f"{L2L} {V2}"),
     "masks": (f"{CLIPPED} --reset-attention-mask --reset-position-ids --eod-mask-loss", 1, L2L),
     "tensor ranks": (f"{CLIPPED} {TENSOR}", 2, L2L),
@@ -98,6 +103,7 @@ ON_RANKS = {"p=2": (f"{EXACT} --bf16", 2, P2)}
 ON_RANKS_MATRIX = {
     "p=2 v=1": (EXACT, 2, f"{P2} {V1}"),
     "p=4": (EXACT, 4, P4),
+    "p=2, inputs on the host": (f"{EXACT} --num-layers 8", 2, f"{P2} {ON_HOST}"),
     "p=2 d=2": (EXACT, 4, P2),
     "p=2 unequal stages": (EXACT, 2, f"{P2} {LAYOUT} Et|tt||tL"),
 }
@@ -225,13 +231,13 @@ def test_weights_alone_can_be_taken_over(saved, dtype):  # noqa: F811
 
 
 def test_evaluations_and_saving_change_nothing(tmp_path):
-    """Drains, evaluations and checkpoints on the way: losses and weights of a run without them, and flush's
-    evaluations; and the timeline, with its lanes, is drawn.
+    """Drains, evaluations and checkpoints on the way, with inputs on the host: losses and weights of a run without any
+    of them, and flush's evaluations; and the timeline, with its lanes, is drawn.
     """
     flags, busy = f"{EXACT} --train-iters 5 {L2L}", "--eval-iters 2 --eval-interval 2"
     plain = train(1, flags)
     folder = tmp_path / "timeline"
-    found = train(1, f"{flags} {busy} --save {tmp_path} --save-interval 3 --pipeline-timeline {folder}")
+    found = train(1, f"{flags} {ON_HOST} {busy} --save {tmp_path} --save-interval 3 --pipeline-timeline {folder}")
     assert_same([{**plain[0], "records": [each for each in plain[0]["records"] if "lm_loss" in each]}],
                 [{**found[0], "records": [each for each in found[0]["records"] if "lm_loss" in each]}])  # fmt: skip
     flush = train(1, f"{EXACT} --train-iters 5 {FLUSH} {busy}")
@@ -243,13 +249,13 @@ def test_evaluations_and_saving_change_nothing(tmp_path):
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=FULL)])
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path, num_ranks):
-    """SIGTERM in the middle: a checkpoint, and the next run ends with the weights of one that nobody stopped; also of
-    two replicas, of which one is asked.
+    """SIGTERM in the middle, with inputs on the host: a checkpoint, and the next run ends with the weights of one that
+    nobody stopped, whose inputs stayed on the device; also of two replicas, of which one is asked.
     """
     flags = f"{CLIPPED} --bf16 {P1} {L2L}"
-    stopped = train(num_ranks, f"{flags} --save {tmp_path}", stop_after={0: 2})
+    stopped = train(num_ranks, f"{flags} {ON_HOST} --save {tmp_path}", stop_after={0: 2})
     assert stopped[0]["iteration"] < 6 and any("exiting on request" in line for line in stopped[0]["lines"])
-    rest, whole = train(num_ranks, f"{flags} --load {tmp_path}"), train(num_ranks, flags)
+    rest, whole = train(num_ranks, f"{flags} {ON_HOST} --load {tmp_path}"), train(num_ranks, flags)
     assert rest[0]["iteration"] == 6
     left = whole[-1]["records"][stopped[0]["iteration"] :]
     assert_same([*whole[:-1], {**whole[-1], "records": left}], rest)

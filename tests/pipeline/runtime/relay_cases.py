@@ -36,6 +36,10 @@ class RelayOutcome:
     num_bytes_fetched: int = 0
     num_unread_sends: int = 0
     num_saved_at_end: int = 0
+    num_offloaded: int = 0
+    num_bytes_offloaded: int = 0
+    peak_saved: dict[int, int] = field(default_factory=dict)
+    peak_saved_on_rank: int = 0
     executed: list[str] = field(default_factory=list)
     in_lanes: dict[str, list[str]] = field(default_factory=dict)
     traces: list[RankTrace] | None = None
@@ -123,13 +127,14 @@ def run(
     num_virtual_stages: int = 1,
     resident: int = 2,
     host_update: str = "deferred",
+    stash: str = "device",
     drains: tuple[int, ...] = (),
     evaluate: int = 0,
     tracing: bool = False,
     **options,
 ) -> RelayOutcome:
     """Train; after each batch in `drains` drain, and evaluate on `evaluate` microbatches if not 0."""
-    residency, mapped = Residency(resident, host_update), shared_files()
+    residency, mapped = Residency(resident, host_update, stash), shared_files()
     relay = Relay(training, num_virtual_stages=num_virtual_stages, residency=residency, tracing=tracing, **options)
     engine, reports, evaluations = relay.engine, [], []
     for batch, num_microbatches in enumerate(training.batches):
@@ -155,6 +160,10 @@ def run(
         num_bytes_fetched=relay.update.weights.num_bytes_fetched,
         num_unread_sends=engine.num_unread_sends(),
         num_saved_at_end=sum(len(stage.activations) for stage in relay.stages),
+        num_offloaded=engine.input_stash.num_offloaded if engine.input_stash else 0,
+        num_bytes_offloaded=engine.input_stash.num_bytes_offloaded if engine.input_stash else 0,
+        peak_saved=engine.saved_microbatches_peak,
+        peak_saved_on_rank=engine.saved_microbatches_peak_on_rank,
         executed=[str(span.instruction) for span in spans if span.track == "compute"],
         in_lanes={lane: [str(span.instruction) for span in spans if span.track == lane] for lane in lanes},
         traces=gather_traces(engine.trace()) if tracing else None,
@@ -175,11 +184,11 @@ def shared_files() -> dict[str, int]:
     return found
 
 
-def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False) -> tuple[str, list[bool]]:
+def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False, stash: str = "device") -> tuple[str, list[bool]]:
     """Two batches of two microbatches on four stages, whose rows lack these words where they stand last. `unchecked`:
     stages do not ask whether their weights are there. What the run raises, and whether each batch's loss was NaN.
     """
-    relay = Relay(Training(batches=(2, 2)), num_virtual_stages=4, residency=Residency())
+    relay = Relay(Training(batches=(2, 2)), num_virtual_stages=4, residency=Residency(stash=stash))
     if unchecked:
         for stage in relay.stages:
             stage.load_version = lambda version: None
@@ -198,7 +207,7 @@ def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False) -> tuple[str,
     try:
         for num_microbatches in (2, 2):
             reports += relay.engine.run_batch(num_microbatches, num_microbatches)
-    except AssertionError as error:
+    except (AssertionError, TypeError) as error:
         message = f"{error} ({error.pipeline_instruction})"
     relay.close()
     return message, [report.nan for report in reports]

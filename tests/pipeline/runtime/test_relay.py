@@ -11,6 +11,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Instruction, Kind, Lane
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedUpdate
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.flat_layout import FlatLayout
@@ -84,16 +85,52 @@ def test_the_relay_is_ordinary_training(num_ranks, num_virtual_stages, resident,
     assert all(outcome.evaluations == expected.evaluations for outcome in outcomes)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_virtual_stages"), [(1, 8), (2, 4)])
+def test_a_stash_on_the_host_changes_no_bit(num_ranks, num_virtual_stages):
+    """Batches of 4, 1, 2 and 3 microbatches with dropout and evaluations between: bit-equal to `flush`, and the bytes
+    that leave are those of the program; a rank never has more on its device than the checker says.
+    """
+    training = Training(batches=(4, 1, 2, 3), warmup=3, same_dropout=0.2)
+    expected = flush(training, drains=(1,), evaluate=3)
+    options = {"num_virtual_stages": num_virtual_stages, "drains": (1,), "evaluate": 3}
+    outcomes = run(num_ranks, training, stash="host", **options)
+    assert_same(outcomes, expected)
+    assert all(outcome.evaluations == expected.evaluations for outcome in outcomes)
+    program = Schedule.preset(
+        "l2l",
+        num_stages=num_ranks * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        residency=Residency(2, "deferred", "host"),
+    ).build(training.batches)
+    report = check(program)
+    for rank, outcome in enumerate(outcomes):
+        offloaded = [report.offloaded_microbatches[stage] for stage in program.stages_of(rank)]
+        assert outcome.num_offloaded == sum(offloaded) > 0
+        assert outcome.peak_saved_on_rank == report.peak_saved_on_rank[rank]
+        assert outcome.peak_saved == {each: report.peak_saved_microbatches[each] for each in program.stages_of(rank)}
+
+
+def test_an_input_that_does_not_come_back_in_time_is_missed():
+    """A row that lacks a RELOAD, which the checker refuses, ends where the recompute finds no input."""
+    for drop, words in (
+        ("1RELOAD1", "must be Tensor, not NoneType (1R1@0)"),
+        ("1OFFLOAD1", "has never left stage 1 (1RELOAD1)"),
+    ):
+        ((message, _),) = workers.run(1, "tests.pipeline.runtime.relay_cases:run_mutated", drop=(drop,), stash="host")
+        assert words in message
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_relay_is_ordinary_training_in_any_cut(num_ranks):
-    """The same for all numbers of stages, of resident ones and of microbatches, for eager and deferred updates."""
+    """The same for all numbers of stages, of resident ones and of microbatches, eager and deferred, either stash."""
     generator = random.Random(num_ranks)
     cuts = [v for v in (1, 2, 4, 8) if num_ranks * v <= reference.NUM_LAYERS]
     for v, resident, host_update in itertools.product(cuts, (1, 2, 3), ("eager", "deferred")):
         batches = tuple(generator.sample(range(1, 9), 4))
         training = Training(batches=batches, same_dropout=generator.choice((0.0, 0.1)), warmup=2)
         drains = tuple(generator.sample(range(4), 2))
+        stash = generator.choice(("device", "host"))
         expected = flush(training, drains=drains, evaluate=2)
         outcomes = run(
             num_ranks,
@@ -101,6 +138,7 @@ def test_the_relay_is_ordinary_training_in_any_cut(num_ranks):
             num_virtual_stages=v,
             resident=resident,
             host_update=host_update,
+            stash=stash,
             drains=drains,
             evaluate=2,
         )
@@ -288,16 +326,24 @@ def test_a_missing_fetch_is_nan(stage):
 @pytest.mark.parametrize("host_update", ["eager", "deferred"])
 def test_what_runs_is_the_program(host_update, num_replicas):
     """Each rank executes its row, and each lane its words in the order of the row; 2N - K fetches and N stores a batch,
-    whatever m is; the measured timeline is that of the program.
+    whatever m is; the measured timeline is that of the program. With deferred updates inputs leave for the host, too.
     """
+    stash = "host" if host_update == "deferred" else "device"
     num_virtual_stages, resident, batches = 4, 2, (3, 1, 4)
     training = Training(batches=batches, num_replicas=num_replicas)
-    outcomes = run(num_replicas, training, num_virtual_stages=num_virtual_stages, host_update=host_update, tracing=True)
+    outcomes = run(
+        num_replicas,
+        training,
+        num_virtual_stages=num_virtual_stages,
+        host_update=host_update,
+        stash=stash,
+        tracing=True,
+    )
     program = Schedule.preset(
         "l2l",
         num_stages=num_virtual_stages,
         num_virtual_stages=num_virtual_stages,
-        residency=Residency(resident, host_update),
+        residency=Residency(resident, host_update, stash),
         data_parallel=num_replicas > 1,
     ).build(batches)
     report = check(program)
@@ -327,7 +373,9 @@ def test_what_runs_is_the_program(host_update, num_replicas):
 
 
 def test_what_does_not_go_together_is_refused():
-    """Eager updates that clip, replicas of one store without a group, an update whose weights are on the device."""
+    """Eager updates that clip, replicas of one store without a group, an update whose weights are on the device, and
+    moves beside a stash on the host.
+    """
     modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
     store = HostStore({0: dict(modules[0].named_parameters())})
     optimizer = torch.optim.SGD(store.parameters.values(), lr=0.1)
@@ -341,6 +389,13 @@ def test_what_does_not_go_together_is_refused():
     schedule = Schedule.preset("l2l", num_stages=1)
     with pytest.raises(ValueError, match=r"EmulatedUpdate has them on the device; give a RelayUpdate"):
         PipelineEngine(schedule, SimpleNamespace(index=0), EmulatedUpdate())
+    stashing = Residency(stash="host")
+    schedule = Schedule.preset("l2l", num_stages=1, residency=stashing)
+    update = ModuleRelayUpdate(modules, store, residency=stashing, optimizer=optimizer)
+    with pytest.raises(
+        ValueError, match=r"inputs are stashed on the host, and an activation_memory counts .*give none"
+    ):
+        PipelineEngine(schedule, SimpleNamespace(index=0), update, activation_memory=ActivationMemory())
 
 
 @pytest.mark.parametrize("fused", [False, True])
