@@ -21,7 +21,8 @@ if [ "${1:-}" = "--full" ]; then
 fi
 
 prepare_environment test tensorboard tokenizers
-export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # jobs start hundreds of processes, which need not compile the sources each
 
 echo "Running $name with $(command -v python)"
 if ! nvidia-smi -L >/dev/null 2>&1; then

@@ -205,6 +205,10 @@ def _describe(report: CheckReport, program: Program) -> str:
         batches = len(program.batches)
         facts.append(("resident stages", ", ".join(map(str, report.peak_resident_stages))))
         facts.append(("fetches a batch", ", ".join(f"{count / batches:g}" for count in report.num_fetches)))
+    if report.peak_boundaries_on_rank:
+        facts.append(("tensors between stages, on the device", ", ".join(map(str, report.peak_boundaries_on_rank))))
+    if any(report.offloaded_microbatches):
+        facts.append(("inputs to the host and back", ", ".join(map(str, report.offloaded_microbatches))))
     if any(report.evicted_microbatches):
         facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
     width = max(len(name) for name, _ in facts)

@@ -8,7 +8,8 @@ from megatron.pipeline.costs import Costs
 from megatron.pipeline.memory_curve import PARTS, MemorySizes
 
 NAMES = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
-         "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update")  # fmt: skip
+         "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update",
+         "offload", "reload")  # fmt: skip
 SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
 
 
@@ -32,6 +33,8 @@ def costs(options: argparse.Namespace) -> Costs:
         fetch=options.fetch,
         store=options.store,
         update=options.update,
+        offload=options.offload,
+        reload=options.reload,
     )
 
 
@@ -58,6 +61,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--fetch", 0.0, "l2l: of copying a stage's weights to the device"),
         ("--store", 0.0, "l2l: of copying its gradients to the host"),
         ("--update", 0.0, "l2l: of its update there"),
+        ("--offload", 0.0, "l2l: of copying the input of a microbatch to the host"),
+        ("--reload", None, "l2l: of copying it back (default: as --offload)"),
     ):
         costs.add_argument(name, type=times, default=default, metavar="T[,T...]", help=meaning)
     costs.add_argument("--reduce-embed", type=time, default=0.0, metavar="T", help="of the tied embeddings' reduction")

@@ -10,14 +10,14 @@ import schedule_costs
 from command_line import count, positive
 
 from megatron.pipeline.program import Program
-from megatron.pipeline.residency import DEFERRED, EAGER, Residency
+from megatron.pipeline.residency import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.schedules import Schedule, TooManyRead
 from megatron.pipeline.schedules.orders import PRESETS
 from megatron.pipeline.weights import POLICIES, TWO_BW, weight_policy
 
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PREDICTIONS = ("provisional_microbatches", "reduce_partial")
-_HOST = ("resident_stages", "host_update")
+_HOST = ("resident_stages", "host_update", "stash")
 _PRESET_ONLY = (
     "provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *_HOST, *FLAGS
 )  # fmt: skip
@@ -50,7 +50,7 @@ def schedule(options: argparse.Namespace) -> Schedule:
 
 def residency(options: argparse.Namespace) -> Residency | None:
     """Where the preset's weights live on the host, how: as it says, but for what is asked for."""
-    asked = {"stages": options.resident_stages, "update": options.host_update}
+    asked = {"stages": options.resident_stages, "update": options.host_update, "stash": options.stash}
     given = {name: value for name, value in asked.items() if value is not None}
     chosen = PRESETS[options.schedule].residency
     return None if chosen is None else replace(chosen, **given)
@@ -115,7 +115,7 @@ def title(options: argparse.Namespace, program: Program) -> str:
         extras += " of all replicas" * options.reduce_partial
     sizes = ", ".join(map(str, program.batches)) if len(set(program.batches)) > 1 else str(program.batches[0])
     if given := residency(options):
-        extras += f", {given.stages} resident, {given.update} updates"
+        extras += f", {given.stages} resident, {given.update} updates" + ", stash on the host" * given.stashes_on_host
     noun = "microbatch" if sizes == "1" else "microbatches"
     stages = f"{program.num_ranks} stages"
     if program.num_stages > program.num_ranks:
@@ -314,6 +314,11 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--host-update",
         choices=(EAGER, DEFERRED),
         help="l2l: update a stage as soon as its gradients are on the host, or behind the step (default: deferred)",
+    )
+    preset.add_argument(
+        "--stash",
+        choices=(DEVICE, HOST),
+        help="l2l: inputs wait for their recompute on the device, or leave for the host (default: device)",
     )
     preset.add_argument("--recompute", action="store_true", help="recompute each forward before its backward")
     preset.add_argument("--extra-warmup", action="store_true", help="2(p-s-1) forwards of warm-up, which hide latency")

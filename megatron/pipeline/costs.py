@@ -37,6 +37,8 @@ class Costs:
             occupies its pair; `load` by default as long as `evict`.
         reduce_grad: of the reduction of a stage's gradients, whole or partial; a rank with several stages reduces
             their sum, unless its weights live on the host.
+        offload, reload: where inputs are stashed on the host, seconds for which copying that of a microbatch there, or
+            back to its stage, occupies its lane; `reload` by default as long as `offload`.
         fetch, store, update: where weights live on the host, seconds for which copying a stage's weights to the device
             and its gradients to the host occupy their lanes, and its update the host's optimizer.
         reduce_embed, reduce_norm: of the reductions, once all members have reached them; that of partial embeddings
@@ -63,6 +65,8 @@ class Costs:
     fetch: PerStage = 0.0
     store: PerStage = 0.0
     update: PerStage = 0.0
+    offload: PerStage = 0.0
+    reload: PerStage | None = None
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
         """Duration of each computation, reduction and move at each stage; a move is named by the end that evicts.
@@ -82,6 +86,7 @@ class Costs:
         forward = spread("forward", self.forward, num_stages)
         evict = spread("evict", self.evict, num_stages)
         load = evict if self.load is None else spread("load", self.load, num_stages)
+        offload = spread("offload", self.offload, num_stages)
         return {
             Kind.FORWARD: forward,
             Kind.BACKWARD: backward,
@@ -90,6 +95,8 @@ class Costs:
             Kind.RECOMPUTE: forward if self.recompute is None else spread("recompute", self.recompute, num_stages),
             Kind.EVICT: evict,
             Kind.LOAD: load,
+            Kind.OFFLOAD: offload,
+            Kind.RELOAD: offload if self.reload is None else spread("reload", self.reload, num_stages),
             Kind.STEP: spread("step", self.step, num_stages),
             Kind.PREDICT: spread("predict", self.step if self.predict is None else self.predict, num_stages),
             Kind.HOLD: spread("hold", self.hold, num_stages),

@@ -33,6 +33,8 @@ class Kind(str, Enum):
     ACCEPT = "ACCEPT"
     RETURN = "RETURN"
     LOAD = "LOAD"
+    OFFLOAD = "OFFLOAD"  # where inputs are stashed on the host: copy the input of a microbatch there, and back
+    RELOAD = "RELOAD"
     REDUCE_GRAD = "REDUCE_GRAD"  # the chain that leads to a version
     REDUCE_EMBED = "REDUCE_EMBED"
     REDUCE_NORM = "REDUCE_NORM"
@@ -117,8 +119,9 @@ class Word:
         sends, receives: the tensor that a transfer takes to, or from, a neighbour.
         other_end: of a transfer or a move, the word at the other stage.
         members: of a reduction.
-        awaits: where weights live on the host, the words for which it waits in its lane: of its stage and version, as
-            far as they stand before it in its row. Besides, every lane carries out its words in the order of the row.
+        awaits: where weights live on the host, the words for which it waits in its lane: of its stage, and of its
+            version or its microbatch, as far as they stand before it in its row. Besides, every lane carries out its
+            words in the order of the row.
         colour: family of colours in drawings.
     """
 
@@ -170,7 +173,7 @@ WORDS: dict[Kind, Word] = {
         colour="olive",
     ),
     Kind.RECOMPUTE: Word(
-        name="recompute", lane=Lane.COMPUTE, uses_saved=True, awaits=(Kind.FETCH,), colour="purple"
+        name="recompute", lane=Lane.COMPUTE, uses_saved=True, awaits=(Kind.FETCH, Kind.RELOAD), colour="purple"
     ),
     Kind.SEND_F: Word(name="send activation", lane=Lane.TRANSFERS, sends=_F, other_end=Kind.RECV_F),
     Kind.RECV_F: Word(name="receive activation", lane=Lane.TRANSFERS, receives=_F, other_end=Kind.SEND_F),
@@ -184,6 +187,8 @@ WORDS: dict[Kind, Word] = {
         name="return to the pair stage", lane=Lane.MOVES, saved=-1, of_pair=True, other_end=Kind.LOAD
     ),
     Kind.LOAD: Word(name="load from the pair stage", lane=Lane.MOVES, saved=+1, other_end=Kind.RETURN),
+    Kind.OFFLOAD: Word(name="input to the host", lane=Lane.D2H, saved=-1),
+    Kind.RELOAD: Word(name="input back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.OFFLOAD,)),
     Kind.REDUCE_GRAD: Word(
         name="gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
     ),
@@ -226,9 +231,10 @@ MOVES = kinds(lambda word: word.lane is Lane.MOVES)
 OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # of the evictor
 SENDS = kinds(lambda word: word.sends)
 RECEIVES = kinds(lambda word: word.receives)
-TRANSFERS = MOVES | SENDS | RECEIVES
 REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
 HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # of one stage each
+STASH_WORDS = HOST_WORDS - UPDATES  # of one microbatch, too
+TRANSFERS = MOVES | SENDS | RECEIVES | STASH_WORDS
 AWAITED = frozenset(kind for word in WORDS.values() for kind in word.awaits)
 SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # stages wait for each other there
 USES_SAVED = kinds(lambda word: word.uses_saved)

@@ -3,8 +3,8 @@
 The checker proves peaks in microbatches and versions, for any timing. This multiplies them with bytes and lays them on
 a timeline, simulated or measured, so that one sees when memory is short and what fills it:
 
-- activations: of each microbatch from the start of its forward, or of its LOAD or ACCEPT, to the end of its backward
-  (of its weight half, where it is split), or of its EVICT or RETURN;
+- activations: of each microbatch from the start of its forward, or of its LOAD, ACCEPT or RELOAD, to the end of its
+  backward (of its weight half, where it is split), or of its EVICT, RETURN or OFFLOAD;
 - weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
   writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
   beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;

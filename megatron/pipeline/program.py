@@ -83,10 +83,18 @@ class Program:
     @property
     def num_evictions(self) -> tuple[int, ...]:
         """For each stage, how many microbatches move to the pair stage and back. All 0: nothing to balance."""
+        return self._count(Kind.EVICT)
+
+    @property
+    def num_offloads(self) -> tuple[int, ...]:
+        """For each stage, how many microbatches leave their input to the host."""
+        return self._count(Kind.OFFLOAD)
+
+    def _count(self, kind: Kind) -> tuple[int, ...]:
         counts = [0] * self.num_stages
         for row in self.rows:
             for instruction in row:
-                if instruction.kind is Kind.EVICT:
+                if instruction.kind is kind:
                     counts[instruction.stage] += 1
         return tuple(counts)
 

@@ -11,7 +11,8 @@ before it:
 - a move of saved activations (EVICT, ACCEPT, RETURN, LOAD): from when the rank's queue of moves posts it until it is
   complete; where the other end comes later, that is longer than the transfer takes;
 - a reduction: from its start until it is complete;
-- a word to or from the host (FETCH, STORE_GRAD, UPDATE): from when its lane begins it until it is complete.
+- a word to or from the host (FETCH, STORE_GRAD, UPDATE, OFFLOAD, RELOAD): from when its lane begins it until it is
+  complete.
 
 What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the
 rows, because a long run has millions of spans; `spans` makes objects of them for those who want to look at a few.
@@ -25,7 +26,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from megatron.pipeline.instruction import BUSY, ENDS_BACKWARD, HOST_WORDS, MOVES, WORDS, Instruction, Kind, Lane
+from megatron.pipeline.instruction import (
+    BUSY,
+    ENDS_BACKWARD,
+    HOST_WORDS,
+    MOVES,
+    STASH_WORDS,
+    WORDS,
+    Instruction,
+    Kind,
+    Lane,
+)
 from megatron.pipeline.stages import stages_by_rank, stages_of
 
 FORMAT = "megatron.pipeline.timeline/1"
@@ -225,7 +236,7 @@ class Timeline:
             change = WORDS[instruction.kind].saved
             if change:
                 events.append((start if change > 0 else end, change))
-            moves |= instruction.kind in MOVES
+            moves |= instruction.kind in MOVES or instruction.kind in STASH_WORDS
         if moves:
             events.sort()  # moves run beside the row; at one time, what is freed comes first
         return list(zip((time for time, _ in events), accumulate(change for _, change in events), strict=True))

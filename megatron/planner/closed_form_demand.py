@@ -78,7 +78,8 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
     accepting = {pair_of(rank, num_ranks) for rank in evicting}
     bounds = schedule.max_saved_on_rank(batches)
     if schedule.residency:  # the whole of a batch at a stage before the next one, so that all of them come together
-        bounds = own_on_rank = tuple(sum(own[stage] for stage in schedule.stages_of(rank)) for rank in range(num_ranks))
+        together = [sum(own[stage] for stage in schedule.stages_of(rank)) for rank in range(num_ranks)]
+        bounds = own_on_rank = tuple(map(min, together, bounds))
     # An acceptor holds what its pair cannot, and one more while an eviction and a load cross.
     excess = {pair_of(rank, num_ranks): own_on_rank[rank] - bounds[rank] + 1 for rank in evicting}
     on_rank = tuple(min(bounds[rank], own_on_rank[rank] + excess.get(rank, 0)) for rank in range(num_ranks))

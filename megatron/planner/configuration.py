@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from megatron.pipeline.residency import DEFERRED, Residency
+from megatron.pipeline.residency import DEFERRED, DEVICE, Residency
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
 from megatron.pipeline.weights import TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
-from megatron.planner.hosted import DEVICE, HOST, Hosting
+from megatron.planner.hosted import Hosting
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")
 
@@ -108,9 +108,7 @@ class Configuration:
                     "or choose l2l"
                 )
             return
-        Residency(self.resident_stages, self.host_update)
-        if self.stash not in (DEVICE, HOST):
-            raise ValueError(f"stash is {self.stash!r}; choose {DEVICE} or {HOST}")
+        Residency(self.resident_stages, self.host_update, self.stash)
         for is_asked, name, reason in (
             (self.recompute is RecomputeScope.LAYER, "recompute layer", "recomputes what is recomputed already"),
             (self.distributed_optimizer, "distributed_optimizer", "shards the optimizer on the devices"),
@@ -166,5 +164,5 @@ class Configuration:
             tied_embeddings=tied_embeddings and self.num_stages > 1, data_parallel=self.data > 1,
             predict=self.predicts, provisional_microbatches=self.provisional_microbatches,
             reduce_partial=self.provisional_reduce,
-            residency=Residency(self.resident_stages, self.host_update) if self.is_hosted else None,
+            residency=Residency(self.resident_stages, self.host_update, self.stash) if self.is_hosted else None,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from megatron.pipeline.residency import DEFERRED
+from megatron.pipeline.residency import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.files import read_document
@@ -23,7 +23,6 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
 from megatron.planner.entry_hardware import device_of, node_bandwidth, usual_gpus_per_node
 from megatron.planner.entry_model import Count, ModelRecord
-from megatron.planner.hosted import DEVICE
 from megatron.planner.software import (
     MEGATRON_2020,
     MEGATRON_2021,

@@ -1,9 +1,9 @@
 """The flags of pretrain_gpt.py and pretrain_bert.py that say what a configuration says."""
 
+from megatron.pipeline.residency import DEVICE
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.configuration import Configuration
-from megatron.planner.hosted import DEVICE
 
 _RECOMPUTE = {
     RecomputeScope.NONE: (),

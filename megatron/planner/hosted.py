@@ -6,8 +6,8 @@ with stages of n_s parameters, K of which are resident, and batches of m microba
     device   weights       the arena of K neighbours (arena.places): for K = 2 the largest n_s + n_(s+1)
              gradients     two buffers of the largest stage, one where there is one stage
              inputs        m a for each stage but the first, whose inputs are tokens, and the last one, with what is
-                           in flight there; and m a between two stages. With the stash on the host m + 3 (`STASH_AHEAD`)
-                           in all, at any depth, and what the stages of the turn have in flight
+                           in flight there; and m a between two stages. With the stash on the host m + 3 in
+                           all (`most_boundaries`), at any depth, and what the stages of the turn have in flight
     host     a parameter   weight, gradient, FP32 masters of 16-bit weights, moments: 16 bytes in FP32, 18 in 16 bits
              stash         m a for each stage whose inputs leave: all but the first, and those of the turn
 
@@ -21,14 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron.pipeline.arena import places
-from megatron.pipeline.residency import GRADIENT_BUFFERS
+from megatron.pipeline.residency import DEVICE, GRADIENT_BUFFERS, HOST, most_boundaries
 from megatron.planner.demand import Demand
 from megatron.planner.state import TrainingState
-
-DEVICE, HOST = "device", "host"
-STASH_AHEAD = 3
-"""Inputs on the device beside a batch that waits between two stages, where they are stashed on the host: the one in use
-and two that are reloaded ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,7 @@ def device_inputs(rank: int, boundary: float, demand: Demand, hosting: Hosting) 
         waiting = max(waiting, m - p + 1)  # sent, and not received yet
     if hosting.stash == HOST and _leaving(own, last, p):
         turn = sum(demand.saved_microbatches[stage] for stage in own if stage > last - p and stage)
-        count = min(m + STASH_AHEAD + turn, _saved(own, demand) + waiting)
+        count = min(most_boundaries(m) + turn, _saved(own, demand) + waiting)
     else:
         count = _saved(own, demand) + waiting
     return count * boundary

@@ -11,7 +11,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.placement.report import PlacementReport
 from megatron.planner import DEVICES, GIB, Activations, Cluster, Configuration, RankMemory
 from megatron.planner.host_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
-from megatron.planner.hosted import DEVICE, HOST, Hosting
+from megatron.planner.hosted import HOST, Hosting
 from megatron.planner.timing.first_principles import FirstPrinciples
 from megatron.planner.timing.iteration import priced
 from megatron.training import plan
@@ -40,7 +40,7 @@ def hosting_of(args: argparse.Namespace, schedule: Schedule) -> Hosting | None:
     if schedule.residency is None:
         return None
     most = max(args.batch_sizes.all_num_microbatches())
-    return Hosting(stages=schedule.residency.stages, stash=_stash(args), num_microbatches=most)
+    return Hosting(stages=schedule.residency.stages, stash=schedule.residency.stash, num_microbatches=most)
 
 
 def hosted_run(
@@ -124,11 +124,6 @@ def refusal(run: HostedRun, given: float) -> str | None:
         f"node {run.verdict.node} misses {-run.verdict.spare_gib:.1f} GiB of the {given:g} GiB of "
         "--dry-run-host-memory; use fewer layers, fewer replicas on a node, more nodes, or more memory"
     )
-
-
-def _stash(args: argparse.Namespace) -> str:
-    """Where inputs are stashed. A run keeps them on the device, unless it has a flag that says otherwise."""
-    return getattr(args, "l2l_stash", DEVICE)
 
 
 def _times(

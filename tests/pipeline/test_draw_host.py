@@ -6,6 +6,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline, timeline_text
 from megatron.pipeline.draw.host import Resident, extent, has_host, residents_of
+from megatron.pipeline.instruction import Kind
 from megatron.pipeline.memory_curve import MemorySizes, memory_curves
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -100,3 +101,28 @@ def test_memory_does_not_grow_with_depth(update: str):
         assert curve.parts["weights"][-1] == curve.parts["gradients"][-1] == 0
         peaks[v] = max(curve.parts["gradients"])
     assert set(peaks.values()) == {200}
+
+
+def test_inputs_that_leave_are_drawn_and_explained():
+    """In the same lanes, in a colour of their own; a critical path leads through them where they are waited for."""
+    costs = Costs(fetch=1, store=2, update=3, offload=4)
+    one = timeline(1, 4, 2, costs=costs, stash="host")
+    figure = draw_timeline(one, lanes=True, saved_microbatches=True)
+    lanes = figure.axes[1]
+    assert [shapes(lanes, gid) for gid in ("host to device", "device to host")] == [2 * 4 - 2 + 2 * 2, 4 + 2 * 2]
+    (bars,) = (each for each in lanes.collections if each.get_gid() == "device to host")
+    assert len({tuple(colour) for colour in bars.get_facecolors()}) == 2
+    names = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert {"input to the host", "input back from the host"} <= names
+    assert Kind.OFFLOAD in {span.instruction.kind for span in critical_path(one, costs)}
+
+
+@pytest.mark.parametrize("v", [4, 9])
+def test_memory_of_inputs_on_the_host(v: int):
+    """Of the batch that each stage would keep, two or three are there; the checker's count bounds what is drawn."""
+    program = hosted(1, v, stash="host").build((5, 5))
+    sizes = MemorySizes(activations=(0, *[1] * (v - 1)))  # the first stage's are data
+    one = simulate(program, Costs(fetch=1, offload=0.5))
+    peak = max(memory_curves(one, sizes, FLUSH)[0].parts["activations"])
+    assert peak == max(count for _, count in one.saved_on_rank(0, range(1, v))) == 3
+    assert peak <= check(program).peak_saved_on_rank[0]

@@ -58,6 +58,23 @@ def test_a_buffer_that_is_begun_and_not_stored_counts():
     assert waits("3B0 3STORE_GRAD@1 2B0 1B0") == {"1B0": ["3STORE_GRAD@1"]}
 
 
+def test_an_input_waits_for_its_way_out_and_back():
+    """Each RELOAD for its own OFFLOAD, the recompute for its RELOAD, and nothing after it."""
+    row = "1F0 1OFFLOAD0 1F1 1OFFLOAD1 1RELOAD1 1RELOAD0 1R0 1B0 1R1 1I1 1W1"
+    assert waits(row) == {
+        "1RELOAD1": ["1OFFLOAD1"],
+        "1RELOAD0": ["1OFFLOAD0"],
+        "1R0": ["1RELOAD0"],
+        "1R1": ["1RELOAD1"],
+    }
+
+
+def test_a_forward_waits_for_inputs_that_had_the_time_of_a_computation():
+    """For the last one before the computation before it, once: those before stand in the same lane."""
+    row = "1F0 1OFFLOAD0 1F1 1OFFLOAD1 2F0 2F1 2B0 2F2"
+    assert waits(row) == {"2F0": ["1OFFLOAD0"], "2F1": ["1OFFLOAD1"]}
+
+
 def test_a_long_run_is_told_bit_by_bit():
     """What is kept is of the stages, so a row can go on without an end."""
     order = LaneOrder(1)
@@ -75,18 +92,25 @@ def test_residency_as_text():
     """Written and read back; what it cannot be is refused."""
     assert str(Residency(3, "eager")) == "3 eager" and Residency.parse("3 eager") == Residency(3, "eager")
     assert Residency.parse(str(Residency())) == Residency(2, "deferred")
+    assert str(Residency(2, "eager", "host")) == "2 eager host"
+    assert Residency.parse("2 eager host") == Residency(2, "eager", "host")
+    assert Residency.parse("2 eager device") == Residency.parse("2 eager") == Residency(2, "eager", "device")
+    with pytest.raises(ValueError, match="choose device or host"):
+        Residency.parse("2 eager disk")
     for text, message in (("0 eager", "leave none to compute with"), ("2 now", "choose eager or deferred"),
                           ("two", "such as 2 eager"), ("2", "such as 2 eager")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             Residency.parse(text)
 
 
-def test_what_is_kept_of_a_row_is_enough():
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_what_is_kept_of_a_row_is_enough(stash: str):
     """Whatever a word waits for was among those that might still be awaited, and these are few however long the row."""
-    schedule = Schedule.preset("l2l", num_stages=4, num_virtual_stages=4, tied_embeddings=True, data_parallel=True)
+    schedule = Schedule.preset("l2l", num_stages=4, num_virtual_stages=4, tied_embeddings=True, data_parallel=True,
+                               residency=Residency(stash=stash))  # fmt: skip
     (row,) = schedule.build((2,) * 6).rows
     order = LaneOrder(4)
     for number, instruction in enumerate(row):
         kept = order.still_awaited()
-        assert set(order.awaited(instruction)) <= kept and len(kept) <= 4 * 4 + 2
+        assert set(order.awaited(instruction)) <= kept and len(kept) <= 4 * 4 + 2 + 4 * (stash == "host")
         assert number not in kept

@@ -1,5 +1,6 @@
 """Weights on the host: what the planner counts on device and host, against proved programs and the runtime."""
 
+import operator
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ backend.install()
 
 from megatron.pipeline.arena import places
 from megatron.pipeline.check import check
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Activations, Architecture, Cluster, Configuration, TrainingState
 from megatron.planner.closed_form_demand import closed_form_demand
@@ -38,16 +40,21 @@ def relayed(**changes: object) -> Configuration:
 
 
 @settings(max_examples=40, deadline=None)
-@given(p=st.integers(1, 4), v=st.integers(1, 4), m=st.integers(1, 9), tied=st.booleans(), data=st.booleans())
-def test_the_closed_form_is_the_proved_programs(p, v, m, tied, data):
+@given(p=st.integers(1, 4), v=st.integers(1, 4), m=st.integers(1, 9), tied=st.booleans(), data=st.booleans(),
+       stash=st.sampled_from(["device", "host"]))  # fmt: skip
+def test_the_closed_form_is_the_proved_programs(p, v, m, tied, data, stash):
     """All that memory is computed from, at any number of ranks, stages and microbatches."""
     schedule = Schedule.preset(
-        "l2l", num_stages=p * v, num_virtual_stages=v, tied_embeddings=tied and p * v > 1, data_parallel=data
-    )
+        "l2l", num_stages=p * v, num_virtual_stages=v, tied_embeddings=tied and p * v > 1, data_parallel=data,
+        residency=Residency(stash=stash),
+    )  # fmt: skip
     program = schedule.build((m,))
     exact, found = demand_of(program, check(program)), closed_form_demand(schedule, m)
-    for name in ("saved_microbatches", "own_microbatches", "saved_on_rank", "live_versions", "waiting_on_rank"):
+    for name in ("live_versions", "waiting_on_rank"):
         assert getattr(found, name) == getattr(exact, name), name
+    for name in ("saved_microbatches", "saved_on_rank"):
+        same = operator.eq if stash == "device" else operator.ge  # inputs that leave have bounds
+        assert all(map(same, getattr(found, name), getattr(exact, name))), name
     assert all(a <= b <= a + 1 for a, b in zip(exact.receives_ahead, found.receives_ahead, strict=True))
 
 
@@ -158,7 +165,7 @@ def test_neighbours_lie_apart(sizes, resident):
         ({"balance": True}, "balance does not go with l2l"),
         ({"resident_stages": 0}, "0 resident stages leave none"),
         ({"host_update": "lazy"}, "the host's update is 'lazy'"),
-        ({"stash": "disk"}, "stash is 'disk'; choose device or host"),
+        ({"stash": "disk"}, "the stash of inputs is 'disk'; choose device or host"),
         ({"schedule": "flush", "virtual": 1, "stash": "host"}, "weights on the device; leave them out, or choose l2l"),
     ],
 )

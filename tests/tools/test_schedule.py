@@ -89,6 +89,22 @@ def test_check_reports_what_it_proved(run):
     assert lines[-1].startswith("proved for every number of batches")
 
 
+def test_check_counts_what_is_stashed(run):
+    """With --stash host as many tensors between stages are on the device at any depth, and it is shown and timed."""
+    options = ("--schedule", "l2l", "--stages", "1", "--microbatches", "4", "--stash", "host")
+    for v in (6, 12):
+        status, out, _ = run("check", *options, "--virtual-stages", v)
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        assert status == 0 and "tensors between stages, on the device 7" in lines
+        assert f"inputs to the host and back 0, {'12, ' * (v - 2)}0" in lines
+    times = ("--fetch", "2", "--offload", "1", "--virtual-stages", "4", "--batches", "1")
+    shown = run("show", *options, "--virtual-stages", "4", "--batches", "1")[1].split()
+    assert shown.count("2OFFLOAD3") == shown.count("2RELOAD3") == 1
+    found = dict(line.rsplit("  ", 1) for line in run("simulate", *options, *times)[1].splitlines())
+    lanes = {name.strip(): value.strip() for name, value in found.items()}
+    assert lanes["rank 0: host to device, device to host, host optimizer"] == "20, 8, 0"
+
+
 def test_check_proves_predictions(run):
     """For any number of batches, and in a file, whose header says what is read; wrongly placed ones are told."""
     status, out, _ = run("check", *TWO_BW, "--provisional-microbatches", "1", "--data-parallel", "--reduce-partial")

@@ -19,6 +19,7 @@ P2 = "--pipeline-model-parallel-size 2"
         ("--clip-grad 0 --fp16", 1, (0, 0, 0, 0), Residency(2, "deferred")),
         ("--clip-grad 0 --l2l-update deferred --l2l-resident-stages 3", 1, (0, 0, 0, 0), Residency(3, "deferred")),
         (P2, 2, (0, 1, 0, 1), Residency()),
+        (f"{P2} --l2l-stash host", 2, (0, 1, 0, 1), Residency(2, "deferred", "host")),
         (f"{P2} --num-virtual-stages-per-pipeline-rank 1", 2, (0, 1), Residency()),
         ("--num-layers-per-virtual-pipeline-stage 2", 1, (0, 0), Residency()),
         ("--pipeline-model-parallel-layout E|tttt|L", 1, (0, 0, 0), Residency()),
@@ -60,6 +61,7 @@ def test_a_layer_is_a_stage_unless_the_flags_say_otherwise(flags, world_size, ra
         ),
         ("--l2l-update eager", "is about weights on the host, and --pipeline-schedule flush has them on the device"),
         ("--l2l-resident-stages 2", "--l2l-resident-stages 2 is about weights on the host"),
+        ("--l2l-stash host", "--l2l-stash host is about weights on the host, and --pipeline-schedule flush has them"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(flags, message):

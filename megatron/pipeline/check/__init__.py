@@ -13,6 +13,7 @@ proof a file:
     versions       each computation uses the version that the policy says and finds it live; few are live
     residency      where weights live on the host: each computation finds its own on the device; few are there
     host_updates   and each stage's gradients come to the host complete, and are applied there once
+    stash          where inputs are stashed there: each comes back before its recompute; few are on the device
     memory         saved activations stay within their bound
     waiting        and how many tensors wait between two stages of one rank
     progress       no deadlock, even where a send completes only once its receive is posted
@@ -41,6 +42,7 @@ from megatron.pipeline.check.predictions import prove_predictions
 from megatron.pipeline.check.progress import prove_progress
 from megatron.pipeline.check.report import CheckReport
 from megatron.pipeline.check.residency import prove_residency, require_residency
+from megatron.pipeline.check.stash import prove_boundaries, prove_stash
 from megatron.pipeline.check.transfers import prove_transfers
 from megatron.pipeline.check.updates import prove_updates
 from megatron.pipeline.check.versions import prove_evaluation, prove_versions
@@ -92,6 +94,8 @@ def _prove(
         live_versions = prove_versions(compacted)
         prove_host_updates(compacted)
     num_fetches, peak_resident = prove_residency(compacted)
+    prove_stash(compacted)
+    peak_boundaries = prove_boundaries(compacted)
     if not evaluates:
         peak_saved, peak_recomputed, peak_on_rank = prove_memory(compacted, max_saved, max_saved_on_rank)
     prove_progress(compacted)
@@ -111,6 +115,8 @@ def _prove(
         num_fetches=num_fetches,
         peak_resident_stages=peak_resident,
         evicted_microbatches=compacted.program.num_evictions if compacted.moves else (0,) * compacted.num_stages,
+        offloaded_microbatches=compacted.program.num_offloads,
+        peak_boundaries_on_rank=peak_boundaries,
     )
 
 

@@ -20,7 +20,7 @@ from megatron.pipeline.check.compact import (
     ACCEPT,
     EVICT,
     FIRST_MOVE,
-    FIRST_UPDATE,
+    FIRST_STASH,
     LOAD,
     RETURN,
     B,
@@ -73,7 +73,7 @@ def prove_balance(compact: CompactProgram) -> None:
             if code == F:
                 own[place] = _SAVED
             elif code in _MUST_FIND:
-                if FIRST_MOVE <= code < FIRST_UPDATE and partners[rank] == rank:
+                if FIRST_MOVE <= code < FIRST_STASH and partners[rank] == rank:
                     raise compact.error(rank, position, "its pair stage lives on the same rank, so nothing can move")
                 wanted, left = _MUST_FIND[code]
                 states = lent if code in (ACCEPT, RETURN) else own
@@ -87,7 +87,7 @@ def prove_balance(compact: CompactProgram) -> None:
 
 def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) -> list[int]:
     """The positions of the moves in a row, up to position `end`."""
-    return [position for position, code in enumerate(compact.codes[rank][:end]) if FIRST_MOVE <= code < FIRST_UPDATE]
+    return [position for position, code in enumerate(compact.codes[rank][:end]) if FIRST_MOVE <= code < FIRST_STASH]
 
 
 def _prove_correspondence(compact: CompactProgram, rank: int, partner: int) -> None:

@@ -30,6 +30,7 @@ _PROVED = {  # the words that have a proof, by what is proved of them
     ),
     "transfers": (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
     "moves": (Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD),
+    "inputs on the host": (Kind.OFFLOAD, Kind.RELOAD),
     "updates": (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP),
     "predictions": (Kind.HOLD, Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED, Kind.PREDICT),
     "weights on the host": (Kind.FETCH, Kind.FREE, Kind.STORE_GRAD, Kind.UPDATE),
@@ -37,11 +38,14 @@ _PROVED = {  # the words that have a proof, by what is proved of them
 KIND_OF_CODE = tuple(kind for group in _PROVED.values() for kind in group)  # so a bound tells the group
 CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
 NUM_CODES = len(KIND_OF_CODE)
-FIRST_TRANSFER, FIRST_MOVE, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD, _ = accumulate(map(len, _PROVED.values()))
+FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD, _ = accumulate(
+    map(len, _PROVED.values())
+)
 (
     F, B, I, W, R,  # noqa: E741
     SEND_F, RECV_F, SEND_B, RECV_B,
     EVICT, ACCEPT, RETURN, LOAD,
+    OFFLOAD, RELOAD,
     REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP,
     HOLD, REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED, PREDICT,
     FETCH, FREE, STORE_GRAD, UPDATE,
@@ -162,9 +166,11 @@ def compact(program: Program) -> CompactProgram:
                     if code < FIRST_MOVE:
                         communicates = True
                         peer = stage + _PEER_OFFSET[code]
-                    else:
+                    elif code < FIRST_STASH:
                         moves = True
                         peer = pair_of(stage, num_stages)
+                    else:
+                        peer = None
                     if version is not None or instruction.peer not in (None, peer):
                         raise error_at(program, rank, position, _explain_transfer(instruction, peer))
                 elif version is not None:
@@ -214,7 +220,9 @@ def _explain_microbatch(microbatch: int | None, first: int, num_microbatches: in
     )
 
 
-def _explain_transfer(instruction: Instruction, peer: int) -> str:
+def _explain_transfer(instruction: Instruction, peer: int | None) -> str:
     if instruction.version is not None:
         return "a transfer has no weight version"
+    if peer is None:
+        return f"its other end is the host, and not stage {instruction.peer}"
     return f"its peer is stage {peer}, not {instruction.peer}"

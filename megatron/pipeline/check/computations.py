@@ -25,8 +25,10 @@ from megatron.pipeline.check.compact import (
     EVICT,
     LOAD,
     NUM_CODES,
+    OFFLOAD,
     RECV_B,
     RECV_F,
+    RELOAD,
     RETURN,
     SEND_B,
     SEND_F,
@@ -111,7 +113,7 @@ def stage_rules(compact: CompactProgram, stage: int) -> list[_Rule | None]:
     rules[SEND_B] = rule(INPUT_GRAD, GRAD_SENT, GRAD_SENT) if receives else None
     rules[RECV_B] = rule(0, GRAD_POSTED, GRAD_POSTED) if sends else None
     if compact.program.forward_only:
-        for code in (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD):
+        for code in (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD, OFFLOAD, RELOAD):
             rules[code] = None
     return rules
 

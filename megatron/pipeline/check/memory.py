@@ -9,6 +9,9 @@ RETURN takes one away when it has completed. A rank's moves are carried out in o
 how many of them are complete: at least those that the row has waited for, at most those that it has requested. The
 proof takes the worst of these, at every place of the row.
 
+Where inputs are stashed on the host, a RELOAD adds a microbatch when it is posted, and an OFFLOAD takes one away when
+the row has waited for it (see `stash`): at worst it is still under way until then.
+
 A rank's memory holds all its stages' activations, and its stages do not reach their peaks together: with several stages
 on a rank, the sum over them is counted and bounded, too.
 """
@@ -17,16 +20,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.pipeline.check.compact import FIRST_MOVE, FIRST_UPDATE, KIND_OF_CODE, B, CompactProgram, F, R, W
+from megatron.pipeline.check.compact import FIRST_MOVE, FIRST_STASH, KIND_OF_CODE, RELOAD, B, CompactProgram, F, R, W
+from megatron.pipeline.check.stash import offloaded_before
 
-_CHANGE = {code: KIND_OF_CODE[code].row.saved for code in range(FIRST_MOVE, FIRST_UPDATE)}  # of moves
+_CHANGE = {code: KIND_OF_CODE[code].row.saved for code in range(FIRST_MOVE, FIRST_STASH)}  # of moves
 
 
 class Held:
     """How many microbatches a stage may hold, over all that its rank's moves may have done by now."""
 
     def __init__(self) -> None:
-        self.own = 0  # between their forward and the end of their backward, wherever they are
+        self.own = 0  # between their forward and the end of their backward, but for those that the host has
         self.moved = 0  # held more than `own`, once all moves are complete
         # Before that: up to how many complete moves, and how much held more than `own` then. Only what later ones do
         # not exceed, so the first is the highest.
@@ -74,7 +78,7 @@ def prove_memory(
         backward; the peak of saved microbatches on each rank.
 
     Raises:
-        ProgramError: naming the first forward, LOAD or ACCEPT that may exceed a bound.
+        ProgramError: naming the first forward, LOAD, ACCEPT or RELOAD that may exceed a bound.
     """
     num_stages, num_ranks = compact.num_stages, len(compact.codes)
     limits = _limits(bounds, num_stages, "stage")
@@ -108,18 +112,21 @@ def _limits(bounds: Sequence[int] | None, count: int, of: str) -> list[int | Non
 def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, _Count], on_rank: _Count) -> None:
     width = compact.num_microbatches
     counts = [*(by_stage[stage] for stage in compact.stages_of(rank)), on_rank]
-    awaited = compact.awaited_moves[rank]
+    awaited, away = compact.awaited_moves[rank], offloaded_before(compact, rank)
     num_moves = 0
     for position, (code, place) in enumerate(zip(compact.codes[rank][:end], compact.places[rank][:end], strict=True)):
         if awaited and position in awaited:
             for count in counts:
                 count.held.complete(awaited[position])
+        for stage in away.get(position, ()):
+            by_stage[stage].held.own -= 1
+            on_rank.held.own -= 1
         if code in (B, W):
             by_stage[place // width].held.own -= 1
             on_rank.held.own -= 1
-        elif code == F or code in _CHANGE:
+        elif code in (F, RELOAD) or code in _CHANGE:
             for count in (by_stage[place // width], on_rank):
-                if code == F:
+                if code in (F, RELOAD):
                     count.held.own += 1
                 else:
                     count.held.request(_CHANGE[code], num_moves)
@@ -130,7 +137,7 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, 
                         reason = f"{saves}, and its bound is {count.bound}"
                         raise compact.error(rank, position, reason)
                     count.peak[0] = most
-            num_moves += code != F
+            num_moves += code in _CHANGE
 
 
 def _count_recomputed(compact: CompactProgram, rank: int, peaks: list[int]) -> None:

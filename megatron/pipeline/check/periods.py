@@ -21,8 +21,8 @@ The state at a cut is, for each stage: which facts hold of each microbatch that 
 and the version of its forward; which versions are live; the version of the next batch; what is away or lent, and how
 much it holds. For each rank: how many of each link of its chain stand; its reductions that are posted and not complete;
 the moves that its partner has not requested, and those that are still awaited. Where weights live on the host: which
-are on the device, whose gradients are in a buffer, and what its lanes cannot have completed yet. For each channel:
-what only one of its ends has posted.
+are on the device, whose gradients are in a buffer, which inputs the host has, and what its lanes cannot have completed
+yet. For each channel: what only one of its ends has posted.
 
 How many moves may be under way at worst is no part of the state: an acceptor waits for none, so from its own row alone
 any number may be. What it holds at worst repeats from the second period on, in which the whole first one may be under
@@ -208,10 +208,15 @@ def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, 
     row = compact.program.rows[rank]
     resident: dict[int, int] = {}
     in_use: set[int] = set()
+    away: set[tuple[int, int]] = set()
     counts: Counter[tuple[Kind, int]] = Counter()
     for each in row[:end]:
         counts[each.kind, each.stage] += 1
-        if each.kind is Kind.FETCH:
+        if each.kind is Kind.OFFLOAD:
+            away.add((each.stage, each.microbatch - origin.microbatch))
+        elif each.kind is Kind.RELOAD:
+            away.discard((each.stage, each.microbatch - origin.microbatch))
+        elif each.kind is Kind.FETCH:
             resident[each.stage] = each.version - origin.batch
         elif each.kind is Kind.FREE:
             del resident[each.stage]
@@ -223,8 +228,9 @@ def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, 
     state: _RankState = {
         "what is resident (stage, version)": resident,
         "which stages have a gradient buffer": in_use,
-        "what is under way between device and host (kind, stage, version)": [
-            (each.kind.value, each.stage, each.version - origin.batch) for each in under_way
+        "which inputs the host has (stage, microbatch)": away,
+        "what is under way between device and host (kind, stage, version or microbatch)": [
+            (each.kind.value, each.stage, _number(each, origin)) for each in under_way
         ],
     }
     for code in codes_of_host_updates(compact):
@@ -233,6 +239,12 @@ def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, 
             counts[kind, stage] - origin.batch for stage in compact.stages_of(rank)
         ]
     return state
+
+
+def _number(instruction: Instruction, origin: Origin) -> int:
+    if instruction.microbatch is None:
+        return instruction.version - origin.batch
+    return instruction.microbatch - origin.microbatch
 
 
 def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Origin) -> _RankState:

@@ -22,6 +22,7 @@ from megatron.pipeline.check.compact import (
     AWAITS,
     FIRST_HOST_WORD,
     FIRST_MOVE,
+    FIRST_STASH,
     FIRST_UPDATE,
     KIND_OF_CODE,
     SEND_B,
@@ -116,7 +117,8 @@ class Execution:
             code, place = codes[position], places[position]
             if code < FIRST_UPDATE:
                 if code >= FIRST_MOVE:
-                    self._request_move(rank)
+                    if code < FIRST_STASH:
+                        self._request_move(rank)
                     continue
                 if held and position in held and self._is_held(rank, position):
                     self.position[rank] = position

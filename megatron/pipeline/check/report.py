@@ -23,6 +23,10 @@ class CheckReport:
         num_fetches: per rank, how often it fetches the weights of a stage from the host; empty where they live on the
             device.
         peak_resident_stages: per rank, the most stages whose weights are on the device at once; likewise.
+        offloaded_microbatches: per stage, how many microbatches leave their input to the host and take it back.
+        peak_boundaries_on_rank: where weights live on the host, per rank the most tensors between stages that are on
+            its device at once, at the worst timing: those that wait between two of its stages, and inputs that are kept
+            for a recompute. Empty where weights live on the device.
         evicted_microbatches: per stage, how many microbatches move to the pair stage and back.
     """
 
@@ -41,3 +45,5 @@ class CheckReport:
     num_fetches: tuple[int, ...]
     peak_resident_stages: tuple[int, ...]
     evicted_microbatches: tuple[int, ...]
+    offloaded_microbatches: tuple[int, ...]
+    peak_boundaries_on_rank: tuple[int, ...]

@@ -18,7 +18,9 @@ would give wrong gradients without any error, as autograd does not see it.
 from megatron.pipeline.check.compact import (
     FETCH,
     FIRST_HOST_WORD,
+    FIRST_STASH,
     FIRST_TRANSFER,
+    FIRST_UPDATE,
     FREE,
     STEP,
     UPDATE,
@@ -65,8 +67,9 @@ def prove_residency(compact: CompactProgram) -> tuple[tuple[int, ...], tuple[int
 
 def _require_none(compact: CompactProgram) -> None:
     for rank, codes in enumerate(compact.codes):
-        if max(codes, default=0) >= FIRST_HOST_WORD:
-            position = next(position for position, code in enumerate(codes) if code >= FIRST_HOST_WORD)
+        found = (at for at, code in enumerate(codes) if code >= FIRST_HOST_WORD or FIRST_STASH <= code < FIRST_UPDATE)
+        position = next(found, None)
+        if position is not None:
             raise compact.error(rank, position, "the weights of this program live on the device: it says no residency")
 
 

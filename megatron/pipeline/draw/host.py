@@ -89,9 +89,9 @@ def draw_host_lanes(axes: "Axes", timeline: Timeline, *, points: float) -> None:
         of_lane = [each for each in carried if each.lane is lane]
         lines = [each.rank * len(LANES) + LANES.index(lane) for each in of_lane]
         boxes = [_bar(each.start, each.end, line) for each, line in zip(of_lane, lines, strict=True)]
-        colour = legend.HOST_LANES[lane]
+        colours = [legend.host_colour(each.instruction.kind) for each in of_lane]
         axes.add_collection(
-            PolyCollection(boxes, facecolors=colour, edgecolors=legend.EDGE, linewidths=0.4, gid=lane.value)
+            PolyCollection(boxes, facecolors=colours, edgecolors=legend.EDGE, linewidths=0.4, gid=lane.value)
         )
         for each, line in zip(of_lane, lines, strict=True):
             _label(axes, str(each.instruction.stage), each.start, each.end, line, points)

@@ -4,7 +4,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw.cells import Cell, holds_of, predictions_of, steps_of
-from megatron.pipeline.instruction import COMPUTATIONS, HOST_WORDS, OWN_MOVES, REDUCTIONS, SENDS, Kind, Lane
+from megatron.pipeline.instruction import (
+    COMPUTATIONS,
+    HOST_WORDS,
+    OWN_MOVES,
+    REDUCTIONS,
+    SENDS,
+    STASH_WORDS,
+    Kind,
+    Lane,
+)
 from megatron.pipeline.memory_curve import MemoryCurve
 from megatron.pipeline.timeline import Timeline
 
@@ -25,6 +34,7 @@ TRANSFER, REDUCTION = "#555555", "#e58a00"
 SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # of all stages of a rank, then of fewer and fewer
 CRITICAL = "#a3009a"
 HOST_LANES = {Lane.H2D: "#8fb9e6", Lane.D2H: "#98d08c", Lane.HOST: "#e9a3a3"}
+STASHED = {Lane.H2D: "#3f6fa8", Lane.D2H: "#4b8a3d"}  # inputs in the same lanes
 RESIDENT, FETCHED = "#b9a3d6", "#e2d3ee"
 MEMORY = {  # by the part of a memory curve
     "optimizer": "#b9b9b9",
@@ -87,8 +97,13 @@ def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, la
         if timed & REDUCTIONS:
             entries.append(((Patch(facecolor=REDUCTION),), "reduction in the background"))
         carried = (each for each in Kind if each in timed & HOST_WORDS)
-        entries += [((Patch(facecolor=HOST_LANES[kind.row.lane]),), kind.row.name) for kind in carried]
+        entries += [((Patch(facecolor=host_colour(kind)),), kind.row.name) for kind in carried]
     return entries
+
+
+def host_colour(kind: Kind) -> str:
+    """Of a word to or from the host."""
+    return (STASHED if kind in STASH_WORDS else HOST_LANES)[kind.row.lane]
 
 
 def more_entries(*, is_critical: bool, curves: Sequence[Sequence[MemoryCurve] | None]) -> list[tuple]:

@@ -8,6 +8,7 @@ its rows: its batches, weight policy and chain.
     recompute       an R before each backward
     updates         the reductions after each batch, and the STEPs
     residency       where weights live on the host: what brings those of each stage to the device in time
+    stash           and where inputs wait there, too: what takes them there and back
     host_updates    and, in place of updates, what takes its gradients to the host and makes the next version there
     versions        the weight version of each computation
     communication   the transfers between ranks; this one, too

@@ -136,6 +136,14 @@ class EmulatedStage:
             raise RuntimeError(f"stage {self.index} was given back microbatch {found} for {microbatch.index}")
         self._saved[microbatch.index] = buffer
 
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        return torch.full_like(self._payload, microbatch.index)
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        """Raises RuntimeError when another microbatch's comes back."""
+        if not torch.equal(input, torch.full_like(self._payload, microbatch.index)):
+            raise RuntimeError(f"stage {self.index} was given back another input for microbatch {microbatch.index}")
+
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         sleep_for(self._times.forward)
         return None if self.output_spec is None else self._payload

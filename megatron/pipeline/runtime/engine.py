@@ -23,6 +23,7 @@ from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.executor import Executor, annotate
+from megatron.pipeline.runtime.input_stash import InputStash
 from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.move_queue import MoveQueue
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
@@ -90,6 +91,11 @@ class PipelineEngine:
                 f"the schedule keeps weights on the host, and {type(update).__name__} has them on the device; give a "
                 "RelayUpdate, such as ModuleRelayUpdate"
             )
+        if schedule.residency is not None and schedule.residency.stashes_on_host and activation_memory is not None:
+            raise ValueError(
+                "inputs are stashed on the host, and an activation_memory counts and moves what it takes to be on the "
+                "device; give none, or stash them on the device"
+            )
         self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
         self._channels = Channels(
             ranks=ranks,
@@ -105,8 +111,11 @@ class PipelineEngine:
         )
         self._activation_memory = activation_memory
         own = self._channels.name_of(self._stages[0].index)
-        self._lanes = None
+        self._saved = SavedMicrobatches(due)
+        self._lanes = self._stash = None
         if schedule.residency is not None:
+            if schedule.residency.stashes_on_host:
+                self._stash = InputStash(self._saved, device=self._device)
             self._lanes = Lanes(
                 LaneOrder(schedule.num_stages),
                 device=self._device,
@@ -114,6 +123,7 @@ class PipelineEngine:
                 tracer=tracer,
                 on_error=failure.report,
                 annotate=lambda error, word: annotate(error, word, self._channels.name_of(word.stage)),
+                on_awaited=(lambda word: None) if self._stash is None else self._stash.note_awaited,
             )
         self._chain, self._late_chain = (
             Chain(
@@ -125,7 +135,6 @@ class PipelineEngine:
             )
             for _ in range(2)
         )
-        self._saved = SavedMicrobatches(due)
         self._transfers = None
         if activation_memory is not None:
             queue = MoveQueue(
@@ -152,6 +161,7 @@ class PipelineEngine:
             self._saved,
             transfers=self._transfers,
             lanes=self._lanes,
+            stash=self._stash,
             tracer=tracer,
             wishes=lambda: self.wishes,
         )
@@ -189,6 +199,11 @@ class PipelineEngine:
         return None if self._activation_memory is None else self._activation_memory.peak_bytes
 
     @property
+    def input_stash(self) -> InputStash | None:
+        """Where inputs wait on the host, and how many have; None where they wait on the device."""
+        return self._stash
+
+    @property
     def num_instructions_executed(self) -> int:
         return self._executor.num_executed
 
@@ -215,6 +230,8 @@ class PipelineEngine:
             self._transfers.settle()
         if self._lanes is not None:
             self._lanes.settle()
+        if self._stash is not None:
+            self._stash.require_empty()
         self._drained = True
         return self._take_reports(self._stream.next_batch - 1)
 

@@ -19,6 +19,7 @@ from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.input_stash import InputStash
 from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.stage import (
@@ -50,7 +51,8 @@ class Executor:
 
     After a row: `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
     microbatches that are saved; `transfers`, which counts there, too, moves them, and None refuses to. `lanes` carry
-    weights and gradients between device and host, for an update that is a `RelayUpdate`; None refuses to.
+    weights and gradients between device and host, for an update that is a `RelayUpdate`, and what is in the `stash`;
+    None refuses to.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Executor:
         *,
         transfers: ActivationTransfers | None = None,
         lanes: Lanes | None = None,
+        stash: InputStash | None = None,
         tracer: Tracer | None = None,
         wishes: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -75,6 +78,7 @@ class Executor:
         self._saved = saved
         self._transfers = transfers
         self._lanes = lanes
+        self._stash = stash
         self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
         self._wishes = wishes
@@ -120,6 +124,8 @@ class Executor:
             weights = {Kind.FETCH: self._fetch, Kind.FREE: self._free}
             self._training |= {**weights, Kind.STORE_GRAD: self._store_grad, Kind.UPDATE: self._update_on_host}
             self._evaluation |= weights
+        if stash is not None:
+            self._training |= {Kind.OFFLOAD: self._offload, Kind.RELOAD: self._reload}
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -232,6 +238,8 @@ class Executor:
         stage = self._stages[instruction.stage]
         self._wait_for_lanes(instruction)
         self._finish_load(stage, instruction)
+        if self._stash is not None:
+            self._stash.restore(stage, self._microbatches[instruction.microbatch])
         stage.load_version(instruction.version)
         stage.recompute(self._microbatches[instruction.microbatch])
 
@@ -313,6 +321,14 @@ class Executor:
 
     def _update_on_host(self, instruction: Instruction) -> None:
         self._lanes.request(instruction, self._update.update(instruction.stage, instruction.version))
+
+    def _offload(self, instruction: Instruction) -> None:
+        stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
+        self._lanes.request(instruction, self._stash.offload(stage, microbatch))
+
+    def _reload(self, instruction: Instruction) -> None:
+        stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
+        self._lanes.request(instruction, self._stash.reload(stage, microbatch))
 
     # -- the chain and the step ---------------------------------------------------------------------------------------
 

@@ -44,7 +44,8 @@ class Lanes:
     """The three lanes of one rank.
 
     `order`: what waits for what; all instructions of the rank that wait, or are waited for, are told here, in the order
-    of its row. `timeout`: seconds that a computation waits.
+    of its row. `timeout`: seconds that a computation waits. `on_awaited`: told each word that a computation has waited
+    for, on the computation's thread.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Lanes:
         tracer: Tracer | None = None,
         on_error: Callable[[Exception], None] = lambda error: None,
         annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
+        on_awaited: Callable[[Instruction], None] = lambda word: None,
     ) -> None:
         self.traced = True
         """Whether what is requested now shall be in the trace."""
@@ -65,6 +67,7 @@ class Lanes:
         self._timeout = timeout
         self._streams = streams_of(device)
         self._on_error = on_error
+        self._on_awaited = on_awaited
         self._error: Exception | None = None
         self._progress = threading.Condition()
         self._num_told = 0
@@ -125,6 +128,8 @@ class Lanes:
             self.waiting = next((each.instruction for each in awaited if not each.is_complete), None)
         self._join(awaited, timeout=self._timeout, waiting=computation)
         self.waiting = None
+        for each in awaited:
+            self._on_awaited(each.instruction)
         return waits
 
     def settle(self) -> None:

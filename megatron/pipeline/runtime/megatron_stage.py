@@ -202,6 +202,16 @@ class MegatronStage:
         """Let the backward of an evicted microbatch read its activations from `buffer`."""
         self._captured.load(microbatch.index, buffer)
 
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        """Give up the input that is kept for the recompute of `microbatch`."""
+        saved = self._saved[microbatch.index]
+        input, saved.input, saved.kept_input = saved.input.detach(), None, None
+        return input
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        """Take it back."""
+        self._saved[microbatch.index].kept_input = input
+
     def saved_bytes(self, microbatch: Microbatch) -> int:
         """Bytes saved of `microbatch` in its graph now."""
         return self._captured.saved_bytes(microbatch.index)

@@ -119,6 +119,15 @@ class ModuleStage:
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
         self._captured.load(microbatch.index, buffer)
 
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        saved = self.activations.get(microbatch.index)
+        input, saved.input, saved.context = saved.input.detach(), None, None
+        return input
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        saved = self.activations.get(microbatch.index)
+        saved.input = saved.context = input
+
     def saved_bytes(self, microbatch: Microbatch) -> int:
         return self._captured.saved_bytes(microbatch.index)
 

@@ -156,6 +156,12 @@ class Stage(Protocol):
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
         """Take back what was packed. The backward reads from `buffer`; nobody may write to it before that ended."""
 
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        """Between a forward that is to be recomputed and its recompute: give up the input that is kept, detached."""
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        """Before the recompute: keep this as the input, with the same values, shape and dtype."""
+
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters; called before every forward, recompute and backward."""
 

@@ -14,6 +14,7 @@ from megatron.pipeline.passes.host_updates import add_host_updates
 from megatron.pipeline.passes.predictions import add_predictions
 from megatron.pipeline.passes.recompute import add_recompute
 from megatron.pipeline.passes.residency import add_residency
+from megatron.pipeline.passes.stash import add_stash
 from megatron.pipeline.passes.updates import add_updates
 from megatron.pipeline.passes.versions import set_versions
 from megatron.pipeline.periodic import PeriodicProgram
@@ -84,7 +85,10 @@ def _with_updates(legs: Legs, rank: int, outline: Program) -> Legs:
     if outline.recompute:
         legs = add_recompute(legs, outline)
     if outline.residency:
-        legs = add_host_updates(add_residency(legs, outline), rank, outline)
+        legs = add_residency(legs, outline)
+        if outline.residency.stashes_on_host:
+            legs = add_stash(legs, outline)
+        legs = add_host_updates(legs, rank, outline)
     else:
         legs = add_updates(legs, rank, outline)
     if outline.weights.predicts:

@@ -6,18 +6,24 @@ from functools import lru_cache
 
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes.balance import balanced_bounds
+from megatron.pipeline.residency import RELOADED_AHEAD
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.stages import stages_by_rank
+
+_OFFLOADED = RELOADED_AHEAD + 1  # of a stage whose inputs leave, the most that are on the device
 
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """The bounds of a schedule. `balance`: activations move; `drains`: each batch ends before the next begins."""
+    """The bounds of a schedule. `balance`: activations move; `drains`: each batch ends before the next begins;
+    `offloads`: inputs of a relay are stashed on the host.
+    """
 
     order: Order
     rank_of_stage: tuple[int, ...]
     balance: bool
     drains: bool
+    offloads: bool = False
 
     @property
     def max_in_flight(self) -> int | None:
@@ -28,6 +34,8 @@ class SavedActivations:
     def on_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The most that each stage holds in a program of these batches."""
         own = _cut(_in_flight(self.order), self._most_together(batches))
+        if self.offloads:
+            return tuple(each if self._stays(stage) else min(each, _OFFLOADED) for stage, each in enumerate(own))
         if not self.balance:
             return own
         accepting, on_rank = self._accepting_ranks(batches), self.on_ranks(batches)
@@ -39,6 +47,8 @@ class SavedActivations:
     def on_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The same for each rank, over all its stages."""
         own = self._in_flight_on_rank(batches)
+        if self.offloads:
+            return self._offloaded_on_ranks(batches, own)
         if not self.balance:
             return own
         accepting = self._accepting_ranks(batches)
@@ -53,6 +63,17 @@ class SavedActivations:
             return ()
         pairs = enumerate(zip(self._in_flight_on_rank(batches), bounds_of_ranks(self.order), strict=True))
         return tuple(rank for rank, (own, bound) in pairs if own > bound)
+
+    def _stays(self, stage: int) -> bool:
+        """Whether a stage's inputs do not go to the host: tokens, and those of the run that turns around."""
+        return stage == 0 or stage >= self.order.num_stages - self.order.num_ranks
+
+    def _offloaded_on_ranks(self, batches: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+        """What stays, and those of one stage more."""
+        stay = [0] * len(own)
+        for stage, each in enumerate(self.on_stages(batches)):
+            stay[self.rank_of_stage[stage]] += each * self._stays(stage)
+        return tuple(min(most, each + _OFFLOADED) for most, each in zip(own, stay, strict=True))
 
     def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
         return {pair_of(rank, self.order.num_ranks) for rank in self.evicting_ranks(batches)}

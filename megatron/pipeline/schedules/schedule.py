@@ -275,7 +275,8 @@ class Schedule:
 
     @property
     def _saved(self) -> SavedActivations:
-        return SavedActivations(self._order, self.rank_of_stage, self.balance, self.weights.drains)
+        offloads = self.residency is not None and self.residency.stashes_on_host
+        return SavedActivations(self._order, self.rank_of_stage, self.balance, self.weights.drains, offloads)
 
 
 @lru_cache(maxsize=256)

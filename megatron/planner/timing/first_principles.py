@@ -252,6 +252,7 @@ class FirstPrinciples:
             "fetch": [count * state.weight_bytes / rate for count in counts],
             "store": [count * state.gradient_bytes / rate for count in counts],
             "update": [count * per_parameter for count in counts],
+            "offload": [self._boundary(configuration) / rate] * len(counts),
         }
 
     def _counts(

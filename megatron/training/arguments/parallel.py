@@ -1,5 +1,6 @@
 """Flags that place the model on ranks, and the pipeline's own."""
 
+from megatron.pipeline.residency import DEVICE, HOST
 from megatron.pipeline.schedules import PRESETS
 from megatron.training.arguments.specification import Group, integer, negation, number, option, switch
 
@@ -74,6 +75,14 @@ PIPELINE = Group(
             integer,
             2,
             "With l2l: the most stages of a rank whose weights are on the device at once.",
+        ),
+        option(
+            "--l2l-stash",
+            str,
+            DEVICE,
+            "With l2l: where the inputs of stages wait for their recompute. device: there, a batch for each stage. "
+            "host: they leave and come back, and the device's memory does not grow with depth.",
+            choices=(DEVICE, HOST),
         ),
         option(
             "--pipeline-timeline",

@@ -13,14 +13,14 @@ def residency_of(args: argparse.Namespace) -> Residency | None:
     update = args.l2l_update
     if update == "auto":
         update = DEFERRED if _waits_for(args) else EAGER
-    return Residency(args.l2l_resident_stages, update)
+    return Residency(args.l2l_resident_stages, update, args.l2l_stash)
 
 
 def relay(args: argparse.Namespace) -> None:
     """What the relay cannot do together, and its flags without it."""
     schedule = f"--pipeline-schedule {args.pipeline_schedule}"
     if PRESETS[args.pipeline_schedule].residency is None:
-        for name in ("l2l_update", "l2l_resident_stages"):
+        for name in ("l2l_update", "l2l_resident_stages", "l2l_stash"):
             if name in args.given:
                 raise ValueError(
                     f"--{name.replace('_', '-')} {getattr(args, name)} is about weights on the host, and "

@@ -10,13 +10,16 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.residency import most_boundaries
 from tests.pipeline.check.oracle_reference import require
 
 if TYPE_CHECKING:
     from tests.pipeline.check.oracle import RankMachine
 
-LANE_OF_WORD = {Kind.FETCH: "down", Kind.FREE: "down", Kind.STORE_GRAD: "up", Kind.UPDATE: "optimizer"}
+LANE_OF_WORD = {Kind.FETCH: "down", Kind.FREE: "down", Kind.STORE_GRAD: "up", Kind.UPDATE: "optimizer",
+                Kind.RELOAD: "down", Kind.OFFLOAD: "up"}  # fmt: skip
 HOST_WORDS = set(LANE_OF_WORD)
+STASH_WORDS = (Kind.OFFLOAD, Kind.RELOAD)
 BACKWARDS = (Kind.BACKWARD,)
 COMPUTATIONS = (Kind.FORWARD, Kind.RECOMPUTE, *BACKWARDS)
 NUM_BUFFERS = 2
@@ -38,6 +41,13 @@ class HostMachine:
         self.place_in_chain: dict[tuple[int, int], int] = {}  # of the REDUCE_GRAD of a stage, a version
         self.embedded: set[int] = set()  # versions with a REDUCE_EMBED
         self.stepped: set[int] = set()
+        self.num_boundaries = 0  # tensors between stages that are on the device
+        self.stashed: set[tuple[int, int]] = set()  # that have come to the host
+        self.away: set[tuple[int, int]] = set()  # in the row, and not yet back
+        self.back: set[tuple[int, int]] = set()  # of those asked back, that are there
+        self.moved: list[tuple[Kind, int, int]] = []
+        self.leaving: list[tuple[int, int]] = []  # OFFLOADs before the last computation, then those behind it
+        self.num_earlier = 0
         last = self.program.num_stages - 1
         tied = self.program.tied_embeddings and last > 0
         self.ends = [stage for stage in rank.stages if tied and stage in (0, last)]
@@ -46,6 +56,10 @@ class HostMachine:
 
     def post(self, word: Instruction) -> None:
         kind, stage, version = word.kind, word.stage, word.version
+        if kind in STASH_WORDS:
+            self.post_stash(kind, (stage, word.microbatch))
+            self.lanes[LANE_OF_WORD[kind]].append(word)
+            return
         if kind not in (Kind.FETCH, Kind.FREE):
             require((kind, stage, version) not in self.posted, "a word of an update twice")
             self.require_version(version)
@@ -75,6 +89,26 @@ class HostMachine:
         if kind in LANE_OF_WORD:
             self.lanes[LANE_OF_WORD[kind]].append(word)
 
+    def post_stash(self, kind: Kind, item: tuple[int, int]) -> None:
+        stage, microbatch = item
+        machine = self.rank.stages[stage]
+        require(self.program.residency.stash == "host" and stage > 0, "nothing is to leave")
+        require((kind, *item) not in self.moved, "an input moves twice")
+        self.moved.append((kind, *item))
+        if kind is Kind.OFFLOAD:
+            require(self.program.recompute and stage not in self.program.not_recomputed, "its graph refers to it")
+            require(microbatch in machine.saved and microbatch not in machine.recomputed, "it is not there, or in use")
+            self.away.add(item)
+            self.leaving.append(item)
+        else:
+            require(item in self.away, "it has not left")
+            self.count(+1)
+
+    def count(self, change: int) -> None:
+        self.num_boundaries += change
+        most = most_boundaries(max(self.program.batches))
+        require(self.program.residency.stash != "host" or self.num_boundaries <= most, "too many inputs on the device")
+
     def require_version(self, version: int) -> None:
         index = version - 1 - self.program.first_batch
         require(0 <= index < len(self.program.batches), "a version that the program does not make")
@@ -93,6 +127,13 @@ class HostMachine:
             require(all(stored), "an end of the embedding has not left")
         if kind not in COMPUTATIONS:
             return True
+        item = (stage, instruction.microbatch)
+        if kind is Kind.FORWARD and any(each not in self.stashed for each in self.leaving[: self.num_earlier]):
+            return False
+        if kind is not Kind.FORWARD and item in self.away:
+            require((Kind.RELOAD, *item) in self.moved, "its input is on the host")
+            if item not in self.back:
+                return False
         require(self.promised.get(stage) == instruction.version, "its weights are not fetched")
         if instruction.version not in self.rank.stages[stage].weights:
             return False
@@ -109,12 +150,23 @@ class HostMachine:
     def executed(self, instruction: Instruction) -> None:
         if instruction.kind in COMPUTATIONS:
             self.used.add(instruction.stage)
+            self.num_earlier = len(self.leaving)
+            self.count_computation(instruction)
         if instruction.kind in BACKWARDS:
             self.buffers.add((instruction.stage, self.program.batch_of(instruction.microbatch)))
         if instruction.kind is Kind.STEP:
             self.stepped.add(instruction.version)
         if instruction.kind is Kind.REDUCE_EMBED:
             self.embedded.add(instruction.version)
+
+    def count_computation(self, computation: Instruction) -> None:
+        """What it takes and makes of tensors between stages; its input is kept until its backward."""
+        kind, stage, stages = computation.kind, computation.stage, self.rank.stages
+        if kind is Kind.FORWARD:
+            self.count((stage + 1 in stages) - (stage - 1 in stages) + (stage > 0))
+        elif kind is Kind.BACKWARD:
+            self.count((stage - 1 in stages) - (stage + 1 in stages))
+            self.count(-(stage > 0))
 
     def end(self) -> None:
         require(not self.promised, "weights stay over the end of the program")
@@ -127,6 +179,14 @@ class HostMachine:
 
     def try_word(self, word: Instruction) -> bool:
         stage, version, machine = word.stage, word.version, self.rank.stages[word.stage]
+        if word.kind is Kind.OFFLOAD:
+            self.stashed.add((stage, word.microbatch))
+            self.count(-1)
+            return True
+        if word.kind is Kind.RELOAD:
+            if (stage, word.microbatch) in self.stashed:
+                self.back.add((stage, word.microbatch))
+            return (stage, word.microbatch) in self.back
         if word.kind is Kind.FREE:
             del machine.weights[version]
             return True

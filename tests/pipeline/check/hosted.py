@@ -7,9 +7,11 @@ from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules import Schedule
 
 
-def hosted(p: int, v: int, *, resident: int = 2, update: str = "deferred", **flags: bool) -> Schedule:
+def hosted(
+    p: int, v: int, *, resident: int = 2, update: str = "deferred", stash: str = "device", **flags: bool
+) -> Schedule:
     """l2l on p ranks with v stages each."""
-    residency = Residency(resident, update)
+    residency = Residency(resident, update, stash)
     return Schedule.preset("l2l", num_stages=p * v, num_virtual_stages=v, residency=residency, **flags)
 
 
@@ -22,7 +24,13 @@ def hosted_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:
 
 @st.composite
 def hosted_cases(
-    draw: st.DrawFn, *, max_ranks: int = 3, max_virtual: int = 4, max_microbatches: int = 4, max_batches: int = 2
+    draw: st.DrawFn,
+    *,
+    max_ranks: int = 3,
+    max_virtual: int = 4,
+    max_microbatches: int = 4,
+    max_batches: int = 2,
+    stash: str = "device",
 ) -> tuple[Schedule, Program]:
     """A schedule and a program of it, at any place of a run."""
     schedule = hosted(
@@ -30,6 +38,7 @@ def hosted_cases(
         draw(st.integers(1, max_virtual)),
         resident=draw(st.integers(1, 3)),
         update=draw(st.sampled_from(("eager", "deferred"))),
+        stash=stash,
         tied_embeddings=draw(st.booleans()),
         data_parallel=draw(st.booleans()),
     )

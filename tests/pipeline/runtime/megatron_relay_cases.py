@@ -43,6 +43,7 @@ class Outcome:
     weight_bytes: int = 0
     gradient_bytes: int = 0
     peak_bytes: int = 0
+    num_offloaded: int = 0
     message: str = ""
 
 
@@ -58,7 +59,14 @@ def chunks_of(case: Case, num_stages: int, wrapper: type[DistributedDataParallel
 
 
 def train(
-    *, num_stages: int, resident: int = 2, eager: bool = False, drop: int | None = None, batches=(2, 2), **options
+    *,
+    num_stages: int,
+    resident: int = 2,
+    eager: bool = False,
+    drop: int | None = None,
+    batches=(2, 2),
+    stash: str = "device",
+    **options,
 ) -> Outcome:
     """Batches of the relay on one rank. `drop`: a stage's last FETCH and FREE are left out of every row, and stages do
     not ask whether their weights are there.
@@ -69,7 +77,7 @@ def train(
     with stand_in() if case.fused else nullcontext(), parallel(case):
         chunks = chunks_of(case, num_stages, RelayChunk)
         optimizer = get_megatron_optimizer(optimizer_config(case), chunks)
-        residency = Residency(resident, "eager" if eager else "deferred")
+        residency = Residency(resident, "eager" if eager else "deferred", stash)
         with DeviceMeter() as meter:
             update = MegatronRelayUpdate(
                 chunks, optimizer, scheduler(case, optimizer), stages=range(num_stages), residency=residency
@@ -91,10 +99,13 @@ def train(
             if drop is not None:
                 _drop(engine, stages, drop)
             for size in batches:
+                meter.set_host_aside()  # what the batch before has mapped for inputs
                 for report in engine.run_batch(size, size * case.micro_batch_size):
                     outcome.losses.append(report.losses["lm loss"])
                     outcome.norms.append(report.grad_norm)
             engine.drain()
+            if engine.input_stash is not None:
+                outcome.num_offloaded = engine.input_stash.num_offloaded
             engine.close()
         outcome.peak_bytes = meter.peak
         update.close()

@@ -17,6 +17,7 @@ from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.captured_activations import CapturedActivations
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
+from megatron.pipeline.runtime.input_stash import InputStash
 from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.links import HostStagedLink, NcclLink
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
@@ -182,6 +183,18 @@ def stored_gradients():
     return mock.patch.object(
         Lanes, "_join", lambda self, awaited, **options: join(self, awaited, **options | {"on_host": False})
     )
+
+
+def held_inputs():
+    """An input that leaves is let go of when its copy has been given to the device."""
+    offload = InputStash.offload
+
+    def letting_go(self, stage, microbatch):
+        call = offload(self, stage, microbatch)
+        _, place = self._leaving[-1]
+        return lambda: (call(), place.clear())
+
+    return mock.patch.object(InputStash, "offload", letting_go)
 
 
 def held_evictions():

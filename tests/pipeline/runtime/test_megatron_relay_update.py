@@ -44,6 +44,21 @@ def test_the_devices_memory_does_not_grow_with_depth():
     assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == [8 * (inputs + tokens)] * 2
 
 
+def test_with_inputs_on_the_host_it_does_not_grow_at_all():
+    """The same meter finds what eight layers more draw of the data, which in training they do not, and nothing else;
+    losses and norms are those of a stash on the device, bit for bit, with dropout.
+    """
+    case = Case()
+    runs = {layers: train(num_stages=layers, layers=layers, stash="host") for layers in (3, 11)}
+    tokens = 2 * 8 * (SEQUENCE + 1) * case.micro_batch_size
+    assert runs[11].peak_bytes - runs[3].peak_bytes == 8 * tokens
+    assert [run.num_offloaded for run in runs.values()] == [2 * 2 * (layers - 2) for layers in runs]
+    options = {"num_stages": 5, "layers": 5, "batches": (3, 1), "dropout": 0.1, "dtype": "bfloat16"}
+    host, device = (train(stash=stash, **options) for stash in ("host", "device"))
+    assert (host.losses, host.norms) == (device.losses, device.norms) and len(set(host.losses)) == 2
+    assert (host.num_offloaded, device.num_offloaded) == (3 * 3 + 2, 0)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_a_missing_fetch_shows(stage):
     """Weights that are away are NaN: the loss is, or at least the gradients of what is recomputed."""

@@ -215,6 +215,8 @@ def test_what_transfers_need_is_missed(taken_back, kind, num_ranks, preset, opti
         pytest.param(1, 4, Residency(1, "deferred"), TRAINING, marks=FULL),
         (2, 2, Residency(2, "deferred"), Training(batches=(3, 2, 4), tied=True, clip_grad=0.05)),
         pytest.param(2, 4, Residency(1, "eager"), REPLICATED, marks=FULL),
+        (1, 4, Residency(2, "deferred", "host"), TRAINING),
+        pytest.param(2, 3, Residency(1, "eager", "host"), Training(batches=(3, 2, 4)), marks=FULL),
     ],
 )
 def test_weights_come_and_gradients_go_in_order(num_ranks, num_virtual_stages, residency, training):
@@ -232,3 +234,9 @@ def test_what_lanes_need_is_missed(taken_back):
     """Each wait of the lanes is needed: without it two streams, or a stream and the host, are at the same bytes."""
     found = relay(1, TRAINING, num_virtual_stages=4, residency=Residency(2), taken_back=taken_back)
     assert "unordered" in found[0].kinds
+
+
+def test_inputs_that_leave_are_held():
+    """Until a computation has waited for the copy: otherwise the memory is another's while it is still to be copied."""
+    found = relay(1, TRAINING, num_virtual_stages=4, residency=Residency(2, stash="host"), taken_back="held_inputs")
+    assert "freed" in found[0].kinds

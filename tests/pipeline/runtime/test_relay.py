@@ -11,6 +11,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Instruction, Kind, Lane
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime import trace
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedUpdate
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.flat_layout import FlatLayout
@@ -84,16 +85,52 @@ def test_the_relay_is_ordinary_training(num_ranks, num_virtual_stages, resident,
     assert all(outcome.evaluations == expected.evaluations for outcome in outcomes)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_virtual_stages"), [(1, 8), (2, 4)])
+def test_a_stash_on_the_host_changes_no_bit(num_ranks, num_virtual_stages):
+    """Batches of 4, 1, 2 and 3 microbatches with dropout and evaluations between: bit-equal to `flush`, and the bytes
+    that leave are those of the program; a rank never has more on its device than the checker says.
+    """
+    training = Training(batches=(4, 1, 2, 3), warmup=3, same_dropout=0.2)
+    expected = flush(training, drains=(1,), evaluate=3)
+    options = {"num_virtual_stages": num_virtual_stages, "drains": (1,), "evaluate": 3}
+    outcomes = run(num_ranks, training, stash="host", **options)
+    assert_same(outcomes, expected)
+    assert all(outcome.evaluations == expected.evaluations for outcome in outcomes)
+    program = Schedule.preset(
+        "l2l",
+        num_stages=num_ranks * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        residency=Residency(2, "deferred", "host"),
+    ).build(training.batches)
+    report = check(program)
+    for rank, outcome in enumerate(outcomes):
+        offloaded = [report.offloaded_microbatches[stage] for stage in program.stages_of(rank)]
+        assert outcome.num_offloaded == sum(offloaded) > 0
+        assert outcome.peak_saved_on_rank == report.peak_saved_on_rank[rank]
+        assert outcome.peak_saved == {each: report.peak_saved_microbatches[each] for each in program.stages_of(rank)}
+
+
+def test_an_input_that_does_not_come_back_in_time_is_missed():
+    """A row that lacks a RELOAD, which the checker refuses, ends where the recompute finds no input."""
+    for drop, words in (
+        ("1RELOAD1", "must be Tensor, not NoneType (1R1@0)"),
+        ("1OFFLOAD1", "has never left stage 1 (1RELOAD1)"),
+    ):
+        ((message, _),) = workers.run(1, "tests.pipeline.runtime.relay_cases:run_mutated", drop=(drop,), stash="host")
+        assert words in message
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_relay_is_ordinary_training_in_any_cut(num_ranks):
-    """The same for all numbers of stages, of resident ones and of microbatches, for eager and deferred updates."""
+    """The same for all numbers of stages, of resident ones and of microbatches, eager and deferred, either stash."""
     generator = random.Random(num_ranks)
     cuts = [v for v in (1, 2, 4, 8) if num_ranks * v <= reference.NUM_LAYERS]
     for v, resident, host_update in itertools.product(cuts, (1, 2, 3), ("eager", "deferred")):
         batches = tuple(generator.sample(range(1, 9), 4))
         training = Training(batches=batches, same_dropout=generator.choice((0.0, 0.1)), warmup=2)
         drains = tuple(generator.sample(range(4), 2))
+        stash = generator.choice(("device", "host"))
         expected = flush(training, drains=drains, evaluate=2)
         outcomes = run(
             num_ranks,
@@ -101,6 +138,7 @@ def test_the_relay_is_ordinary_training_in_any_cut(num_ranks):
             num_virtual_stages=v,
             resident=resident,
             host_update=host_update,
+            stash=stash,
             drains=drains,
             evaluate=2,
         )
@@ -142,17 +180,95 @@ def test_tied_embeddings_on_two_ranks_are_updated_eagerly():
     assert_same(outcomes, expected, exact=False)
 
 
-@pytest.mark.parametrize("host_update", ["eager", "deferred"])
-def test_replicas_average_each_stage_as_it_leaves(host_update):
-    """d=2, p=2: bit-equal to two replicas of flush, and both hold the same weights."""
-    training = Training(batches=(2, 4, 2, 3), num_replicas=2)
+# name: (replicas, pipeline ranks of each, stages of each, host update, hosts, what else)
+REPLICAS = {
+    "d=2": (2, 1, 4, "deferred", (), {"clip_grad": 0.05}),
+    "d=2 p=2": (2, 2, 2, "eager", (), {}),
+}
+REPLICAS_MATRIX = {
+    "d=2 p=2 deferred": (2, 2, 2, "deferred", (), {}),
+    "d=2 p=2 dropout": (2, 2, 4, "eager", (), {"same_dropout": 0.1}),
+    "d=2 on two hosts": (2, 1, 4, "eager", ("a", "b"), {}),
+    "d=4": (4, 1, 4, "eager", (), {}),
+    "d=4 on two hosts": (4, 1, 8, "deferred", ("a", "b", "a", "b"), {"clip_grad": 0.05}),
+    "d=3 fused": (3, 1, 2, "eager", (), {"fused": True}),
+    "d=4 p=2": (4, 2, 4, "eager", ("a", "a", "a", "b"), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_ranks", "num_virtual_stages", "host_update", "hosts", "options"),
+    [pytest.param(*row, id=name) for name, row in REPLICAS.items()]
+    + [pytest.param(*row, id=name, marks=pytest.mark.full) for name, row in REPLICAS_MATRIX.items()],
+)
+def test_replicas_share_one_store(num_replicas, num_ranks, num_virtual_stages, host_update, hosts, options):
+    """Bit-equal to two replicas of flush; of more, the order of a reduction's sums depends on what is reduced at once,
+    so to as many replicas of the relay, of which each has a store of its own. By the system's account, the replicas of
+    a host have mapped one store, of the size of one replica's, and besides nothing of their own.
+    """
+    training = Training(batches=(2, 4, 2, 3), num_replicas=num_replicas, **options)
     expected = workers.run(
-        4, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+        num_replicas * num_ranks,
+        "tests.pipeline.runtime.module_cases:run",
+        preset="flush",
+        training=training,
+        recompute=True,
     )
-    outcomes = run(4, training, num_virtual_stages=2, host_update=host_update)
+    cut = {"num_virtual_stages": num_virtual_stages, "host_update": host_update, "drains": (1,)}
+    outcomes = run(num_replicas * num_ranks, training, hosts=hosts, **cut)
     both = expected[0]
-    both.parameters |= expected[1].parameters
-    assert_same(outcomes, both)
+    both.parameters |= expected[num_ranks - 1].parameters
+    assert_same(outcomes, both, exact=num_replicas == 2)
+    if num_replicas > 2:
+        apart = run(num_replicas * num_ranks, training, hosts=tuple("abcd"[:num_replicas]), **cut)
+        for outcome, other in zip(outcomes, apart, strict=True):
+            assert [each.grad_norm for each in outcome.reports] == [each.grad_norm for each in other.reports]
+            assert [each.losses for each in outcome.reports] == [each.losses for each in other.reports]
+            assert all(torch.equal(each, other.parameters[name]) for name, each in outcome.parameters.items())
+    for rank, outcome in enumerate(outcomes):
+        replica, stage = divmod(rank, num_ranks)
+        hosts = hosts or ("a",) * num_replicas
+        beside = [other * num_ranks + stage for other in range(num_replicas) if hosts[other] == hosts[replica]]
+        assert all(outcomes[other].mappings.keys() == outcome.mappings.keys() for other in beside), rank
+        strangers = set().union(*(outcomes[other].mappings for other in range(len(outcomes)) if other not in beside))
+        if len(beside) > 1:
+            assert not strangers & outcome.mappings.keys() and all("memfd:" in file for file in outcome.mappings)
+        pages = len(outcome.mappings) * 4096  # each is rounded up to whole ones
+        assert outcome.host_bytes <= sum(outcome.mappings.values()) <= outcome.host_bytes + pages
+        assert outcome.host_bytes == outcomes[stage].host_bytes
+
+
+def test_the_store_of_two_replicas_is_as_large_as_that_of_one():
+    """Weights, gradients and moments."""
+    (one,) = run(1, Training(batches=(2, 2)), num_virtual_stages=4)
+    first, second = run(2, Training(batches=(2, 2), num_replicas=2), num_virtual_stages=4)
+    assert one.host_bytes == first.host_bytes
+    counters = 4096  # of who has come to a barrier
+    assert sum(one.mappings.values()) + counters == sum({**first.mappings, **second.mappings}.values())
+
+
+def test_an_overflow_leaves_the_batch_out_on_all_replicas():
+    """One has it; none steps its share, and they go on alike."""
+    training = Training(batches=(2,) * 4, poisoned_microbatch=3, num_replicas=2)
+    expected, _ = workers.run(
+        2, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+    )
+    assert [report.skipped for report in expected.reports] == [False, True, False, False]
+    outcomes = run(2, training, num_virtual_stages=4)
+    for outcome in outcomes:
+        assert [report.skipped for report in outcome.reports] == [False, True, False, False]
+        assert all(torch.equal(each, expected.parameters[name]) for name, each in outcome.parameters.items())
+
+
+@pytest.mark.parametrize("host_update", ["eager", pytest.param("deferred", marks=pytest.mark.full)])
+def test_tied_gradients_of_which_each_replica_brought_a_share_are_added_up(host_update):
+    """Each reads the whole of both, and writes a share of their sum."""
+    training = Training(batches=(2, 3, 4, 2), tied=True, num_replicas=2)
+    expected, _ = workers.run(
+        2, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+    )
+    expected.parameters[reference.LAST_WEIGHT] = expected.parameters[reference.FIRST_WEIGHT]
+    assert_same(run(2, training, num_virtual_stages=4, host_update=host_update), expected, exact=False)
 
 
 def test_an_overflow_leaves_the_batch_out_at_every_stage():
@@ -210,16 +326,24 @@ def test_a_missing_fetch_is_nan(stage):
 @pytest.mark.parametrize("host_update", ["eager", "deferred"])
 def test_what_runs_is_the_program(host_update, num_replicas):
     """Each rank executes its row, and each lane its words in the order of the row; 2N - K fetches and N stores a batch,
-    whatever m is; the measured timeline is that of the program.
+    whatever m is; the measured timeline is that of the program. With deferred updates inputs leave for the host, too.
     """
+    stash = "host" if host_update == "deferred" else "device"
     num_virtual_stages, resident, batches = 4, 2, (3, 1, 4)
     training = Training(batches=batches, num_replicas=num_replicas)
-    outcomes = run(num_replicas, training, num_virtual_stages=num_virtual_stages, host_update=host_update, tracing=True)
+    outcomes = run(
+        num_replicas,
+        training,
+        num_virtual_stages=num_virtual_stages,
+        host_update=host_update,
+        stash=stash,
+        tracing=True,
+    )
     program = Schedule.preset(
         "l2l",
         num_stages=num_virtual_stages,
         num_virtual_stages=num_virtual_stages,
-        residency=Residency(resident, host_update),
+        residency=Residency(resident, host_update, stash),
         data_parallel=num_replicas > 1,
     ).build(batches)
     report = check(program)
@@ -249,7 +373,9 @@ def test_what_runs_is_the_program(host_update, num_replicas):
 
 
 def test_what_does_not_go_together_is_refused():
-    """Eager updates that clip, and an update whose weights are on the device."""
+    """Eager updates that clip, replicas of one store without a group, an update whose weights are on the device, and
+    moves beside a stash on the host.
+    """
     modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
     store = HostStore({0: dict(modules[0].named_parameters())})
     optimizer = torch.optim.SGD(store.parameters.values(), lr=0.1)
@@ -257,9 +383,19 @@ def test_what_does_not_go_together_is_refused():
         ValueError, match=r"made before the norm is known, and gradients are clipped to 1; use deferred"
     ):
         ModuleRelayUpdate(modules, store, residency=Residency(2, "eager"), optimizer=optimizer, clip_grad=1.0)
+    store.is_shared, store.replicas = True, SimpleNamespace(host="here")
+    with pytest.raises(ValueError, match=r"replicas on here share the store.*give their data_parallel_group, or each"):
+        ModuleRelayUpdate(modules, store, residency=Residency(2), optimizer=optimizer)
     schedule = Schedule.preset("l2l", num_stages=1)
     with pytest.raises(ValueError, match=r"EmulatedUpdate has them on the device; give a RelayUpdate"):
         PipelineEngine(schedule, SimpleNamespace(index=0), EmulatedUpdate())
+    stashing = Residency(stash="host")
+    schedule = Schedule.preset("l2l", num_stages=1, residency=stashing)
+    update = ModuleRelayUpdate(modules, store, residency=stashing, optimizer=optimizer)
+    with pytest.raises(
+        ValueError, match=r"inputs are stashed on the host, and an activation_memory counts .*give none"
+    ):
+        PipelineEngine(schedule, SimpleNamespace(index=0), update, activation_memory=ActivationMemory())
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -21,12 +21,12 @@ STAGE_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 class Run:
-    """Two batches through `num_stages` layers on one rank, metered from before the first weight is on the device."""
+    """Two batches through `num_stages` layers on one rank. The second is metered, with all that is there by then."""
 
-    def __init__(self, num_stages, *, resident=2, update="deferred"):
+    def __init__(self, num_stages, *, resident=2, update="deferred", stash="device"):
         gc.collect()
         schedule = Schedule.preset(
-            "l2l", num_stages=num_stages, num_virtual_stages=num_stages, residency=Residency(resident, update)
+            "l2l", num_stages=num_stages, num_virtual_stages=num_stages, residency=Residency(resident, update, stash)
         )
         self.report = check(schedule.build(BATCHES))
         modules = {index: nn.Sequential() for index in range(num_stages)}
@@ -41,8 +41,10 @@ class Run:
             engine = PipelineEngine(schedule, stages, relay)
             self.reports = []
             for size in BATCHES:
+                meter.set_host_aside()  # what the batch before has mapped for inputs
                 self.reports += engine.run_batch(size, size)
             engine.drain()
+            self.stash = engine.input_stash
             engine.close()
         self.peak = meter.peak
 
@@ -77,3 +79,18 @@ def test_depth_costs_the_inputs_that_are_saved():
     peaks = [Run(num_stages).peak for num_stages in (8, 16, 24)]
     inputs_of_a_layer = BATCHES[0] * 4 * ROWS * WIDTH
     assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == [8 * inputs_of_a_layer] * 2
+
+
+def test_depth_costs_norms_alone_where_inputs_are_stashed_on_the_host():
+    """By the same meter eight layers more take the device 8 bytes for the norm of each weight and bias, which wait
+    there for those of all stages, and nothing else. The host has a buffer for each input that is away at once.
+    """
+    runs = {num_stages: Run(num_stages, stash="host") for num_stages in (8, 16, 24)}
+    peaks = [run.peak for run in runs.values()]
+    assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == [8 * 2 * 8] * 2
+    m, boundary = BATCHES[0], 4 * ROWS * WIDTH
+    for num_stages, run in runs.items():
+        assert run.report.peak_boundaries_on_rank == (m + 3,)
+        assert run.stash.num_offloaded == sum(run.report.offloaded_microbatches) == len(BATCHES) * m * (num_stages - 2)
+        assert run.stash.num_bytes_offloaded == run.stash.num_offloaded * boundary
+        assert run.stash.num_buffers == m * (num_stages - 2)

@@ -1,0 +1,159 @@
+"""Proof: inputs that are stashed on the host come back before they are needed, and few are on the device at once.
+
+The input of a microbatch may leave a stage once, between its forward and its recompute, and has to come back before
+that:
+
+    OFFLOAD  after F; not twice; before R; not at the first stage, whose input is data, nor without recompute, where the
+             graph of the forward refers to it
+    RELOAD   after OFFLOAD; not twice
+    R        not between OFFLOAD and RELOAD
+
+Every backward stands before its batch's STEP, so nothing is away at a border. A program moves activations to a pair, or
+inputs to the host, and says which by its residency: EVICT and OFFLOAD never stand in one program.
+
+*Boundaries* are the tensors that stages exchange: what waits between two stages of a rank, and the inputs that its
+stages keep for their recompute. Where the stash is on the host, a rank has at most m + 3 of them on the device, of m
+microbatches a batch (`residency.most_boundaries`), whatever the number of its stages and the timing: an input counts
+from the start of its forward until the row has waited for its OFFLOAD, and from when its RELOAD is posted.
+"""
+
+from megatron.pipeline.check.compact import (
+    FIRST_STASH,
+    FIRST_TRANSFER,
+    FIRST_UPDATE,
+    KIND_OF_CODE,
+    OFFLOAD,
+    RELOAD,
+    B,
+    CompactProgram,
+    F,
+    R,
+    W,
+)
+from megatron.pipeline.instruction import Lane
+from megatron.pipeline.residency import most_boundaries
+
+# What has happened to the input of a microbatch at a stage.
+_NOWHERE, _HERE, _AWAY, _BACK, _USED = range(5)
+
+# code -> (what it must find, what it leaves)
+_MUST_FIND = {
+    OFFLOAD: ((_HERE,), _AWAY),
+    RELOAD: ((_AWAY,), _BACK),
+    R: ((_HERE, _BACK), _USED),
+}
+_FOUND = {
+    _NOWHERE: "its forward has not run, so there is no input",
+    _HERE: "its input is on the device and has never left",
+    _AWAY: "its input is on the host, and no RELOAD stands before it",
+    _BACK: "its input has left and come back already",
+    _USED: "its input has been used already",
+}
+
+
+def prove_stash(compact: CompactProgram) -> None:
+    """Prove the table above.
+
+    Args:
+        compact: a program whose computations are proved.
+
+    Raises:
+        ProgramError: naming the first instruction that breaks its rule.
+    """
+    residency = compact.program.residency
+    if residency is None:
+        return  # and no word stands in it, see `residency`
+    state = bytearray(compact.num_stages * compact.num_microbatches)
+    for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
+        for position, (code, place) in enumerate(zip(codes, places, strict=True)):
+            if code == F:
+                state[place] = _HERE
+            elif code in _MUST_FIND:
+                wanted, left = _MUST_FIND[code]
+                reason = "" if state[place] in wanted else _FOUND[state[place]]
+                if FIRST_STASH <= code < FIRST_UPDATE:
+                    reason = _why_not(compact, place // compact.num_microbatches) or reason
+                if reason:
+                    raise compact.error(rank, position, reason)
+                state[place] = left
+
+
+def _why_not(compact: CompactProgram, stage: int) -> str:
+    """Why no input of the stage may move."""
+    if not compact.program.residency.stashes_on_host:
+        return "the inputs of this program wait on the device: its residency does not say host"
+    if compact.moves:
+        return "activations move to the host or to a pair stage, and this program does both"
+    if not compact.program.recomputes(stage):
+        return "the stage does not recompute, so the graph of its forward refers to the input"
+    return "the input of the first stage is data" if stage == 0 else ""
+
+
+def prove_boundaries(compact: CompactProgram) -> tuple[int, ...]:
+    """Count boundaries on the device, and prove that they are few where the stash is on the host.
+
+    Args:
+        compact: a program whose computations and stash are proved.
+
+    Returns:
+        For each rank, the most that are there at once, at the worst timing; empty where weights live on the device.
+
+    Raises:
+        ProgramError: naming the first computation or RELOAD that may exceed the bound.
+    """
+    program = compact.program
+    if program.residency is None:
+        return ()
+    bound = most_boundaries(max(program.batches)) if program.residency.stashes_on_host else None
+    return tuple(_most_on_rank(compact, rank, bound) for rank in range(len(compact.codes)))
+
+
+def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
+    stages, width = set(compact.stages_of(rank)), compact.num_microbatches
+    away = offloaded_before(compact, rank)
+    words = [KIND_OF_CODE[code].row for code in range(FIRST_TRANSFER)]
+    keeps = not compact.program.forward_only
+    held = peak = 0
+    for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
+        held -= len(away.get(position, ()))
+        if code < FIRST_TRANSFER:
+            word, stage = words[code], place // width
+            held -= word.needs is not None and stage - word.needs.value in stages
+            held += word.makes is not None and stage + word.makes.value in stages
+            held += keeps and code == F and stage > 0
+        held += code == RELOAD
+        if held > peak:
+            if bound is not None and held > bound:
+                reason = f"{held} tensors between stages may be on the device then, and {bound} are the most"
+                raise compact.error(rank, position, reason)
+            peak = held
+        held -= code in (B, W) and place // width > 0
+    return peak
+
+
+def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]:
+    """For each position of a row at which it is known that OFFLOADs before it are complete: the stages of those of
+    which it has not been known before.
+
+    It is known when the row has waited for one: for itself, for one behind it in its lane, or for a word that has.
+    """
+    codes = compact.codes[rank]
+    if OFFLOAD not in codes:
+        return {}
+    awaited, width = compact.awaited_in_lanes[rank], compact.num_microbatches
+    stages: list[int] = []  # of the OFFLOADs so far
+    known: list[int] = []  # by position, how many are complete when it is, or for a computation when it starts
+    of_lane = dict.fromkeys(Lane, 0)
+    found: dict[int, list[int]] = {}
+    for position, (code, place) in enumerate(zip(codes, compact.places[rank], strict=True)):
+        lane = KIND_OF_CODE[code].row.lane
+        before = of_lane[lane]
+        count = max([before, *(known[each] for each in awaited.get(position, ()))])
+        if lane is Lane.D2H:
+            stages += [place // width] * (code == OFFLOAD)
+            count = len(stages)  # its lane is in order
+        if lane is Lane.COMPUTE and count > before:
+            found[position] = stages[before:count]
+        known.append(count)
+        of_lane[lane] = count
+    return found
