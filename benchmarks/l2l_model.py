@@ -210,7 +210,7 @@ class Relay(Training):
 def moments_on_host(optimizer: torch.optim.Optimizer, store: HostStore) -> int:
     """Give AdamW the state with which it would begin, in the host's memory, flat for each stage; bytes.
 
-    Else AdamW makes them at its first step, in memory of the process.
+    Else AdamW makes them at its first step, and its counters of steps stay in memory of the process.
     """
     num_bytes = 0
     for place in store.stages.values():

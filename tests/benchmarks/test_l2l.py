@@ -99,6 +99,7 @@ def test_complaints_name_what_is_off():
         assert words in sentence and "fetch, u=4, eager" in sentence
 
 
+@pytest.mark.full  # test_relay_memory has the same meter
 def test_device_bytes_grow_by_m_inputs_a_layer():
     """By the meter, which counts flush's weights, gradients and moments, and of the relay's the arena, two gradient
     buffers and what is saved: with three stages more, exactly 3m inputs more, or their norms.

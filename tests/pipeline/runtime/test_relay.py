@@ -383,9 +383,6 @@ def test_what_does_not_go_together_is_refused():
         ValueError, match=r"made before the norm is known, and gradients are clipped to 1; use deferred"
     ):
         ModuleRelayUpdate(modules, store, residency=Residency(2, "eager"), optimizer=optimizer, clip_grad=1.0)
-    store.is_shared, store.replicas = True, SimpleNamespace(host="here")
-    with pytest.raises(ValueError, match=r"replicas on here share the store.*give their data_parallel_group, or each"):
-        ModuleRelayUpdate(modules, store, residency=Residency(2), optimizer=optimizer)
     schedule = Schedule.preset("l2l", num_stages=1)
     with pytest.raises(ValueError, match=r"EmulatedUpdate has them on the device; give a RelayUpdate"):
         PipelineEngine(schedule, SimpleNamespace(index=0), EmulatedUpdate())
@@ -396,6 +393,9 @@ def test_what_does_not_go_together_is_refused():
         ValueError, match=r"inputs are stashed on the host, and an activation_memory counts .*give none"
     ):
         PipelineEngine(schedule, SimpleNamespace(index=0), update, activation_memory=ActivationMemory())
+    store.is_shared, store.replicas = True, SimpleNamespace(host="here")
+    with pytest.raises(ValueError, match=r"replicas on here share the store.*give their data_parallel_group, or each"):
+        ModuleRelayUpdate(modules, store, residency=Residency(2), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("fused", [False, True])
