@@ -1,13 +1,12 @@
 """The memory of hosts: what all ranks of a node take of it together, whether that fits, and how large a model would.
 
-Each rank has its own weights, gradients and optimizer state on its host, replicas too. So a node needs the sum over its
-GPUs.
+Each rank has weights, gradients and optimizer state of its part of the model on its host; replicas on a node share one
+store of them. What is stashed of a batch is each rank's own.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.placement.degrees import Degrees
@@ -40,22 +39,46 @@ class LargestModel:
     num_parameters: int
 
 
-Crowd = Counter[int]
-"""Pipeline rank -> how many of a node's GPUs stand there: tensor ranks and replicas of it."""
+@dataclass(frozen=True)
+class Crew:
+    """A node's GPUs that stand at one rank of the pipeline. `stores`: of how many tensor ranks they are."""
+
+    gpus: int
+    stores: int
+
+
+Crowd = Mapping[int, Crew]
+"""Pipeline rank -> a node's GPUs there."""
 
 
 def crowds(degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int]) -> list[Crowd]:
     """Of each node that has ranks. `mapping`: logical rank by slot."""
-    found: dict[int, Crowd] = {}
+    tensor_ranks: dict[int, dict[int, list[int]]] = {}
     for slot, rank in enumerate(mapping):
-        found.setdefault(node_of_slot[slot], Counter())[degrees.coordinates(rank).stage] += 1
-    return [found[node] for node in sorted(found)]
+        place = degrees.coordinates(rank)
+        tensor_ranks.setdefault(node_of_slot[slot], {}).setdefault(place.stage, []).append(place.tensor)
+    return [
+        {stage: Crew(len(there), len(set(there))) for stage, there in tensor_ranks[node].items()}
+        for node in sorted(tensor_ranks)
+    ]
+
+
+def fewest_sharing(nodes: Sequence[Crowd]) -> int:
+    """How many replicas share a store, where they are fewest: each steps as small a part of it."""
+    return min(crew.gpus // crew.stores for crowd in nodes for crew in crowd.values())
 
 
 def host_bytes(memory: Sequence[RankMemory], nodes: Sequence[Crowd]) -> list[float]:
     """Bytes of each node's memory that its ranks take; 0 where weights live on the device."""
-    of_rank = [rank.host.total if rank.host else 0.0 for rank in memory]
-    return [sum(count * of_rank[stage] for stage, count in crowd.items()) for crowd in nodes]
+    parts = [rank.host for rank in memory]
+    return [
+        sum(
+            crew.stores * (part.total - part.stash) + crew.gpus * part.stash
+            for stage, crew in crowd.items()
+            if (part := parts[stage])
+        )
+        for crowd in nodes
+    ]
 
 
 def judge_host(memory: Sequence[RankMemory], nodes: Sequence[Crowd], gib: float) -> HostVerdict:
@@ -115,9 +138,9 @@ def host_bytes_of(
         stage_parameters(shape, tensor, (0,))[0], 0
     )  # fmt: skip
     total = 0.0
-    for rank, count in crowd.items():
+    for rank, crew in crowd.items():
         own = layers_of_rank * layer_parameters(shape, tensor) + (rank == 0) * first + (rank == num_ranks - 1) * last
         leaving = max(0, layers_of_rank - 1 - (rank == 0))
         held = state.weights(own, num_versions=1) + state.gradients(own, num_buffers=1)
-        total += count * (held + state.optimizer(own, num_versions=1) + leaving * stash_of_layer)
+        total += crew.stores * (held + state.optimizer(own, num_versions=1)) + crew.gpus * leaving * stash_of_layer
     return total

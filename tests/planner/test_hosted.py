@@ -18,7 +18,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Activations, Architecture, Cluster, Configuration, TrainingState
 from megatron.planner.closed_form_demand import closed_form_demand
 from megatron.planner.demand import demand_of
-from megatron.planner.host_memory import crowds, host_bytes, judge_host, largest_model
+from megatron.planner.host_memory import Crew, crowds, fewest_sharing, host_bytes, judge_host, largest_model
 from megatron.planner.hosted import Hosting, gradient_buffers, resident_weights
 from megatron.planner.planner import Planner
 from megatron.planner.software import Software
@@ -58,7 +58,7 @@ def test_the_closed_form_is_the_proved_programs(p, v, m, tied, data, stash):
     assert all(a <= b <= a + 1 for a, b in zip(exact.receives_ahead, found.receives_ahead, strict=True))
 
 
-@pytest.mark.parametrize("resident", [1, 2, 3])
+@pytest.mark.parametrize("resident", [2, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 3))])
 def test_weights_and_gradients_are_those_that_the_runtime_allocates(resident):
     """To the byte, for megatron.core's chunks in bfloat16 with FP32 gradients."""
     (outcome,) = workers.run(
@@ -100,21 +100,31 @@ def test_bytes_a_parameter_on_the_host(element, per_parameter):
 
 
 def test_nodes_need_what_all_their_ranks_do():
-    """Replicas and tensor ranks each have their own part; the verdict names the fullest node."""
+    """Tensor ranks each have their own part, replicas share it but for the stash; the verdict names the fullest."""
     plan = planner(nodes=2, gpus_per_node=4, bandwidth={"between_nodes": 10.0}, host_memory_gib=1.0)
-    configuration = relayed(pipeline=2, data=2, tensor=2, virtual=6)
+    configuration = relayed(pipeline=2, data=2, tensor=2, virtual=6, stash="host")
     memory = plan.memory(configuration)
     nodes = crowds(configuration.degrees, range(8), plan.cluster.topology.node_of_slot)
-    assert nodes == [{0: 4}, {1: 4}]
-    assert host_bytes(memory, nodes) == [4 * rank.host.total for rank in memory]
-    fullest = max(range(2), key=lambda rank: memory[rank].host.total)
-    needed = 4 * memory[fullest].host.total / GIB
+    assert nodes == [{0: Crew(4, 2)}, {1: Crew(4, 2)}]
+    needed_bytes = [2 * (rank.host.total + rank.host.stash) for rank in memory]
+    assert host_bytes(memory, nodes) == needed_bytes and memory[0].host.stash > 0
+    fullest = max(range(2), key=needed_bytes.__getitem__)
+    needed = needed_bytes[fullest] / GIB
     verdict = judge_host(memory, nodes, needed)
     assert verdict.node == fullest and verdict.fits and verdict.spare_gib == 0
     assert not judge_host(memory, nodes, needed * 0.999).fits
     assert plan.judge_host(configuration, memory).needed_gib == needed
     assert plan.judge_host(configuration.__class__(
         tensor=2, pipeline=4, micro_batch_size=1, global_batch_size=8), memory) is None  # fmt: skip
+
+
+def test_replicas_on_one_node_share_a_store_and_others_do_not():
+    """Two nodes with a replica each have a store each; the fewest that share one decide about the update."""
+    configuration = relayed(data=2, tensor=2, virtual=12)
+    together = crowds(configuration.degrees, range(4), (0, 0, 0, 0))
+    apart = crowds(configuration.degrees, range(4), (0, 0, 1, 1))
+    assert together == [{0: Crew(4, 2)}] and fewest_sharing(together) == 2
+    assert apart == [{0: Crew(2, 2)}] * 2 and fewest_sharing(apart) == 1
 
 
 @settings(max_examples=25, deadline=None)

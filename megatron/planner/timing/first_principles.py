@@ -18,6 +18,7 @@ from megatron.planner.activations import Activations
 from megatron.planner.architecture import Architecture
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
+from megatron.planner.host_memory import crowds, fewest_sharing
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.software import MEGATRON_CORE, Software
 from megatron.planner.timing.calibration import default_constants
@@ -240,6 +241,7 @@ class FirstPrinciples:
         """Where weights live on the host, what copying and updating a stage takes there.
 
         The host's Adam reads gradient, master and moments, and writes master, moments and the weight in 16 bits.
+        Replicas on a node share a store: each brings and steps its share.
         """
         if not configuration.is_hosted:
             return {}
@@ -248,10 +250,13 @@ class FirstPrinciples:
         copy = 0 if state.weight_bytes == 4 else state.weight_bytes
         per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
         counts = stage_parameters(self.model, configuration.tensor, layers)
+        mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
+        degrees, node_of_slot = configuration.degrees, self.cluster.topology.node_of_slot
+        share = 1 / fewest_sharing(crowds(degrees, mapping(degrees), node_of_slot))
         return {
             "fetch": [count * state.weight_bytes / rate for count in counts],
-            "store": [count * state.gradient_bytes / rate for count in counts],
-            "update": [count * per_parameter for count in counts],
+            "store": [share * count * state.gradient_bytes / rate for count in counts],
+            "update": [share * count * per_parameter for count in counts],
             "offload": [self._boundary(configuration) / rate] * len(counts),
         }
 

@@ -3,6 +3,8 @@
 import random
 import time
 
+import pytest
+
 from megatron.pipeline.costs import Costs
 from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.planner import Planner
@@ -58,6 +60,7 @@ def test_deferred_updates_gate_the_next_batch():
     assert eager < 1.03 and 1.45 < deferred < 1.52
 
 
+@pytest.mark.full
 def test_short_batches_stand_for_long_ones():
     """Within half a percent, with copies and updates of any length, eager and deferred, on one rank and several."""
     generator = random.Random(7)
