@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # A deep GPT in memory that it does not fit into: under one memory limit, flush dies and l2l trains (docs/l2l.md).
 #
-#   bash examples/l2l.sh              # results in outputs/l2l, or in $OUTPUT; about 3 minutes on 2 cores, needs 4 GiB
+#   bash examples/l2l.sh              # results in outputs/l2l, or in $OUTPUT; about 2 minutes on 2 cores, needs 4 GiB
 #
 # Trains on the quickstart's text, on the CPU. LIMIT (MiB of private memory, as `ulimit -d` counts it) stands for the
-# device's memory: the l2l store is a shared mapping, which the limit does not count. DEPTHS and ITERATIONS change the rest.
+# device's memory: the l2l store is a shared mapping, which the limit does not count. DEPTHS and ITERATIONS change
+# the rest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
@@ -46,7 +47,8 @@ if train limited "$deepest" "$limit" --pipeline-recompute; then
     echo "flush trained within the limit, which shows nothing: set a smaller LIMIT" >&2
     exit 1
 fi
-if ! grep -m 1 -iE "can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory" "$runs/limited-$deepest.log"; then
+died="can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory"
+if ! grep -m 1 -iE "$died" "$runs/limited-$deepest.log"; then
     echo "flush ended for another reason than memory: see $runs/limited-$deepest.log" >&2
     exit 1
 fi

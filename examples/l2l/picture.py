@@ -68,7 +68,7 @@ def main() -> None:
     }
     print(
         f"Losses equal to {TIED:g}. In time, {depth} layers: {seconds['l2l']:.1f} s an iteration with l2l, "
-        f"{seconds['flush']:.1f} s with flush and recompute and no limit: {seconds['l2l'] / seconds['flush']:.2f} times."
+        f"{seconds['flush']:.1f} s with flush, recompute and no limit: {seconds['l2l'] / seconds['flush']:.2f} times."
     )
 
 

@@ -24,6 +24,8 @@ from torch.distributed import Store
 
 from megatron.backend.communicators import nccl_communicator
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
+
 Event = Any  # None where nothing is ever outstanding
 Stream = Any
 
@@ -58,6 +60,9 @@ class Streams(Protocol):
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy from and to while the host goes on."""
+
+    def pin_mapping(self, tensor: Tensor) -> Tensor:
+        """Have the same of memory that this process has mapped and others may have, too, until the process ends."""
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         """A process group that works on a stream of its own, with at most `max_ctas` blocks: see `communicators`."""
@@ -101,6 +106,9 @@ class CpuStreams:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
+    def pin_mapping(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         raise AssertionError("NCCL joins GPUs; CPUs have gloo groups, whose calls return when they are done")
 
@@ -142,6 +150,16 @@ class CudaStreams:
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pin_mapping(self, tensor: Tensor) -> Tensor:
+        """Raises ValueError where the system does not let it."""
+        result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE)
+        if int(result):
+            raise ValueError(
+                f"{tensor.nbytes / 2**30:.3g} GiB of the host's memory that replicas share cannot be pinned "
+                f"({result}); raise the limit on locked memory (ulimit -l), or give the host more memory"
+            )
+        return tensor
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         return nccl_communicator(store, rank, size, max_ctas=max_ctas, timeout=timeout)

@@ -16,6 +16,7 @@ from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.relay import Relay
 from megatron.pipeline.stages import stages_by_rank
 from megatron.planner.demand import Demand
 
@@ -32,7 +33,7 @@ def _of_turns(schedule: Schedule, rank: int) -> int:
 
 
 RECEIVES: dict[type[Order], Callable[[Schedule, int], int]] = {
-    GPipe: _of_both, OneForwardOneBackward: _of_turns, Interleaved: _of_turns,
+    GPipe: _of_both, OneForwardOneBackward: _of_turns, Interleaved: _of_turns, Relay: _of_turns,
 }  # fmt: skip
 """Class of an order whose demand has a closed form -> how many receives a rank has posted ahead at once.
 
@@ -76,6 +77,9 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
     evicting = set(schedule.evicting_ranks(batches))
     accepting = {pair_of(rank, num_ranks) for rank in evicting}
     bounds = schedule.max_saved_on_rank(batches)
+    if schedule.residency:  # the whole of a batch at a stage before the next one, so that all of them come together
+        together = [sum(own[stage] for stage in schedule.stages_of(rank)) for rank in range(num_ranks)]
+        bounds = own_on_rank = tuple(map(min, together, bounds))
     # An acceptor holds what its pair cannot, and one more while an eviction and a load cross.
     excess = {pair_of(rank, num_ranks): own_on_rank[rank] - bounds[rank] + 1 for rank in evicting}
     on_rank = tuple(min(bounds[rank], own_on_rank[rank] + excess.get(rank, 0)) for rank in range(num_ranks))
@@ -100,4 +104,11 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
         receives_ahead=tuple(0 if num_ranks == 1 else receives(schedule, rank) for rank in range(num_ranks)),
         evicts=tuple(rank in evicting for rank in range(num_ranks)),
         accepts=tuple(rank in accepting for rank in range(num_ranks)),
+        waiting_on_rank=_waiting(schedule, num_microbatches) if schedule.residency else (),
     )
+
+
+def _waiting(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:
+    """What a stage has made and the next one on the same rank takes later: a batch where they are neighbours."""
+    between = num_microbatches if schedule.num_ranks == 1 < schedule.num_stages else 0
+    return (between,) * schedule.num_ranks

@@ -12,6 +12,9 @@ processor it is.
     memory_gib: 79.25       # optional: what a GPU has; `cpu`: what a process may use
     peak_teraflops: 312     # optional, of the type that training multiplies in, likewise memory_bandwidth (GB/s);
                             # `cpu`: of one process
+    host_memory_gib: 1900   # optional: of a node's main memory, what training may use; weights on the host need it
+    host_bandwidth: 25      # optional: GB/s of one GPU to its host's memory, and from there; by default its PCIe's
+    host_optimizer_ns: 1.5  # optional: nanoseconds a parameter of the host's optimizer, of one process while all run
 """
 
 from functools import cached_property
@@ -26,8 +29,12 @@ from megatron.planner.devices import DEVICES, Device
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CPU = Device(  # a core of a laptop
-    memory_gib=2.0, peak_teraflops=0.05, peak_teraflops_fp32=0.05, memory_bandwidth=10, link_bandwidth=2
-)
+    memory_gib=2.0, peak_teraflops=0.05, peak_teraflops_fp32=0.05, memory_bandwidth=10, link_bandwidth=2,
+    host_bandwidth=5,  # a copy reads and writes
+)  # fmt: skip
+HOST_MEMORY_BANDWIDTH = 200.0
+"""GB/s that the optimizers of all processes of a node reach, unless the file says what they take: two sockets of six
+DDR4-2933 channels have 281."""
 
 
 class _Links(BaseModel):
@@ -49,6 +56,9 @@ class Cluster(BaseModel):
     memory_gib: _Positive | None = None
     peak_teraflops: _Positive | None = None
     memory_bandwidth: _Positive | None = None
+    host_memory_gib: _Positive | None = None
+    host_bandwidth: _Positive | None = None
+    host_optimizer_ns: _Positive | None = None
 
     def model_post_init(self, _context: object) -> None:
         if self.gpu != "cpu" and self.gpu not in DEVICES:
@@ -75,7 +85,15 @@ class Cluster(BaseModel):
             has_bfloat16=known.has_bfloat16,
             memory_bandwidth=self.memory_bandwidth or known.memory_bandwidth,
             link_bandwidth=self.bandwidth.within_node or known.link_bandwidth,
+            host_bandwidth=self.host_bandwidth or known.host_bandwidth,
         )
+
+    def optimizer_ns(self, state_bytes: int) -> float:
+        """Nanoseconds a parameter of the host's optimizer, which reads and writes so many bytes for it."""
+        if self.host_optimizer_ns:
+            return self.host_optimizer_ns
+        together = max(node.gpus for node in self.topology.nodes)
+        return state_bytes / (self.device.memory_bandwidth if self.is_cpu else HOST_MEMORY_BANDWIDTH / together)
 
     @cached_property
     def topology(self) -> Topology:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from megatron.pipeline.residency import DEFERRED, DEVICE, Residency
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
 from megatron.pipeline.weights import TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
+from megatron.planner.hosted import Hosting
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")
 
@@ -32,6 +34,9 @@ class Configuration:
             microbatches at all); "off": it does not.
         provisional_microbatches: how many microbatches, with "uniform".
         provisional_reduce: replicas predict from the mean of all.
+        resident_stages: K, where weights live on the host (l2l): the most stages of a rank on the device at once.
+        host_update: when the host updates a stage: eager or deferred (`Residency`).
+        stash: where the inputs of stages wait for their recompute then: device or host.
 
     Raises:
         ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, or predictions
@@ -54,6 +59,9 @@ class Configuration:
     provisional: str = "off"
     provisional_microbatches: int | None = None
     provisional_reduce: bool = False
+    resident_stages: int = 2
+    host_update: str = DEFERRED
+    stash: str = DEVICE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
@@ -62,8 +70,6 @@ class Configuration:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1; give 1 or more")
         if self.schedule not in PRESETS:
             raise ValueError(f"there is no schedule {self.schedule!r}; choose from {', '.join(PRESETS)}")
-        if PRESETS[self.schedule].residency is not None:
-            raise ValueError(f"{self.schedule} keeps weights on the host, which has no price yet; choose another")
         if self.rank_mapping not in NAMES:
             raise ValueError(f"there is no rank mapping {self.rank_mapping!r}; choose from {', '.join(NAMES)}")
         if self.layers is not None and (len(self.layers) != self.num_stages or min(self.layers) < 0):
@@ -74,6 +80,7 @@ class Configuration:
                 f"{self.micro_batch_size} on {self.data} replicas; change one of them"
             )
         self._check_predictions()
+        self._check_hosting()
 
     def _check_predictions(self) -> None:
         if self.provisional not in PROVISIONAL_MODES:
@@ -92,6 +99,24 @@ class Configuration:
         if self.provisional_reduce and self.data == 1:
             raise ValueError("provisional_reduce needs replicas, and there is one; leave it out")
 
+    def _check_hosting(self) -> None:
+        given = (self.resident_stages, self.host_update, self.stash)
+        if not self.is_hosted:
+            if given != (2, DEFERRED, DEVICE):
+                raise ValueError(
+                    f"resident_stages, host_update and stash are {given} with weights on the device; leave them out, "
+                    "or choose l2l"
+                )
+            return
+        Residency(self.resident_stages, self.host_update, self.stash)
+        for is_asked, name, reason in (
+            (self.recompute is RecomputeScope.LAYER, "recompute layer", "recomputes what is recomputed already"),
+            (self.distributed_optimizer, "distributed_optimizer", "shards the optimizer on the devices"),
+            (self.balance, "balance", "moves saved activations to ranks that save few"),
+        ):
+            if is_asked:
+                raise ValueError(f"{name} does not go with {self.schedule}: it {reason}; leave it out")
+
     @property
     def num_gpus(self) -> int:
         return self.tensor * self.pipeline * self.data
@@ -104,6 +129,18 @@ class Configuration:
     @property
     def num_stages(self) -> int:
         return self.pipeline * self.virtual
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether weights live on the host."""
+        return PRESETS[self.schedule].residency is not None
+
+    @property
+    def hosting(self) -> Hosting | None:
+        """What memory has to know of it; None: they live on the device."""
+        if not self.is_hosted:
+            return None
+        return Hosting(stages=self.resident_stages, stash=self.stash, num_microbatches=self.num_microbatches)
 
     @property
     def predicts(self) -> bool:
@@ -127,4 +164,5 @@ class Configuration:
             tied_embeddings=tied_embeddings and self.num_stages > 1, data_parallel=self.data > 1,
             predict=self.predicts, provisional_microbatches=self.provisional_microbatches,
             reduce_partial=self.provisional_reduce,
+            residency=Residency(self.resident_stages, self.host_update, self.stash) if self.is_hosted else None,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from megatron.pipeline.residency import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.files import read_document
@@ -112,6 +113,9 @@ class _Settings(_Record):
     provisional: str = "off"
     provisional_microbatches: Count | None = None
     provisional_reduce: bool = False
+    resident_stages: Count = 2
+    host_update: str = DEFERRED
+    stash: str = DEVICE
     framework: str | None = None
     flash_attention: bool | None = None
 
@@ -263,6 +267,9 @@ class _Reader:
             provisional=settings.provisional,
             provisional_microbatches=settings.provisional_microbatches,
             provisional_reduce=settings.provisional_reduce,
+            resident_stages=settings.resident_stages,
+            host_update=settings.host_update,
+            stash=settings.stash,
         )
 
     def _micro_batch(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron.planner.configuration import Configuration
 from megatron.planner.devices import Verdict
+from megatron.planner.host_memory import HostVerdict
 from megatron.planner.memory import RankMemory
 
 
@@ -17,6 +18,8 @@ class Estimate:
         bubble: part of an iteration in which the busiest rank of the pipeline computes nothing, 0 to 1.
         memory: by rank of the pipeline.
         verdict: whether the fullest rank fits.
+        host: whether the fullest node has the memory, where weights live on the host and the cluster says what nodes
+            have.
         reserve_gib: what the allocator cannot give away at once, beside what `memory` counts (devices.py).
     """
 
@@ -27,6 +30,12 @@ class Estimate:
     memory: tuple[RankMemory, ...]
     verdict: Verdict
     reserve_gib: float = 0.0
+    host: HostVerdict | None = None
+
+    @property
+    def fits(self) -> bool:
+        """GPUs and hosts have the memory."""
+        return self.verdict.fits and (self.host is None or self.host.fits)
 
     @property
     def under_pressure(self) -> bool:

@@ -1,5 +1,6 @@
 """The flags of pretrain_gpt.py and pretrain_bert.py that say what a configuration says."""
 
+from megatron.pipeline.residency import DEVICE
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.configuration import Configuration
@@ -21,6 +22,14 @@ def prediction_words(configuration: Configuration) -> tuple[str, ...]:
     if configuration.provisional_reduce:
         words.append("--2bw-provisional-reduce")
     return tuple(words)
+
+
+def hosting_words(configuration: Configuration) -> tuple[str, ...]:
+    """How weights live on the host as words of a command line; none where they do not."""
+    if not configuration.is_hosted:
+        return ()
+    words = ("--l2l-update", configuration.host_update, "--l2l-resident-stages", str(configuration.resident_stages))
+    return (*words, "--l2l-stash", configuration.stash) if configuration.stash != DEVICE else words
 
 
 def configuration_words(configuration: Configuration) -> tuple[str, ...]:
@@ -45,4 +54,9 @@ def configuration_words(configuration: Configuration) -> tuple[str, ...]:
         words.append("--sequence-parallel")
     if configuration.distributed_optimizer:
         words.append("--use-distributed-optimizer")
-    return (*words, *prediction_words(configuration), *_RECOMPUTE[configuration.recompute])
+    return (
+        *words,
+        *prediction_words(configuration),
+        *hosting_words(configuration),
+        *_RECOMPUTE[configuration.recompute],
+    )

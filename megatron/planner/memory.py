@@ -8,7 +8,7 @@ context and other communicators hold, is not.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron.pipeline.moves import pair_of
 from megatron.pipeline.stages import stages_by_rank
@@ -16,6 +16,7 @@ from megatron.planner.activations import Activations, ActivationSetting
 from megatron.planner.architecture import Architecture
 from megatron.planner.communicators import communicator_bytes
 from megatron.planner.demand import Demand
+from megatron.planner.hosted import Hosting, HostParts, device_inputs, gradient_buffers, host_parts, resident_weights
 from megatron.planner.parameters import largest_parameter, stage_parameters
 from megatron.planner.state import TrainingState
 
@@ -60,6 +61,7 @@ class RankMemory:
         saved_microbatches: held at once at most, over all its stages.
         bytes_per_microbatch: what the largest of its stages saves of one.
         parts: see `MemoryParts`.
+        host: what it takes of its host's memory, where that has the weights.
     """
 
     rank: int
@@ -69,10 +71,11 @@ class RankMemory:
     saved_microbatches: int
     bytes_per_microbatch: float
     parts: MemoryParts
+    host: HostParts | None = None
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Bytes on the GPU."""
         return self.parts.total
 
 
@@ -85,6 +88,7 @@ def estimate_memory(
     layers: Sequence[int],
     single_gradient_buffer: bool = False,
     counts_communicators: bool = False,
+    hosting: Hosting | None = None,
 ) -> tuple[RankMemory, ...]:
     """The memory of each rank of the pipeline.
 
@@ -92,8 +96,10 @@ def estimate_memory(
         layers: how many layers each stage has.
         single_gradient_buffer: a batch's gradients are applied before the next batch fills the buffer.
         counts_communicators: this project's runtime trains, over NCCL.
+        hosting: weights live on the host, and so; None: on the device. `setting` recomputes whole stages then.
     """
     assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
+    assert hosting is None or setting.recompute.whole_stage
     activations = Activations(shape, setting)
     parameters = stage_parameters(shape, setting.tensor, layers)
     kinds = [(count, stage == 0, stage == len(layers) - 1) for stage, count in enumerate(layers)]
@@ -120,6 +126,27 @@ def estimate_memory(
         if demand.predicts[rank]:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             copies = state.prediction(count, largest=largest_parameter(shape, setting.tensor, **ends))
+        parts = MemoryParts(
+            weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank]),
+            gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
+            + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
+            optimizer=state.optimizer(count, num_versions=versions),
+            activations=_saved_on_rank(rank, saved, demand),
+            workspace=max(copies, *(workspace[stage] for stage in stages)),
+            transfers=(demand.receives_ahead[rank] + sides) * boundary + moving,
+            communicators=communicators[rank],
+        )
+        host = None
+        if hosting:
+            own = [parameters[stage] for stage in stages]
+            parts = replace(
+                parts,
+                weights=resident_weights(state, own, hosting.stages),
+                gradients=gradient_buffers(state, own),
+                optimizer=0.0,
+                activations=device_inputs(rank, boundary, demand, hosting),
+            )
+            host = host_parts(rank, boundary, state, count, demand, hosting)
         result.append(
             RankMemory(
                 rank=rank,
@@ -128,16 +155,8 @@ def estimate_memory(
                 num_parameters=count,
                 saved_microbatches=demand.saved_on_rank[rank],
                 bytes_per_microbatch=max(saved[stage] for stage in stages),
-                parts=MemoryParts(
-                    weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank]),
-                    gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
-                    + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
-                    optimizer=state.optimizer(count, num_versions=versions),
-                    activations=_saved_on_rank(rank, saved, demand),
-                    workspace=max(copies, *(workspace[stage] for stage in stages)),
-                    transfers=(demand.receives_ahead[rank] + sides) * boundary + moving,
-                    communicators=communicators[rank],
-                ),
+                parts=parts,
+                host=host,
             )
         )
     return tuple(result)

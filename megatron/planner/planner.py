@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.weights import FLUSH
+from megatron.placement.mapping import pair_adjacent, standard
 from megatron.planner.architecture import Architecture
 from megatron.planner.closed_form_demand import closed_form_demand
 from megatron.planner.cluster import Cluster
@@ -12,10 +13,13 @@ from megatron.planner.demand import Demand
 from megatron.planner.demands import schedule_demand, stated_demand
 from megatron.planner.devices import judge, reserve_gib
 from megatron.planner.estimate import Estimate
+from megatron.planner.host_memory import HostVerdict, crowds, judge_host
 from megatron.planner.memory import RankMemory, estimate_memory
 from megatron.planner.software import MEGATRON_CORE, Software
 from megatron.planner.timing.iteration import priced, simulated
 from megatron.planner.timing.model import CostModel
+
+_NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
 
 
 class Planner:
@@ -92,6 +96,7 @@ class Planner:
             demand,
             layers=layers,
             counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
+            hosting=configuration.hosting,
         )
 
     def estimate(self, configuration: Configuration, simulate: bool = False) -> Estimate:
@@ -120,4 +125,13 @@ class Planner:
             memory=memory,
             verdict=judge(memory, self.cluster.device.memory_gib),
             reserve_gib=reserve_gib(self.model, self.software.activation_setting(configuration)),
+            host=self.judge_host(configuration, memory),
         )
+
+    def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:
+        """Whether hosts have the memory; None: nothing lives there, or the cluster does not say what they have."""
+        if not configuration.is_hosted or self.cluster.host_memory_gib is None:
+            return None
+        mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
+        nodes = crowds(configuration.degrees, mapping(configuration.degrees), self.cluster.topology.node_of_slot)
+        return judge_host(memory, nodes, self.cluster.host_memory_gib)

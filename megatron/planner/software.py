@@ -53,7 +53,7 @@ class Software:
             residual_bytes=self.element_bytes,
             sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
             saves_scores=not self.flash_attention,
-            recompute=_SCOPES[configuration.recompute],
+            recompute=Recompute(whole_stage=True) if configuration.is_hosted else _SCOPES[configuration.recompute],
         )
 
     def training_state(self, configuration: Configuration) -> TrainingState:

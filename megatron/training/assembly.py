@@ -33,6 +33,7 @@ from megatron.training.logging import ALLOCATED, LOSS, SAVED_ACTIVATIONS, Report
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
 from megatron.training.optimizer_kernel import choose_kernel
 from megatron.training.outputs import prepare_outputs
+from megatron.training.placement import this_process
 from megatron.training.throughput import flops_per_sample
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
@@ -185,7 +186,8 @@ def _update(
     stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
     if schedule.residency is not None:
         return MegatronRelayUpdate(
-            chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, **options
+            chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,
+            **options,
         )  # fmt: skip
     return MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],

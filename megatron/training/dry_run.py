@@ -15,7 +15,7 @@ import os
 import sys
 
 from megatron.pipeline.check import CheckReport, ProgramError, check_periodic
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.placement.bandwidth import saved_activation_bytes
 from megatron.placement.degrees import Degrees
 from megatron.placement.hosts import Process
@@ -23,7 +23,7 @@ from megatron.placement.pairs import count_crossing
 from megatron.placement.report import PlacementReport, make_report
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.planner import Demand, RankMemory, Verdict, demand_of, device_gib, estimate_memory, judge, most
-from megatron.training import plan
+from megatron.training import dry_run_hosted, plan
 from megatron.training.arguments import Platform, resolve_platform, validate_args
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpointing import apply_checkpoint_arguments
@@ -47,9 +47,10 @@ def run_dry(args: argparse.Namespace, prog: str) -> int:
         if result.verdict is not None and not result.verdict.fits:
             raise ValueError(
                 f"{result.place(result.verdict.rank)} misses {-result.verdict.spare_gib:.1f} GiB of the "
-                f"{device_gib(args.dry_run_gpu):g} GiB of --dry-run-gpu {args.dry_run_gpu}; recompute more, use "
-                "smaller microbatches or more GPUs, or balance activations (--pipeline-schedule bpipe)"
+                f"{device_gib(args.dry_run_gpu):g} GiB of --dry-run-gpu {args.dry_run_gpu}; {_remedy(result)}"
             )
+        if result.hosted and (refused := dry_run_hosted.refusal(result.hosted, args.dry_run_host_memory)):
+            raise ValueError(refused)
     except (ValueError, ProgramError) as error:
         sys.stdout.flush()
         sys.stderr.write(f"{prog}: error: {error}\n")
@@ -58,6 +59,12 @@ def run_dry(args: argparse.Namespace, prog: str) -> int:
         sys.stderr.write(f"{prog}: error: {error.filename}: {error.strerror}\n")
         return _REFUSED
     return 0
+
+
+def _remedy(result: DryRun) -> str:
+    if result.hosted:
+        return "use smaller microbatches, fewer of them, smaller stages, or more GPUs"
+    return "recompute more, use smaller microbatches or more GPUs, or balance activations (--pipeline-schedule bpipe)"
 
 
 def check_job(args: argparse.Namespace) -> DryRun:
@@ -72,10 +79,11 @@ def check_job(args: argparse.Namespace) -> DryRun:
     optimizer_config(args)
     schedule = pipeline_schedule(args)
     report, demand = prove(args, schedule)
+    layers, hosting = plan.layers_of_stages(config), dry_run_hosted.hosting_of(args, schedule)
     memory = estimate_memory(
         plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
-        layers=plan.layers_of_stages(config), single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        counts_communicators=plan.uses_nccl(args),
+        layers=layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        counts_communicators=plan.uses_nccl(args) and hosting is None, hosting=hosting,
     )  # fmt: skip
     placement, lines = place(args)
     return DryRun(
@@ -88,6 +96,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         placement_lines=lines,
         notes=notes,
         warnings=warnings,
+        hosted=hosting and dry_run_hosted.hosted_run(args, schedule, hosting, memory, layers, placement),
     )
 
 
@@ -101,6 +110,9 @@ def _complete(args: argparse.Namespace) -> list[str]:
             )
         apply_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
+    if PRESETS[args.pipeline_schedule].residency is not None:
+        # Runs of it are on CPUs so far: it is checked as one of those, and priced for the GPU that is named.
+        return [*notes, *resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))]
     machine = Platform(
         is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
     )

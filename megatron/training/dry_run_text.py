@@ -10,7 +10,8 @@ from megatron.placement.report import PlacementReport
 from megatron.placement.text import tables
 from megatron.planner import GIB, RankMemory, Verdict
 from megatron.planner.text import memory_as_dict, memory_table
-from megatron.training import plan, provisional
+from megatron.training import dry_run_hosted, plan, provisional
+from megatron.training.dry_run_hosted import HostedRun
 from megatron.training.throughput import flops_per_sample
 
 _MOST_NODES = 16  # that are shown
@@ -18,7 +19,9 @@ _MOST_NODES = 16  # that are shown
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """A job that was checked. `report` is of its largest batches; `verdict` is None where no GPU was named."""
+    """A job that was checked. `report` is of its largest batches; `verdict` is None where no GPU was named,
+    `hosted` where weights live on the device.
+    """
 
     args: argparse.Namespace
     schedule: Schedule
@@ -29,6 +32,7 @@ class DryRun:
     placement_lines: list[str]
     notes: list[str]
     warnings: list[str]
+    hosted: HostedRun | None = None
 
     def place(self, rank: int) -> str:
         """A rank of the pipeline in words."""
@@ -63,6 +67,9 @@ def print_dry_run(result: DryRun, prog: str) -> None:
     say(*_program_lines(result))
     show("memory of a GPU, estimated, in GiB", memory_table(result.memory, plain=plain))
     say(*_memory_lines(result))
+    if result.hosted:
+        show("memory of the host, estimated")
+        say(*dry_run_hosted.lines(result.hosted, result.memory))
     for title, table in tables(result.placement, plain=plain, max_nodes=_MOST_NODES):
         show(title, table)
     if len(nodes) > _MOST_NODES:
@@ -79,7 +86,9 @@ def _model_lines(result: DryRun) -> list[str]:
         f"model: {total / 1e9:.4g} billion parameters on the GPUs of a replica, "
         f"{flops_per_sample(args) / 1e12:.4g} TFLOP a sample; batches of {batch} samples, "
         f"microbatches of {args.micro_batch_size}",
-        f"taken as there on every GPU: CUDA{_engine(args)}",
+        "weights on the host train on CPUs so far: checked as a run there, priced for GPUs"
+        if result.hosted
+        else f"taken as there on every GPU: CUDA{_engine(args)}",
     ]
 
 
@@ -140,4 +149,5 @@ def to_dict(result: DryRun) -> dict:
         "placement": {**result.placement.to_dict(), "lines": result.placement_lines},
         "notes": result.notes,
         "warnings": result.warnings,
+        **({"host": dry_run_hosted.to_dict(result.hosted, result.memory)} if result.hosted else {}),
     }

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron.pipeline.schedules import PRESETS
 from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
 from megatron.planner.software import Software
 from megatron.training.arguments.bert import NUM_TOKEN_TYPES
@@ -99,7 +100,7 @@ def _recompute(args: argparse.Namespace) -> Recompute:
     if args.recompute_granularity == "full":
         return Recompute(method=args.recompute_method, num_layers=args.recompute_num_layers)
     modules = frozenset(args.recompute_modules or ()) if args.recompute_granularity == "selective" else frozenset()
-    return Recompute(modules=modules, whole_stage=args.pipeline_recompute)
+    return Recompute(modules=modules, whole_stage=args.pipeline_recompute or PRESETS[args.pipeline_schedule].recompute)
 
 
 @dataclass(frozen=True, kw_only=True)

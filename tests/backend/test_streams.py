@@ -27,8 +27,23 @@ def test_a_cpu_has_nothing_outstanding():
     buffer = streams.host_buffer((2, 3), torch.bfloat16)
     assert (buffer.shape, buffer.dtype, buffer.count_nonzero()) == ((2, 3), torch.bfloat16, 0)
     assert buffer.fill_(2.0).sum() == 12 and streams.host_buffer((0, 3), torch.float32).shape == (0, 3)
+    assert streams.pin_mapping(buffer) is buffer
     with pytest.raises(AssertionError, match="gloo"):
         streams.communicator(None, 0, 2, max_ctas=2, timeout=timedelta(seconds=1))
+
+
+def test_cuda_pins_what_is_mapped():
+    """For all contexts; where the system refuses, it is said what to do."""
+    tensor = torch.zeros(2**18)
+    with mock.patch.object(torch.cuda, "cudart") as cudart:
+        register = cudart.return_value.cudaHostRegister
+        register.return_value = 0
+        streams = CudaStreams(torch.device("cuda", 0))
+        assert streams.pin_mapping(tensor) is tensor
+        register.assert_called_once_with(tensor.data_ptr(), 2**20, 1)
+        register.return_value = 2
+        with pytest.raises(ValueError, match=r"0\.000977 GiB of the host's memory.*cannot be pinned \(2\); raise the"):
+            streams.pin_mapping(tensor)
 
 
 def test_cuda_events_are_recorded_on_the_current_stream():

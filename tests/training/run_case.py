@@ -19,6 +19,7 @@ import torch
 from megatron.pipeline.runtime.stage import RelayUpdate
 from tests import workers
 from tests.pipeline.placed_schedules import registered
+from tests.pipeline.runtime.relay_cases import shared_files
 from tests.training.arguments_helper import SMALL
 from tests.training.small_data import write_dataset
 
@@ -55,7 +56,8 @@ def train_case(
     base: str = BASE,
 ) -> dict:
     """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
-    each batch's gradients, and by stage what was saved: microbatches at most, and the bytes in which one moved.
+    each batch's gradients, by stage what was saved: microbatches at most, and the bytes in which one moved; and the
+    shared files that the run has mapped, with their bytes.
 
     `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank gets the wish to stop.
     `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
@@ -71,6 +73,7 @@ def train_case(
     from megatron.training.signals import StopSignal
 
     defaults, options = program_parts(program)
+    mapped = shared_files()
     rank, world_size, _ = initialize.environment_ranks()
     folder = Path(tempfile.mkdtemp())
     metrics = folder / "metrics.jsonl"
@@ -104,6 +107,7 @@ def train_case(
             "saved_microbatches": run.engine.saved_microbatches_peak,
             "moved_bytes": {stage.index: _moved_bytes(stage) for stage in run.stages},
             "resources": resources,
+            "mappings": {file: size for file, size in shared_files().items() if file not in mapped},
             "generator": torch.get_rng_state(),
         }
     finally:

@@ -72,6 +72,9 @@ BIT_EQUAL_MATRIX = {
     "recompute within": (f"{CLIPPED} --recompute-activations", 1, f"{L2L} {V2}"),
     "masks": (f"{CLIPPED} --reset-attention-mask --reset-position-ids --eod-mask-loss", 1, L2L),
     "tensor ranks": (f"{CLIPPED} {TENSOR}", 2, L2L),
+    "replicas, momentum": (f"{CLIPPED} --optimizer sgd", 2, L2L),
+    "replicas, fused kernel": (f"{EXACT} --bf16 --optimizer-kernel fused", 2, L2L),
+    "replicas, overflows": (f"{UNTIED} {FP16} --train-iters 10", 2, L2L),
     "tensor ranks and replicas": (f"{CLIPPED} --bf16 {TENSOR}", 4, L2L),
 }
 
@@ -82,9 +85,17 @@ BIT_EQUAL_MATRIX = {
     + [pytest.param(*row, id=name, marks=FULL) for name, row in BIT_EQUAL_MATRIX.items()],
 )
 def test_the_relay_is_flush(model, num_ranks, relay):
-    """On the ranks of a pipeline of one: losses, norms, learning rates and weights, with dropout, are bit-equal."""
+    """On the ranks of a pipeline of one: losses, norms, learning rates and weights, with dropout, are bit-equal. Two
+    replicas have mapped one store: weight, gradient, master and moments.
+    """
     expected = train(num_ranks, f"{model} {FLUSH} {P1}")
-    assert_same(expected, train(num_ranks, f"{model} {relay} {P1}"))
+    found = train(num_ranks, f"{model} {relay} {P1}")
+    assert_same(expected, found)
+    if num_ranks == 2 and TENSOR not in model and "sgd" not in model:
+        first, second = ({file: size for file, size in each["mappings"].items() if "memfd:replicas" in file}
+                         for each in found)  # fmt: skip
+        num_parameters = sum(each.numel() for each in joined_weights(found).values())
+        assert first == second and sum(first.values()) >= num_parameters * (18 if "16" in model else 16)
 
 
 # name: (flags of both, number of ranks, their flags)
@@ -120,6 +131,7 @@ def test_each_rank_relays_its_own_stages(model, num_ranks, layout):
         (1, P1),
         pytest.param(1, f"{P1} {UNCLIPPED}", marks=FULL),
         pytest.param(2, P2, marks=FULL),
+        pytest.param(2, P1, marks=FULL),
         pytest.param(4, f"{P2} {TENSOR} --hidden-dropout 0 --attention-dropout 0", marks=FULL),
     ],
 )
@@ -176,6 +188,10 @@ CUTS_MATRIX = {
         True,
     ),
     "fused kernel": (f"{CLIPPED} --optimizer-kernel fused", 1, f"{P1} {FLUSH}", 1, f"{P1} {L2L}", True),
+    "replicas to flush": (f"{EXACT} --bf16", 2, f"{P1} {L2L} --async-save", 2, f"{P1} {FLUSH}", True),
+    "flush to replicas": (f"{CLIPPED} --bf16", 2, f"{P1} {FLUSH}", 2, f"{P1} {L2L}", True),
+    "replicas to one": (f"{DAMPED} --bf16", 2, f"{P1} {L2L}", 1, f"{P1} {FLUSH}", False),
+    "one to replicas": (DAMPED, 1, f"{P1} {FLUSH}", 2, f"{P1} {L2L}", False),
 }
 
 
@@ -231,13 +247,15 @@ def test_evaluations_and_saving_change_nothing(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=FULL)])
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path, num_ranks):
     """SIGTERM in the middle, with inputs on the host: a checkpoint, and the next run ends with the weights of one that
-    nobody stopped, whose inputs stayed on the device.
+    nobody stopped, whose inputs stayed on the device; also of two replicas, of which one is asked.
     """
-    flags = f"{CLIPPED} --bf16 {L2L}"
-    (stopped,) = train(1, f"{flags} {ON_HOST} --save {tmp_path}", stop_after={0: 2})
-    assert stopped["iteration"] < 6 and any("exiting on request" in line for line in stopped["lines"])
-    rest, whole = train(1, f"{flags} {ON_HOST} --load {tmp_path}"), train(1, flags)
+    flags = f"{CLIPPED} --bf16 {P1} {L2L}"
+    stopped = train(num_ranks, f"{flags} {ON_HOST} --save {tmp_path}", stop_after={0: 2})
+    assert stopped[0]["iteration"] < 6 and any("exiting on request" in line for line in stopped[0]["lines"])
+    rest, whole = train(num_ranks, f"{flags} {ON_HOST} --load {tmp_path}"), train(num_ranks, flags)
     assert rest[0]["iteration"] == 6
-    assert_same([{**whole[0], "records": whole[0]["records"][stopped["iteration"] :]}], rest)
+    left = whole[-1]["records"][stopped[0]["iteration"] :]
+    assert_same([*whole[:-1], {**whole[-1], "records": left}], rest)

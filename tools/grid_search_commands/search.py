@@ -31,6 +31,7 @@ from megatron.planner.profile import Profile, load_profile
 from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, offered, search
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
+from megatron.planner.search.space import schedules_on_device
 from megatron.planner.timing.calibration import DEFAULT_NAME, NAMES, load_calibration
 from megatron.planner.timing.first_principles import FirstPrinciples
 from megatron.planner.timing.profiled import ProfiledCosts, shape_of, vocab_size_of
@@ -60,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="sequences: microbatches may be accumulated up to it (PipeDream-2BW, section 4.3); "
                        "--global-batch-size is then the least")  # fmt: skip
     schedules = tuple(offered())
-    space.add_argument("--schedules", type=_names(schedules), default=schedules, metavar="LIST",
-                       help=f"default: {','.join(schedules)}")  # fmt: skip
+    space.add_argument("--schedules", type=_names(schedules), metavar="LIST",
+                       help=f"default: {','.join(schedules_on_device())}, and l2l where the cluster says "
+                       "host_memory_gib")  # fmt: skip
     for name, what in (
         ("--tensor", "tensor parallel sizes"), ("--pipeline", "pipeline parallel sizes"),
         ("--virtual", "stages on each rank, for interleaved"), ("--microbatches", "microbatch sizes"),
@@ -167,7 +169,7 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         gpus_per_node=cluster.topology.nodes[0].gpus,
         global_batch_size=least,
         safe_batch_size=options.max_safe_batch,
-        schedules=options.schedules,
+        schedules=options.schedules or _schedules(cluster),
         tensor=options.tensor,
         pipeline=options.pipeline,
         virtual=options.virtual,
@@ -182,6 +184,11 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         provisional_microbatches=model.job.provisional_microbatches,
         provisional_reduce=model.job.provisional_reduce,
     )
+
+
+def _schedules(cluster: Cluster) -> tuple[str, ...]:
+    """All; weights on the host where it is known what hosts have."""
+    return schedules_on_device() if cluster.host_memory_gib is None else tuple(offered())
 
 
 def _names(known: tuple[str, ...] | list[str]):
@@ -223,7 +230,7 @@ def _progress():
 def _print(outcome: Outcome, top: int, seconds: float) -> None:
     from rich.console import Console
 
-    from megatron.planner.search.delay import sentences
+    from megatron.planner.search import delay, relayed
     from megatron.planner.search.table import best_table, reasons
 
     plain = not sys.stdout.isatty()
@@ -244,7 +251,7 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
         if outcome.best.estimate.under_pressure and easy is not None:
             say("\nthe fastest that is not near the limit of memory (--avoid-pressure keeps only such)", "bold")
             console.print(best_table([easy], plain=plain))
-    for note in sentences(outcome.kept):
+    for note in (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept)):
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
     for reason, count in reasons(outcome.rejected, 12):
@@ -252,14 +259,14 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
-    from megatron.planner.search.delay import sentences
+    from megatron.planner.search import delay, relayed
 
     return {
         **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
         "num_kept": len(outcome.kept),
         "num_rejected": len(outcome.rejected),
         "seconds": seconds,
-        "notes": sentences(outcome.kept),
+        "notes": (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept)),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
 
@@ -277,7 +284,7 @@ def _nearest(outcome: Outcome) -> str:
 
 
 def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluster: Cluster, space: Space) -> None:
-    from megatron.planner.search.delay import sentences
+    from megatron.planner.search import delay, relayed
     from megatron.planner.search.picture import as_png, draw_outcome
     from megatron.planner.search.report import html_report
 
@@ -291,7 +298,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
             else f"batches of {space.global_batch_size} to {space.safe_batch_size}"
         ),
         f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected.",
-        *(f"{note}." for note in sentences(outcome.kept)),
+        *(f"{note}." for note in (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))),
     ]  # fmt: skip
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")

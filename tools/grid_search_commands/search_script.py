@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.planner import Cluster
-from megatron.planner.flags import prediction_words
+from megatron.planner.flags import hosting_words, prediction_words
 from megatron.planner.search import Kept
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
@@ -40,7 +40,8 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
     }  # fmt: skip
     memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
     predictions = prediction_words(estimate.configuration)
-    training = [*_others(job), *([predictions] if predictions else []), *places.others, *_defaults(job)]
+    hosting = hosting_words(estimate.configuration)
+    training = [*_others(job), *filter(None, (predictions, hosting)), *places.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
     lines = [

@@ -43,6 +43,16 @@ class FlatLayout:
         """Flat tensors, which `make(shape, dtype)` makes."""
         return {dtype: make((count,), dtype) for dtype, count in self.num_elements.items()}
 
+    def spans(self, parts: Mapping[str, slice]) -> dict[torch.dtype, slice]:
+        """dtype -> from the first to the last of these elements of the tensors, in the flat tensor."""
+        found: dict[torch.dtype, slice] = {}
+        for name, part in parts.items():
+            dtype, start, _ = self._places[name]
+            if part.stop > part.start:
+                first = found[dtype].start if dtype in found else start + part.start
+                found[dtype] = slice(first, start + part.stop)
+        return {dtype: found.get(dtype, slice(0, 0)) for dtype in self.num_elements}
+
     def views(self, flat: Flat) -> dict[str, Tensor]:
         """name -> its part of the flat tensors, in its shape."""
         return {

@@ -10,6 +10,10 @@ updates of all stages the optimizer is as if it had stepped once.
 What the groups say (learning rate, weight decay, ...) is taken when a batch begins (`settings`), since a schedule has
 advanced them by the time of a deferred update. A value that the step itself changes, such as a counter of steps, is
 written back to the optimizer's group. Moments lie in the store's memory (`host_moments`).
+
+Where replicas share the store, each steps its share of each parameter: a 1-d view of it, with views of the moments,
+as an optimizer that works element by element cannot tell. A share may have no elements; then the step counts, and
+states have the same entries everywhere. An update is complete when all replicas have made theirs.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.host_moments import HostMoments
-from megatron.pipeline.runtime.host_store import HostStore
+from megatron.pipeline.runtime.elementwise_step import RULES
+from megatron.pipeline.runtime.host_moments import HostMoments, Key, is_of_each_element
+from megatron.pipeline.runtime.host_store import HostStage, HostStore
 from megatron.pipeline.runtime.optimizer_stand_in import HOOKS, settings_of, stand_in, take_step
 
 Settings = list[dict[str, Any]]
@@ -36,7 +41,8 @@ class HostOptimizer:
     of the store's it stands for. Their own values are not touched; the optimizer has its state under them.
 
     Raises:
-        ValueError: the optimizer has a parameter that is not the store's, or hooks around its step.
+        ValueError: the optimizer has a parameter that is not the store's, or hooks around its step, or the store is
+            shared and the optimizer does not work element by element.
     """
 
     def __init__(
@@ -51,6 +57,12 @@ class HostOptimizer:
         self._store = store
         self._stands_for = dict(stands_for or {})
         stage_of = {store.parameters[name]: stage for stage, place in store.stages.items() for name in place.weights}
+        self._name_of = {parameter: name for name, parameter in store.parameters.items()}
+        if store.is_shared and type(optimizer) not in RULES:
+            raise ValueError(
+                f"replicas on {store.replicas.host} share one store, of which each steps a part, and "
+                f"{type(optimizer).__name__} may not step each element by itself; use Adam, AdamW or SGD of torch.optim"
+            )
         self._groups: dict[int, list[list[Tensor]]] = {stage: [] for stage in store.stages}  # of the optimizer's
         for group in optimizer.param_groups:
             if not all(self._on_host(parameter) in stage_of for parameter in group["params"]):
@@ -79,35 +91,75 @@ class HostOptimizer:
                 "the optimizer has hooks around its step, and on the host each stage is stepped by itself; remove them"
             )
         place = self._store.stages[stage]
-        parameters = {name: self._store.parameters[name] for name in place.weights}
-        for name, parameter in parameters.items():
-            parameter.grad = place.gradients[name].to(parameter.dtype)
+        own = [each for mine in self._groups[stage] for each in mine]
+        parts = {each: self._own(place, each, self._on_host(each)) for each in own}
+        for each, part in parts.items():
+            gradient = self._own(place, each, place.gradients[self._name(each)])
+            part.grad = gradient.to(part.dtype)
             if factor != 1.0:
-                parameter.grad.mul_(factor)
+                part.grad.mul_(factor)
         groups = [
-            {**settings_of(said), "params": [self._on_host(each) for each in mine]}
+            {**settings_of(said), "params": [parts[each] for each in mine]}
             for said, mine in zip(settings, self._groups[stage], strict=True)
         ]
-        kept, own = self.optimizer.state, [each for mine in self._groups[stage] for each in mine]
-        self._bring_home(own)  # what was loaded
-        state = defaultdict(dict, {self._on_host(each): kept[each] for each in own if each in kept})
+        state = self._state_of(place, parts)
+        before = {part: dict(values) for part, values in state.items()}
         take_step(stand_in(self.optimizer, groups, state, shares_tables=True))
-        kept.update({each: state[self._on_host(each)] for each in own if self._on_host(each) in state})
-        self._bring_home(own)
-        for parameter in parameters.values():
-            parameter.grad = None
+        self._keep(place, parts, state, before)
+        for part in parts.values():
+            part.grad = None
         self._store.write_weights(stage)
         for group, said, stepped in zip(self.optimizer.param_groups, settings, groups, strict=True):
             group.update(_changed(said, stepped))
+        if self._store.is_shared:
+            self._store.replicas.barrier()
 
-    def _bring_home(self, parameters: list[Tensor]) -> None:
-        """Have the state of these parameters in the store's memory."""
-        strangers = self.moments.strangers(self.optimizer.state, parameters)
-        places = self.moments.places({key: value.dtype for key, value in strangers.items()})
-        for (parameter, name), value in strangers.items():
-            place = places[parameter, name]
-            place.copy_(value)
-            self.optimizer.state[parameter][name] = place
+    def _state_of(self, place: HostStage, parts: Mapping[Tensor, Tensor]) -> defaultdict[Tensor, dict[str, Any]]:
+        """What the optimizer has of these parameters, for their parts; what was loaded comes to its place."""
+        strangers = self.moments.strangers(self.optimizer.state, parts)
+        self._bring_home(place, {key: self._own(place, key[0], value) for key, value in strangers.items()})
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for each, part in parts.items():
+            if each in self.optimizer.state:
+                state[part] = {
+                    name: self._own(place, each, value) if is_of_each_element(name, value, each.shape) else value
+                    for name, value in self.optimizer.state[each].items()
+                }
+        return state
+
+    def _keep(
+        self,
+        place: HostStage,
+        parts: Mapping[Tensor, Tensor],
+        state: Mapping[Tensor, dict[str, Any]],
+        before: Mapping[Tensor, dict[str, Any]],
+    ) -> None:
+        """Show in the optimizer's state what a step of these parts has made."""
+        made: dict[Key, Tensor] = {}
+        for each, part in parts.items():
+            if part not in state:
+                continue
+            kept, its_before = self.optimizer.state[each], before.get(part, {})
+            for name, value in state[part].items():
+                if not is_of_each_element(name, value, part.shape):
+                    kept[name] = value
+                elif value is not its_before.get(name):
+                    made[each, name] = value
+        self._bring_home(place, made)
+
+    def _bring_home(self, place: HostStage, values: Mapping[Key, Tensor]) -> None:
+        """Have these values of parts of parameters in the store's memory, and the state show that."""
+        places = self.moments.places({key: value.dtype for key, value in values.items()})
+        for (parameter, name), value in values.items():
+            whole = places[parameter, name]
+            self._own(place, parameter, whole).copy_(value)
+            self.optimizer.state[parameter][name] = whole
+
+    def _own(self, place: HostStage, parameter: Tensor, tensor: Tensor) -> Tensor:
+        return place.own(self._name(parameter), tensor)
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._name_of[self._on_host(parameter)]
 
     def _on_host(self, parameter: Tensor) -> Tensor:
         """The store's parameter that one of the optimizer's stands for."""

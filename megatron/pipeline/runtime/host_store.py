@@ -9,6 +9,10 @@ apart). `parameters` are the host's own, which an optimizer steps. They are view
 tensors in such memory beside weights of lower precision, which are written from them behind each step. What an
 optimizer keeps of each element comes to lie there, too (`host_moments`).
 
+Replicas on a node have one store in memory that all have mapped (`node_replicas`). Each brings its share of a stage's
+elements to the host's gradients and steps them (`element_shares`), so weights and moments are made together, and no
+replica keeps anything that the others have, too.
+
 A stage has one place for gradients. It is free again when its update is complete, and that is before the stage can be
 fetched for its next batch.
 """
@@ -22,7 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.element_shares import share_of
 from megatron.pipeline.runtime.flat_layout import FlatLayout
+from megatron.pipeline.runtime.node_replicas import NodeReplicas
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -30,7 +36,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class HostStage:
     """A stage on the host. `flat`, `flat_gradients`: dtype -> 1-d tensor; `weights`, `gradients`: name -> view;
-    `masters`: name -> FP32 view, for those weights that have one.
+    `masters`: name -> FP32 view, for those weights that have one. `share`: name -> the elements that this process steps
+    where others step the rest, else None.
     """
 
     layout: FlatLayout
@@ -41,6 +48,19 @@ class HostStage:
     gradients: dict[str, Tensor]
     master_layout: FlatLayout
     masters: dict[str, Tensor]
+    share: dict[str, slice] | None
+
+    def own(self, name: str, tensor: Tensor) -> Tensor:
+        """What this process steps of a tensor of a parameter's shape: the tensor itself, or a 1-d view of a part."""
+        return tensor if self.share is None else tensor.detach().view(-1)[self.share[name]]
+
+    def own_gradients(self) -> dict[torch.dtype, tuple[slice, Tensor]]:
+        """dtype -> where the same elements lie in the flat gradients, and their view there: what STORE_GRAD brings."""
+        layout = self.gradient_layout
+        spans = (
+            {dtype: slice(None) for dtype in layout.num_elements} if self.share is None else layout.spans(self.share)
+        )
+        return {dtype: (span, self.flat_gradients[dtype][span]) for dtype, span in spans.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -52,11 +72,14 @@ class HostStore:
 
     `stages`: stage -> name -> parameter, with their initial values, which are copied; names are different ones over all
     stages. `masters`: FP32 parameters stand for weights of lower precision: new ones, or by name those that there are,
-    which move into the host's memory. `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what the values are.
+    which move into the host's memory. `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what
+    the values are. `replicas`: those with which the store is shared; then making it is collective, and the values of
+    the first one count.
 
     Attributes:
         stages: stage -> its place on the host.
         parameters: name -> the host's parameter: what an optimizer is to be made of.
+        is_shared, replicas: whether other replicas have it, too, and with this one which (else None).
         versions: stage -> the version that its weights have.
 
     Raises:
@@ -71,26 +94,41 @@ class HostStore:
         masters: bool | Mapping[str, Tensor] = False,
         gradient_dtype: torch.dtype | None = None,
         first_version: int = 0,
+        replicas: NodeReplicas | None = None,
     ) -> None:
         _require_own(stages)
-        self.make = streams_of(torch.device(device)).host_buffer
+        self.is_shared = replicas is not None and replicas.size > 1
+        self.replicas = replicas if self.is_shared else None
+        self.make = replicas.buffer if self.is_shared else streams_of(torch.device(device)).host_buffer
         self.stages: dict[int, HostStage] = {}
         self.parameters: dict[str, Tensor] = {}
         self.versions = dict.fromkeys(stages, first_version)
         for stage, parameters in stages.items():
-            place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make)
+            share = share_of(parameters, replicas.index, replicas.size) if self.is_shared else None
+            place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make, share)
             for name, parameter in parameters.items():
                 weight, master = place.weights[name], place.masters.get(name)
-                weight.copy_(parameter.detach())
-                if master is None:
-                    self.parameters[name] = torch.nn.Parameter(weight, requires_grad=parameter.requires_grad)
-                elif isinstance(masters, Mapping):
-                    master.copy_(masters[name].detach())
-                    masters[name].data = master
-                    self.parameters[name] = masters[name]
-                else:
-                    master.copy_(weight)
-                    self.parameters[name] = torch.nn.Parameter(master, requires_grad=parameter.requires_grad)
+                if not self.is_shared or replicas.index == 0:
+                    weight.copy_(parameter.detach())
+                    if master is not None:
+                        master.copy_((masters[name] if isinstance(masters, Mapping) else weight).detach())
+                self.parameters[name] = self._parameter(parameter, weight, master, masters, name)
+        if self.is_shared:
+            replicas.barrier()
+
+    def _parameter(
+        self,
+        parameter: torch.nn.Parameter,
+        weight: Tensor,
+        master: Tensor | None,
+        masters: bool | Mapping[str, Tensor],
+        name: str,
+    ) -> Tensor:
+        if master is None or not isinstance(masters, Mapping):
+            values = weight if master is None else master
+            return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        masters[name].data = master
+        return masters[name]
 
     @property
     def num_bytes(self) -> int:
@@ -103,11 +141,12 @@ class HostStore:
 
     @torch.no_grad()
     def write_weights(self, stage: int) -> None:
-        """Behind a step: bring weights of lower precision up to their masters."""
-        for name, weight in self.stages[stage].weights.items():
+        """Behind a step: bring weights of lower precision up to their masters, this process's share of them."""
+        place = self.stages[stage]
+        for name, weight in place.weights.items():
             parameter = self.parameters[name]
             if parameter.dtype != weight.dtype:
-                weight.copy_(parameter)
+                place.own(name, weight).copy_(place.own(name, parameter))
 
 
 def _place_of(
@@ -115,6 +154,7 @@ def _place_of(
     gradient_dtype: torch.dtype | None,
     masters: bool | Mapping[str, Tensor],
     make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    share: dict[str, slice] | None,
 ) -> HostStage:
     def has_master(name: str) -> bool:
         return name in masters if isinstance(masters, Mapping) else masters and parameters[name].dtype in LOW_PRECISION
@@ -131,6 +171,7 @@ def _place_of(
         gradient_layout.views(flat_gradients),
         master_layout,
         master_layout.views(master_layout.allocate(make)),
+        share,
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron import backend
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -39,9 +40,10 @@ from megatron.pipeline.runtime.megatron_optimizers import masters_of, single_opt
 from megatron.pipeline.runtime.megatron_place import tied_embeddings
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.megatron_relay_chunk import RelayChunk, show_as_main_grad
+from megatron.pipeline.runtime.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.resident_weights import ResidentWeights, StageWeights
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stage_gradients import StageGradients
+from megatron.pipeline.runtime.stage_gradients import StageGradients, copied_back
 from megatron.pipeline.weights import FLUSH, weight_policy
 
 
@@ -70,6 +72,7 @@ class MegatronRelayUpdate:
         scheduler, loss_names, timeout, gauges: as for `MegatronWeightUpdate`.
         stages: those of the chunks.
         residency: of the schedule.
+        host: what to call this host; replicas that say the same share one store. None: its host name.
 
     Raises:
         ValueError: an optimizer or chunks that this update cannot drive exactly.
@@ -89,6 +92,7 @@ class MegatronRelayUpdate:
         loss_names: tuple[str, ...] = ("lm loss",),
         timeout: timedelta | None = None,
         gauges: Mapping[str, Callable[[], float]] | None = None,
+        host: str | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -113,7 +117,11 @@ class MegatronRelayUpdate:
             device=device,
             masters={name: masters[each] for name, each in named.items() if each in masters},
             gradient_dtype=torch.float32 if self._sums_in_fp32 else None,
-        )
+            replicas=NodeReplicas(
+                dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+                host=host, device=device, timeout=timeout or DEFAULT_TIMEOUT,
+            ),
+        )  # fmt: skip
         stands_for = {each: self.store.parameters[name] for name, each in named.items() if each not in masters}
         self._host = HostOptimizer(self._inner.optimizer, self.store, stands_for=stands_for)
         self.resident = ResidentWeights(models, self.store, num_resident=residency.stages, device=device)
@@ -121,6 +129,7 @@ class MegatronRelayUpdate:
         self.gradients = StageGradients(self.store.stages, self._parameters, show=show_as_main_grad, device=device)
         self._reduction = GradientReduction(list(chunks), self._inner, (), self._groups)
         self._tied = tied_embeddings(chunks)
+        self._tied_replicas = self.store.replicas.again() if self.store.is_shared and self._tied else None
         self._batches: dict[int, _Batch] = {}  # by the version that each leads to
         self._last_norm: float | None = None
 
@@ -179,19 +188,20 @@ class MegatronRelayUpdate:
     @torch.no_grad()
     def reduce_embed(self, version: int) -> None:
         """Add up the tied word embeddings' gradients of the first and the last stage, which are on the host."""
-        on_host = {
-            each: self.store.stages[stage].gradients[name]
+        places = {
+            each: (name, self.store.stages[stage])
             for stage, named in self._parameters.items()
             for name, each in named.items()
             if any(each is tied for tied in self._tied)
         }
-        back = {each: gradient.to(backend.device(), copy=True) for each, gradient in on_host.items()}
+        on_host = {each: place.gradients[name] for each, (name, place) in places.items()}
+        back = copied_back(on_host, self._tied_replicas, device=backend.device())
         slot = GradientSlot([], back)
         self._reduction.over_embedding(slot)
         self._reduction.over_embedding_copies(slot)
         self._batches[version].norms |= self._reduction.local_norms(slot)
-        for each, gradient in on_host.items():
-            gradient.copy_(back[each])
+        for each, (name, place) in places.items():
+            place.own(name, on_host[each]).copy_(place.own(name, back[each]))
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""

@@ -26,7 +26,7 @@ from megatron.pipeline.runtime.host_store import HostStore
 from megatron.pipeline.runtime.module_reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.resident_weights import ResidentWeights
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stage_gradients import StageGradients
+from megatron.pipeline.runtime.stage_gradients import StageGradients, copied_back
 
 
 @dataclass
@@ -52,7 +52,8 @@ class ModuleRelayUpdate:
     the store's. `residency`: of the schedule. `scheduler`, `clip_grad`, groups and the rest: as for `ModuleUpdate`.
 
     Raises:
-        ValueError: eager updates with clipping, or an optimizer of other parameters than the store's.
+        ValueError: eager updates with clipping, an optimizer of other parameters than the store's, or replicas of one
+            store without a group.
     """
 
     def __init__(
@@ -76,6 +77,11 @@ class ModuleRelayUpdate:
                 f"an eager update is made before the norm is known, and gradients are clipped to {clip_grad:g}; use "
                 "deferred updates, or do not clip"
             )
+        if store.is_shared and data_parallel_group is None:
+            raise ValueError(
+                f"replicas on {store.replicas.host} share the store, of which each steps a part, and their gradients "
+                "are not averaged; give their data_parallel_group, or each a store of its own"
+            )
         self.store = store
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -96,6 +102,7 @@ class ModuleRelayUpdate:
             device=torch.device(device),
         )
         self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
+        self._tied_replicas = store.replicas.again() if store.is_shared and tied is not None else None
         self._reduction.warm_up()
 
     # --- a batch
@@ -117,12 +124,14 @@ class ModuleRelayUpdate:
     def reduce_embed(self, version: int) -> None:
         if self._tied is None:
             return
-        gradients = {name: each for stage in self.store.stages.values() for name, each in stage.gradients.items()}
-        back = {name: gradients[name].to(self._reduction.device, copy=True) for name in self._tied.names}
+        places = {name: place for place in self.store.stages.values() for name in place.gradients}
+        on_host = {name: places[name].gradients[name] for name in self._tied.names}
+        back = copied_back(on_host, self._tied_replicas, device=self._reduction.device)
         self._reduction.add_copies(back)  # on the device, which groups join
         for name, each in back.items():
             self._pending[version].norms[name] = torch.linalg.vector_norm(each, dtype=torch.float64)
-            gradients[name].copy_(each)
+            place = places[name]
+            place.own(name, place.gradients[name]).copy_(place.own(name, each))
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]
@@ -188,7 +197,7 @@ class ModuleRelayUpdate:
             del self._pending[version]
 
     def _require_finite(self, stage: int) -> None:
-        gradients = self.store.stages[stage].flat_gradients.values()
+        gradients = [own for _, own in self.store.stages[stage].own_gradients().values() if own.numel()]
         if not all(torch.linalg.vector_norm(each, ord=float("inf")).isfinite() for each in gradients):
             raise RuntimeError(
                 f"the gradients of stage {stage} are not finite, and an eager update cannot leave the batch out: other "

@@ -15,12 +15,12 @@ does when the computations before it are done, and only then may another FETCH w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from megatron.pipeline.arena import places
 from megatron.pipeline.runtime.host_store import HostStore
 
 
@@ -157,19 +157,6 @@ class StageWeights:
     def load(self, version: int) -> None:
         """A computation with this version follows."""
         self._weights.load(self._stage, version)
-
-
-def places(sizes: Sequence[int], num_resident: int) -> tuple[list[int], int]:
-    """Where each of a rank's stages begins, and how long the memory is: any `num_resident` that follow one another lie
-    apart.
-    """
-    if num_resident == 2:
-        pairs = [one + other for one, other in pairwise(sizes)]
-        length = max(pairs, default=max(sizes, default=0))
-        return [length - size if index % 2 else 0 for index, size in enumerate(sizes)], length
-    slots = [max(sizes[slot::num_resident], default=0) for slot in range(num_resident)]
-    starts = [sum(slots[:slot]) for slot in range(num_resident)]
-    return [starts[index % num_resident] for index in range(len(sizes))], sum(slots)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +18,28 @@ from torch import Tensor
 from megatron.pipeline.residency import GRADIENT_BUFFERS
 from megatron.pipeline.runtime.flat_layout import Flat
 from megatron.pipeline.runtime.host_store import HostStage
+from megatron.pipeline.runtime.node_replicas import NodeReplicas
+
+Name = TypeVar("Name")
 
 
 def show_as_grad(parameter: torch.nn.Parameter, view: Tensor | None) -> None:
     """Autograd adds to the view itself, in place."""
     parameter.grad = view
+
+
+def copied_back(
+    on_host: Mapping[Name, Tensor], replicas: NodeReplicas | None, *, device: torch.device
+) -> dict[Name, Tensor]:
+    """Gradients that have left, on the device again. Of `replicas`, each has brought a share of them to the host: all
+    have when they are read here, and none writes to them before all have read them.
+    """
+    if replicas is not None:
+        replicas.barrier()
+    back = {name: gradient.to(device, copy=True) for name, gradient in on_host.items()}
+    if replicas is not None:
+        replicas.barrier()
+    return back
 
 
 class StageGradients:
@@ -79,16 +97,16 @@ class StageGradients:
         return {name: torch.linalg.vector_norm(view, dtype=torch.float64) for name, view in views.items()}
 
     def store(self, stage: int) -> Callable[[], None]:
-        """No backward adds to the gradients any more. Returns what copies them to the host; when that is done, the
-        buffer is free.
+        """No backward adds to the gradients any more. Returns what copies them to the host, or this replica's share;
+        when that is done, the buffer is free.
         """
         for parameter in self._parameters[stage].values():
             self._show(parameter, None)
         self._free.append(self._buffers.pop(stage))
 
         def copy() -> None:
-            for dtype, host in self._stages[stage].flat_gradients.items():
-                host.copy_(self._flat[stage][dtype], non_blocking=True)
+            for dtype, (span, host) in self._stages[stage].own_gradients().items():
+                host.copy_(self._flat[stage][dtype][span], non_blocking=True)
 
         return copy
 

@@ -22,7 +22,7 @@ from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
 from megatron.planner.devices import Verdict, judge, reserve_gib
 from megatron.planner.planner import Planner
-from megatron.planner.search import delay, rules
+from megatron.planner.search import delay, relayed, rules
 from megatron.planner.search.offers import offer, offered
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
@@ -83,6 +83,27 @@ class _Degrees:
         self._verdicts: dict[Choice, tuple[Verdict, bool]] = {}
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
+        hosted = [schedule for schedule in schedules if relayed.is_hosted(schedule)]
+        yield from self._explore([schedule for schedule in schedules if schedule not in hosted])
+        for schedule in hosted:
+            yield from self._hosted(replace(self.choice, schedule=schedule))
+
+    def _hosted(self, choice: Choice) -> Iterator[Kept | Rejected]:
+        """Weights on the host: no floor of memory holds, and all stages are recomputed in any scope."""
+        reason = relayed.refuse(self.planner.cluster, choice)
+        if reason:
+            yield Rejected(choice=choice, reason=reason)
+            return
+        missed: dict[tuple, str] = {}
+        for size in self.space.microbatches(choice.data):
+            trial = replace(choice, micro_batch_size=size)
+            slow = rules.slow_softmax(self.model, self.training, trial)
+            if slow and self.space.needs_fused_softmax:
+                yield Rejected(choice=trial, reason=slow)
+            else:
+                yield from self._schedule(trial, [SCOPES[0]], missed, slow)
+
+    def _explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         too_large: dict[RecomputeScope, str] = {}  # what a smaller microbatch missed
         missed: dict[tuple, str] = {}  # the same by schedule, v and scope
         for size in self.space.microbatches(self.choice.data):
@@ -209,7 +230,16 @@ class _Degrees:
         return next((name for name in self.space.schedules if offer(name) == plain), None)
 
     def _miss(self, choice: Choice) -> Rejected | None:
-        return self._rejected(self._judge(choice)[0], choice, shown=choice, what="misses")
+        rejected = self._rejected(self._judge(choice)[0], choice, shown=choice, what="misses")
+        return rejected or (self._miss_host(choice) if relayed.is_hosted(choice.schedule) else None)
+
+    def _miss_host(self, choice: Choice) -> Rejected | None:
+        configuration = self._configuration(choice)
+        verdict = self.planner.judge_host(configuration, self.planner.memory(configuration, proved=False))
+        if verdict.fits:
+            return None
+        reason = f"the host of node {verdict.node} misses {-verdict.spare_gib:.1f} GiB"
+        return Rejected(choice=choice, reason=reason, missing_gib=-verdict.spare_gib)
 
     def _rejected(self, verdict: Verdict, choice: Choice, *, shown: Choice, what: str) -> Rejected | None:
         if verdict.fits:
@@ -249,7 +279,8 @@ class _Degrees:
         return names if self.space.mapping_matters(choice.tensor) or len(names) == 1 else ["standard"]
 
     def _configuration(self, choice: Choice) -> Configuration:
-        return choice.configuration(sequence_parallel=self.sequence_parallel)
+        configuration = choice.configuration(sequence_parallel=self.sequence_parallel)
+        return relayed.updated(configuration, self.training)
 
     def _fits_easily(self, choice: Choice) -> bool:
         """Without pressure."""

@@ -1,8 +1,7 @@
 """The schedules that a search may choose from: the registered presets, and what they are when they move activations.
 
 A name stands for a `Preset`, and all that a search has to know of a schedule follows from that. `NAME+balance` is the
-preset of that name that moves saved activations besides. Weights on the host have no price yet: such presets are not
-offered.
+preset of that name that moves saved activations besides; those with weights on the host have nothing to move.
 """
 
 from dataclasses import replace
@@ -20,7 +19,8 @@ _MANY = (1 << 20,)  # microbatches, which fill any pipeline
 
 
 def offered() -> dict[str, Preset]:
-    """All of them by name, as the tables are now: the presets, and behind them those that can be balanced besides.
+    """All of them by name, as the tables are now: the presets, those that can be balanced besides, and last those with
+    weights on the host.
 
     Raises:
         ValueError: a preset names an order, a policy or a placement that is in no table.
@@ -33,7 +33,8 @@ def offered() -> dict[str, Preset]:
     known = {name: preset for name, preset in PRESETS.items() if preset.residency is None}
     balanced = {f"{name}{_BALANCED}": replace(preset, balance=True) for name, preset in known.items()}
     others = set(known.values())
-    return known | {name: preset for name, preset in balanced.items() if preset not in others and can_move(preset)}
+    moving = {name: preset for name, preset in balanced.items() if preset not in others and can_move(preset)}
+    return known | moving | {name: preset for name, preset in PRESETS.items() if preset.residency is not None}
 
 
 def preset_of(name: str) -> tuple[str, bool]:
@@ -59,6 +60,8 @@ def can_move(preset: Preset) -> bool:
 
 def fewest_ranks(preset: Preset) -> int | None:
     """From which number of ranks on those of a pair save too differently (BPipe, 3.3 and appendix A); None: never."""
+    if preset.residency is not None:
+        return None
     virtual = 2 if preset.interleaves else 1
     for ranks in range(2, _MOST_RANKS + 1):
         try:

@@ -67,7 +67,7 @@ def refuse_schedule(model: Architecture, training: Training, schedule: str, p: i
     """A schedule on p ranks, whatever the batch."""
     preset = offer(schedule)
     weights = preset.policy
-    if p == 1 and weights.drains and preset != PLAIN:
+    if p == 1 and weights.drains and preset != PLAIN and preset.residency is None:
         return f"on one stage {schedule} is {name_of(PLAIN)}"
     if weights.updates_alone:
         if p == 1:

@@ -23,7 +23,7 @@ class Space:
         global_batch_size: sequences in a batch.
         safe_batch_size: PipeDream-2BW's B, section 4.3: a schedule may accumulate more microbatches, up to a batch of
             so many sequences. None: the batch is `global_batch_size` exactly.
-        schedules: names in `offered()`.
+        schedules: names in `offered()`; by default those with weights on the device.
         tensor, pipeline, virtual, micro_batch_sizes: restrict t, p, v and microbatches to these.
         scopes: recompute scopes, from the one that recomputes least.
         distributed_optimizer: whether its state is split over replicas; without replicas it is not.
@@ -39,7 +39,7 @@ class Space:
     gpus_per_node: int
     global_batch_size: int
     safe_batch_size: int | None = None
-    schedules: tuple[str, ...] = field(default_factory=lambda: tuple(offered()))
+    schedules: tuple[str, ...] = field(default_factory=lambda: schedules_on_device())
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
     virtual: tuple[int, ...] | None = None
@@ -109,8 +109,15 @@ class Space:
         """Values of v."""
         if not offer(schedule).interleaves:
             return [1]
+        if offer(schedule).residency is not None:
+            return [layers_of_rank] if self.virtual is None or layers_of_rank in self.virtual else []
         virtual = [v for v in divisors(layers_of_rank) if v > 1]
         return virtual if self.virtual is None else [v for v in virtual if v in self.virtual]
+
+
+def schedules_on_device() -> tuple[str, ...]:
+    """Names in `offered()`, without those that keep weights on the host."""
+    return tuple(name for name, preset in offered().items() if preset.residency is None)
 
 
 def divisors(number: int) -> list[int]:

@@ -26,6 +26,15 @@ Weights that predict add PREDICT to a stage's batch, and HOLD where it stands. T
 PREDICT, so q = 1 and r = 0 there: n = 1 at all stages, and HOLD lies in the window, too. What replicas or both ends
 reduce for a prediction begins where the backwards that it reads are done and the chain before has ended, and runs
 beside what is computed until then and the STEP; the rest shows.
+
+A relay on one rank with N stages that are alike, weights on the host and eager updates, of X, G, R and U for a stage's
+fetch, store, reduction and update (docs/schedules.md, l2l; without the update this is what L2L's equation 4 counts):
+
+    X + (N - 1) max(m f, X) + m w + (N - 1) max(m r, G, R, U) + R + G + U
+
+r is a recompute and a backward, f a forward, w a forward and a backward. It holds where fetches beside backwards are
+hidden, X <= m w and m r, and two gradient buffers are enough, (m r + R + G)/2 <= max(m r, G, R, U). All else is
+simulated.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,11 +42,13 @@ from dataclasses import replace
 
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.residency import EAGER, Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.relay import Relay
 from megatron.pipeline.stages import stages_by_rank
 
 _MANY = (1 << 20,)  # microbatches, which fill any pipeline
@@ -48,7 +59,8 @@ class StageTimes:
 
     Attributes:
         schedule: whose computations they are.
-        forward, backward, work: of a microbatch; `work` is both.
+        forward, backward, work: of a microbatch; `work` is both, and what the program recomputes.
+        fetch, store, update: of a stage's copies and its update, where weights live on the host.
         step, reduce: of a stage's update, and of its reduction over replicas; 0 where there are none.
         predict, hold: of a stage's prediction, and of keeping its gradients; 0 where the weights do not predict.
         reduce_rest: of the reductions of all stages together.
@@ -63,7 +75,10 @@ class StageTimes:
         seconds = costs.seconds(num_stages)
         self.schedule = schedule
         self.forward, self.backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
-        self.work = [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
+        recompute = [each if schedule.recomputes(stage) else 0.0 for stage, each in enumerate(seconds[Kind.RECOMPUTE])]
+        self.work = [sum(each) for each in zip(self.forward, self.backward, recompute, strict=True)]
+        self.fetch, self.store = seconds[Kind.FETCH], seconds[Kind.STORE_GRAD]
+        self.update = seconds[Kind.UPDATE]
         self.step = seconds[Kind.STEP]
         predicts = schedule.weights.predicts
         self.predict = seconds[Kind.PREDICT] if predicts else [0.0] * num_stages
@@ -107,13 +122,15 @@ class StageTimes:
         return [sum(each) for each in zip(self.step, self.predict, self.held(num_microbatches), strict=True)]
 
 
-ClosedForm = Callable[[StageTimes, int], float]
-"""Seconds of a batch of so many microbatches, from its beginning to where the next one is as far."""
+ClosedForm = Callable[[StageTimes, int], float | None]
+"""Seconds of a batch of so many microbatches, from its beginning to where the next one is as far; None: it holds not
+for such times."""
 
 
 def closed_form_of(schedule: Schedule) -> ClosedForm | None:
     """The closed form that holds for a schedule; None: its programs have to be simulated."""
-    if schedule.extra_warmup or schedule.recompute or schedule.microbatch_group_size not in (None, schedule.num_ranks):
+    recomputes = schedule.recompute and schedule.residency is None
+    if schedule.extra_warmup or recomputes or schedule.microbatch_group_size not in (None, schedule.num_ranks):
         return None
     if schedule.reduce_partial and schedule.tied_embeddings and schedule.provisional_microbatches is None:
         return None  # the last stage's two partial reductions wait for the first's one after the other
@@ -172,12 +189,28 @@ def interleaved(stages: StageTimes, m: int) -> float:
     return m * by_rank[busiest] + fill + end_of_batch(stages) + stages.longest_step
 
 
+def relay(stages: StageTimes, m: int) -> float | None:
+    """On one rank with eager updates and two resident stages, all alike; see the module."""
+    schedule, n = stages.schedule, stages.schedule.num_stages
+    is_plain = schedule.residency == Residency(2, EAGER) and schedule.num_ranks == 1 < n
+    if not is_plain or schedule.tied_embeddings or any(map(_differ, _of_relay(stages))) or max(stages.step):
+        return None
+    fetch, store, reduce, update = stages.fetch[0], stages.store[0], stages.reduce[0], stages.update[0]
+    up, turn, down = m * stages.forward[0], m * stages.work[-1], m * (stages.work[0] - stages.forward[0])
+    bottleneck = max(down, store, reduce, update)
+    if fetch > min(down, turn) or (down + reduce + store) / 2 > bottleneck:
+        return None
+    once = fetch + (n - 1) * max(up, fetch) + turn
+    return once + (n - 1) * bottleneck + reduce + store + max(update, stages.reduce_rest)
+
+
 CLOSED_FORMS: dict[type[Order], Mapping[str, ClosedForm]] = {
     GPipe: {"drains": gpipe},
     OneForwardOneBackward: {
         "drains": one_f_one_b, "overlaps_updates": one_f_one_b_overlapped, "updates_alone": one_f_one_b_alone,
     },
     Interleaved: {"drains": interleaved},
+    Relay: {"drains": relay},
 }  # fmt: skip
 """Class of an order -> property of the weight policies for which it has one -> closed form.
 
@@ -186,6 +219,14 @@ An order that is not here, or not with its policy, is simulated. Whoever brings 
 
 
 # --- parts
+
+
+def _of_relay(stages: StageTimes) -> tuple[list[float], ...]:
+    return stages.forward, stages.backward, stages.fetch, stages.store, stages.reduce, stages.update
+
+
+def _differ(values: list[float]) -> bool:
+    return max(values) - min(values) > 1e-12 * max(values)
 
 
 def _filled_and_drained(stages: StageTimes, m: int, rate: float) -> float:

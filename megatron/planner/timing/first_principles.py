@@ -18,6 +18,7 @@ from megatron.planner.activations import Activations
 from megatron.planner.architecture import Architecture
 from megatron.planner.cluster import Cluster
 from megatron.planner.configuration import Configuration
+from megatron.planner.host_memory import crowds, fewest_sharing
 from megatron.planner.parameters import stage_parameters
 from megatron.planner.software import MEGATRON_CORE, Software
 from megatron.planner.timing.calibration import default_constants
@@ -70,11 +71,14 @@ class FirstPrinciples:
                     forward[stage] += boundary / rate / 2
                     backward[stage] += boundary / rate / 2
         step, reduce = self._updates(configuration, layers, links)
+        if configuration.is_hosted:
+            step = [0.0] * len(layers)  # the host's optimizer steps
         predict, hold = self._predictions(configuration, layers, links)
         return Costs(
             forward=forward, backward=backward, step=step, predict=predict, hold=hold, reduce_grad=reduce,
             bandwidth=rates,
             forward_bytes=boundary if self.software.overlaps_transfers else 0.0,
+            **self._hosted(configuration, layers),
             evict=self._moves(configuration, layers, links, schedule),
             reduce_embed=self._embedding(configuration, links, schedule),
         )  # fmt: skip
@@ -232,6 +236,29 @@ class FirstPrinciples:
                 predict[-1] += once * state.weight_bytes
             hold.append(2 * count * state.gradient_bytes / self._memory_bandwidth)
         return predict, hold
+
+    def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
+        """Where weights live on the host, what copying and updating a stage takes there.
+
+        The host's Adam reads gradient, master and moments, and writes master, moments and the weight in 16 bits.
+        Replicas on a node share a store: each brings and steps its share.
+        """
+        if not configuration.is_hosted:
+            return {}
+        state = self.software.training_state(configuration)
+        rate = self.cluster.device.host_bandwidth * _GIGA * self.constants.link_efficiency
+        copy = 0 if state.weight_bytes == 4 else state.weight_bytes
+        per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
+        counts = stage_parameters(self.model, configuration.tensor, layers)
+        mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
+        degrees, node_of_slot = configuration.degrees, self.cluster.topology.node_of_slot
+        share = 1 / fewest_sharing(crowds(degrees, mapping(degrees), node_of_slot))
+        return {
+            "fetch": [count * state.weight_bytes / rate for count in counts],
+            "store": [share * count * state.gradient_bytes / rate for count in counts],
+            "update": [share * count * per_parameter for count in counts],
+            "offload": [self._boundary(configuration) / rate] * len(counts),
+        }
 
     def _counts(
         self, configuration: Configuration, layers: Sequence[int], links: Links

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
-from megatron.pipeline.costs import Costs
+from megatron.pipeline.costs import Costs, PerStage
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
@@ -51,7 +51,10 @@ def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> I
     if form is None:
         return None
     stages, m = StageTimes(costs, schedule), configuration.num_microbatches
-    return _time(form(stages, m), m * max(stages.by_rank(stages.work)) + stages.longest_update(m))
+    seconds = form(stages, m)
+    if seconds is None:
+        return None
+    return _time(seconds, m * max(stages.by_rank(stages.work)) + stages.longest_update(m))
 
 
 def simulated(
@@ -66,6 +69,8 @@ def simulated(
     """
     most = _MOST_SIMULATED if most is None else most
     m, p = configuration.num_microbatches, schedule.num_ranks
+    if schedule.residency:
+        return _time(*(_relayed(costs, schedule, m, most) or _simulate(costs, schedule, m)))
     groups = max(4, min(16, most // (schedule.num_stages * p)))
     more, span = groups * p + m % p, groups // 2 * p
     if m * schedule.num_stages <= most or m <= more:
@@ -103,6 +108,36 @@ def _steady(costs: Costs, schedule: Schedule, m: int, groups: int) -> tuple[floa
             return longest[0] + times * last, longest[1] + times * (reference[1] - fewer[1])
         groups *= 2
     return None
+
+
+def _relayed(costs: Costs, schedule: Schedule, m: int, most: int) -> tuple[float, float] | None:
+    """What `_simulate` says of weights on the host, extrapolated where a batch is long; None: it is not, or the batches
+    that are looked at do not tell.
+
+    Here further microbatches do not just add to a batch: they hide what is copied and updated once. But where copies,
+    reductions and updates grow with the batch, nothing that overlaps changes its part, and what a microbatch more adds
+    is always as much. So batches of fewer microbatches are looked at, with so much shorter copies and updates; three
+    sizes have to agree.
+    """
+    p = schedule.num_ranks
+    sizes = (2 * p, 3 * p, 4 * p)
+    if m * schedule.num_stages <= most // 4 or m <= 2 * sizes[-1]:
+        return None
+    first, second, third = (_simulate(_shortened(costs, size / m), schedule, size)[0] for size in sizes)
+    if abs((third - second) - (second - first)) > _STEADY * (third - second):
+        return None
+    seconds = third + (m - sizes[-1]) / p * (third - second)
+    return seconds, _busy(StageTimes(costs, schedule), m)
+
+
+def _shortened(costs: Costs, part: float) -> Costs:
+    """With what is done once a batch taking this part of its time."""
+    names = ("fetch", "store", "update", "reduce_grad", "reduce_embed", "reduce_norm", "step")
+    return replace(costs, **{name: _times(getattr(costs, name), part) for name in names})
+
+
+def _times(value: PerStage, factor: float) -> PerStage:
+    return [factor * each for each in value] if isinstance(value, Sequence) else factor * value
 
 
 def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequence[int]) -> bool:
@@ -153,6 +188,8 @@ def _end(timeline: Timeline) -> float:
 
 def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
     """A batch; or two runs of several that do not drain, and by how many periods the second is longer."""
+    if schedule.residency:  # the first batch's weights are there, and later ones wait for updates
+        return tuple(schedule.build((num_microbatches,) * count) for count in (2, 3)), 1
     if schedule.weights.drains:
         return (schedule.build((num_microbatches,)),), 1
     periodic = schedule.build_periodic(num_microbatches)

@@ -89,6 +89,11 @@ class ProfiledCosts:
         )
 
     def _refuse(self, configuration: Configuration) -> None:
+        if configuration.is_hosted:
+            raise ValueError(
+                f"a profile has no times of weights on the host, where {configuration.schedule} has them; leave out "
+                "--predict-from, or choose another schedule"
+            )
         if configuration.tensor > 1 and configuration.sequence_parallel != self.profile.sequence_parallel:
             has = "with" if self.profile.sequence_parallel else "without"
             raise ValueError(

@@ -1,6 +1,6 @@
 """Flags of a dry run: everything short of the cluster."""
 
-from megatron.training.arguments.specification import Group, integer, option
+from megatron.training.arguments.specification import Group, integer, number, option
 
 GROUP = Group(
     "dry run",
@@ -27,6 +27,14 @@ GROUP = Group(
             "With --dry-run: the GPU, as A100-80, H100, V100-16, or its memory in GiB; a job that does not fit is "
             "refused.",
             metavar="GPU",
+        ),
+        option(
+            "--dry-run-host-memory",
+            number,
+            None,
+            "With --dry-run and l2l: GiB of a node's memory for training; a job that does not fit is refused, and the "
+            "largest model of its shape that would fit is said.",
+            metavar="GIB",
         ),
         option("--dry-run-json", str, None, "With --dry-run: write everything to this file, too.", metavar="FILE"),
     ),

@@ -72,6 +72,7 @@ RANGES = (
             "l2l_resident_stages",
             "dry_run",
             "dry_run_gpus_per_node",
+            "dry_run_host_memory",
             "num_dataset_builder_threads",
             "lr",
             "lr_decay_iters",

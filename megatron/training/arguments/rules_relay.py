@@ -54,7 +54,6 @@ def relay(args: argparse.Namespace) -> None:
             args.log_saved_activations,
             "counts what graphs hold, and cannot tell it from weights that come and go",
         ),
-        "--dry-run": (args.dry_run is not None, "prices a job, and weights on the host are not priced yet"),
     }.items():
         if is_asked:
             raise ValueError(f"{name} does not go with {schedule}: it {reason}; leave it out")

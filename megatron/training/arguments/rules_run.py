@@ -347,10 +347,16 @@ def logging(args: argparse.Namespace) -> None:
 
 def dry_run(args: argparse.Namespace) -> None:
     if args.dry_run is None:
-        for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_json"):
+        for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_host_memory", "dry_run_json"):
             if name in args.given:
                 raise ValueError(f"--{name.replace('_', '-')} needs --dry-run, the number of GPUs of the job")
-    elif args.dry_run_gpu is not None:
+        return
+    if args.dry_run_host_memory is not None and PRESETS[args.pipeline_schedule].residency is None:
+        raise ValueError(
+            f"--dry-run-host-memory {args.dry_run_host_memory:g} is for weights on the host, and --pipeline-schedule "
+            f"{args.pipeline_schedule} has them on the device; use l2l, or leave it out"
+        )
+    if args.dry_run_gpu is not None:
         try:
             device_gib(args.dry_run_gpu)
         except ValueError as error:

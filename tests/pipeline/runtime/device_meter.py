@@ -4,7 +4,9 @@ computes, until it is gone. The host's memory is a shared mapping, and known by 
 
 from __future__ import annotations
 
+import bisect
 import re
+import sys
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ class DeviceMeter(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
+        self._at_most = 0  # bytes that may be live: what is gone is looked for only where they exceed the peak
         self._shared = shared_mappings()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -27,29 +30,38 @@ class DeviceMeter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._note(tensor.untyped_storage())
-        for address in [address for address, (storage, _) in self._live.items() if storage.expired()]:
-            del self._live[address]
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        if self._at_most > self.peak:
+            self._forget_what_is_gone()
+            self.peak = max(self.peak, self._at_most)
         return result
 
     def set_host_aside(self) -> None:
         """What the host has mapped since the meter began is not the device's; the peak is what there is now."""
         self._shared = shared_mappings()
-        live = {address: each for address, each in self._live.items() if not self._is_shared(address)}
-        self._live = {address: each for address, each in live.items() if not each[0].expired()}
-        self.peak = sum(size for _, size in self._live.values())
+        self._live = {address: each for address, each in self._live.items() if not self._is_shared(address)}
+        self._forget_what_is_gone()
+        self.peak = self._at_most
 
     def _is_shared(self, address: int) -> bool:
-        return any(start <= address < end for start, end in self._shared)
+        index = bisect.bisect_right(self._shared, (address, sys.maxsize)) - 1
+        return index >= 0 and address < self._shared[index][1]
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        address = storage.data_ptr()
+        address, size = storage.data_ptr(), storage.nbytes()
+        known, known_size = self._live.get(address, (None, 0))
+        if known is not None and known_size == size and not known.expired():
+            return
         if not self._is_shared(address):
-            self._live[address] = StorageWeakRef(storage), storage.nbytes()
+            self._live[address] = StorageWeakRef(storage), size
+            self._at_most += size
+
+    def _forget_what_is_gone(self) -> None:
+        self._live = {address: each for address, each in self._live.items() if not each[0].expired()}
+        self._at_most = sum(size for _, size in self._live.values())
 
 
 def shared_mappings() -> list[tuple[int, int]]:
-    """First and end address of each of this process's mappings that are shared."""
+    """First and end address of each of this process's mappings that are shared, ascending."""
     with open("/proc/self/maps") as lines:
         fields = [re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ", line).groups() for line in lines]
     return [(int(start, 16), int(end, 16)) for start, end, flags in fields if flags.endswith("s")]

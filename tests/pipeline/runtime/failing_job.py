@@ -6,7 +6,8 @@ longer than the transfer timeout of 3 s), `chain` (its third norm reduction rais
 (all ranks raise the same ValueError before the first batch). Under bpipe: `kill-in-move` (it kills itself when its
 fifth move of saved activations has begun to send or to receive), `hang-in-move` (it sleeps before it). Under l2l, two
 stages a rank: `raise-in-update` and `kill-in-update` (its lane of the host's optimizer, in the third update of its
-higher stage). A rank that goes wrong prints when, in seconds of the machine's steady clock.
+higher stage); `kill-in-shared-update` and `hang-in-shared-update` (the ranks are replicas that share one store, and it
+kills itself, or sleeps, there). A rank that goes wrong prints when, in seconds of the machine's steady clock.
 """
 
 import os
@@ -64,8 +65,10 @@ def go_wrong_in_update(relay: Relay, mode: str) -> None:
     def failing(stage, settings, **options):
         if (stage, relay.store.versions[stage]) == (highest, 2):
             say_when()
-            if mode == "kill-in-update":
+            if mode.startswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if mode.startswith("hang"):
+                time.sleep(60)
             raise MemoryError("the host has no room for a moment")
         update(stage, settings, **options)
 
@@ -115,7 +118,9 @@ def main(mode: str, bad_rank: int) -> None:
         p = torch.distributed.get_world_size()
         moves, training = mode.endswith("-in-move"), Training(batches=(p,))
         timeout = timedelta(seconds=3 if mode.startswith("hang") else 60)
-        if mode.endswith("-in-update"):
+        if mode.endswith("-update"):
+            if mode.endswith("-in-shared-update"):
+                training = Training(batches=(p,), num_replicas=p)
             pipeline = Relay(training, num_virtual_stages=2, residency=Residency(1), timeout=timeout)
             break_it = go_wrong_in_update
         else:

@@ -15,6 +15,7 @@ from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.host_store import HostStore
 from megatron.pipeline.runtime.module_relay_update import ModuleRelayUpdate
+from megatron.pipeline.runtime.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.pipeline.runtime.trace import RankTrace, Tracer, gather_traces
 from megatron.pipeline.schedules import Schedule
@@ -24,7 +25,9 @@ from tests.pipeline.runtime.reference import Training
 
 @dataclass
 class RelayOutcome:
-    """One rank's view of a run. `parameters`: the newest, by name in the whole model."""
+    """One rank's view of a run. `parameters`: the newest, by name in the whole model. `host_bytes`: of its store and
+    its optimizer's moments. `mappings`: what the system says that it has mapped for these: bytes by file.
+    """
 
     reports: list[BatchReport]
     parameters: dict[str, Tensor]
@@ -40,10 +43,14 @@ class RelayOutcome:
     executed: list[str] = field(default_factory=list)
     in_lanes: dict[str, list[str]] = field(default_factory=dict)
     traces: list[RankTrace] | None = None
+    host_bytes: int = 0
+    mappings: dict[str, int] = field(default_factory=dict)
 
 
 class Relay(module_cases.Groups):
-    """Engine, stages and update of this rank; replicas are blocks of p successive ranks."""
+    """Engine, stages and update of this rank; replicas are blocks of p successive ranks. `hosts`: of each replica, else
+    they are on one.
+    """
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class Relay(module_cases.Groups):
         tracing: bool = False,
         timeout: timedelta = timedelta(seconds=20),
         backend: str = "gloo",
+        hosts: tuple[str, ...] = (),
         optimizer=reference.make_optimizer,
     ) -> None:
         super().__init__(training)
@@ -69,7 +77,10 @@ class Relay(module_cases.Groups):
         )
         modules = module_cases.modules_of(self.schedule, training, self.rank)
         parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
-        self.store = HostStore(parameters)
+        of_this_part = range(self.rank, p * training.num_replicas, p)
+        host = hosts[self.replica] if hosts else None
+        replicas = NodeReplicas(of_this_part, host=host, timeout=timeout)
+        self.store = HostStore(parameters, replicas=replicas)
         made = optimizer(self.store.parameters.values(), training)
         self.update = ModuleRelayUpdate(
             modules,
@@ -123,7 +134,7 @@ def run(
     **options,
 ) -> RelayOutcome:
     """Train; after each batch in `drains` drain, and evaluate on `evaluate` microbatches if not 0."""
-    residency = Residency(resident, host_update, stash)
+    residency, mapped = Residency(resident, host_update, stash), shared_files()
     relay = Relay(training, num_virtual_stages=num_virtual_stages, residency=residency, tracing=tracing, **options)
     engine, reports, evaluations = relay.engine, [], []
     for batch, num_microbatches in enumerate(training.batches):
@@ -135,6 +146,7 @@ def run(
                 evaluations.append(engine.evaluate(evaluate))
     reports += engine.drain()
     relay.update.show_newest()
+    mapped = {file: size for file, size in shared_files().items() if file not in mapped}
     named = {name: each for stage in relay.stages for name, each in stage.module.named_parameters()}
     dist.barrier()
     relay.close()
@@ -155,7 +167,21 @@ def run(
         executed=[str(span.instruction) for span in spans if span.track == "compute"],
         in_lanes={lane: [str(span.instruction) for span in spans if span.track == lane] for lane in lanes},
         traces=gather_traces(engine.trace()) if tracing else None,
+        host_bytes=relay.store.num_bytes + relay.update._host.moments.num_bytes,
+        mappings=mapped,
     )
+
+
+def shared_files() -> dict[str, int]:
+    """Shared mappings of this process: inode and name -> bytes."""
+    found = {}
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            addresses, flags, _, _, inode, *name = line.split()
+            if flags.endswith("s"):
+                start, end = (int(address, 16) for address in addresses.split("-"))
+                found[f"{inode} {' '.join(name)}"] = end - start
+    return found
 
 
 def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False, stash: str = "device") -> tuple[str, list[bool]]:

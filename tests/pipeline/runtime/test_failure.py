@@ -187,6 +187,25 @@ def test_a_failure_in_a_lane_of_the_host_ends_the_job_with_one_sentence(mode):
         assert set(told.values()) == {cause} and len(told) == 2, output
 
 
+@pytest.mark.parametrize(
+    "mode", ["kill-in-shared-update", pytest.param("hang-in-shared-update", marks=pytest.mark.full)]
+)
+def test_a_replica_that_leaves_the_others_alone_with_a_shared_store_is_named(mode):
+    """It is killed, or hangs, before its share of a stage is stepped: the other ends in seconds, or after the timeout,
+    and nothing of the store is left on the node.
+    """
+    before = set(os.listdir("/dev/shm"))
+    codes, output = launch(mode, 1, num_ranks=2, with_torchrun=False)
+    assert all(code != 0 for code in codes)
+    told = endings(output)
+    if mode.startswith("kill"):
+        assert list(told) == ["rank 0 (stage 0)"], output
+        assert re.match(r"rank 1 \(stage 0\) ended without a word", told["rank 0 (stage 0)"]), output
+    else:
+        assert "UPDATE@3" in told["rank 0 (stage 0)"], output
+    assert not set(os.listdir("/dev/shm")) - before
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["raise", "kill", "hang"])
 def test_four_ranks_agree_on_the_root_cause(mode):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.pipeline.runtime import element_shares
 from megatron.pipeline.runtime.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.host_store import HostStore
 from tests.pipeline.runtime.test_provisional_step import OPTIMIZERS
@@ -136,6 +137,58 @@ def test_masters_are_stepped_and_the_weights_written_behind(dtype):
         host.assert_equal()
     for name, weight in host.store.newest_tensors().items():
         assert weight.dtype == dtype and torch.equal(weight, host.plain[name].to(dtype))
+
+
+class Beside:
+    """Replicas in one process: each asks for the same buffers in the same order."""
+
+    def __init__(self, index, buffers):
+        self.index, self.size, self.host, self._buffers, self._asked = index, 2, "here", buffers, 0
+
+    def buffer(self, shape, dtype):
+        if self._asked == len(self._buffers):
+            self._buffers.append(torch.zeros(shape, dtype=dtype))
+        self._asked += 1
+        return self._buffers[self._asked - 1]
+
+    def barrier(self):
+        self.seen = [each.clone() for each in self._buffers]
+
+
+@pytest.mark.parametrize("name", ["Adam", "amsgrad", "fused AdamW", "SGD", "momentum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_step_shares_of_one_store(name, dtype, monkeypatch):
+    """Cut inside of parameters: each steps its part, both see the whole, and weights and state dict are those of one,
+    also after loading. What neither steps stays.
+    """
+    monkeypatch.setattr(element_shares, "GRAIN", 8)
+    buffers = []
+    masters = dtype != torch.float32
+    hosts = [Host(OPTIMIZERS[name], dtype=dtype, masters=masters, replicas=Beside(index, buffers)) for index in (0, 1)]
+    shares = [host.store.stages[0].share["0.weight"] for host in hosts]
+    assert shares == [slice(0, 8), slice(8, 20)]
+    for number in range(5):
+        for host in hosts:
+            host.step(number, factor=0.3 if number % 2 else 1.0)
+            seen = host.store.replicas.seen
+            assert all(map(torch.equal, seen, buffers)), "nothing is written behind the barrier"
+        for host in hosts:
+            host.assert_equal()
+        if number == 1:
+            for host in hosts:
+                saved = copy.deepcopy(host.host.optimizer.state_dict())
+                host.host.optimizer.state.clear()
+                host.host.optimizer.load_state_dict(saved)
+    one, other = (host.store.newest_tensors() for host in hosts)
+    assert all(one[each].data_ptr() == other[each].data_ptr() for each in one)
+    assert all(torch.equal(weight, hosts[0].plain[each].to(dtype)) for each, weight in one.items())
+    assert len({each.data_ptr() for each in buffers}) == len(buffers) >= 2 * NUM_STAGES, "no two are one"
+
+
+def test_what_cannot_be_shared_is_refused():
+    """An optimizer that may look at a whole parameter."""
+    with pytest.raises(ValueError, match=r"replicas on here share one store.*Adagrad may not step each.*use Adam, "):
+        Host(lambda groups: torch.optim.Adagrad(groups, lr=0.1), replicas=Beside(0, []))
 
 
 def test_what_it_cannot_step_is_refused():

@@ -180,17 +180,95 @@ def test_tied_embeddings_on_two_ranks_are_updated_eagerly():
     assert_same(outcomes, expected, exact=False)
 
 
-@pytest.mark.parametrize("host_update", ["eager", "deferred"])
-def test_replicas_average_each_stage_as_it_leaves(host_update):
-    """d=2, p=2: bit-equal to two replicas of flush, and both hold the same weights."""
-    training = Training(batches=(2, 4, 2, 3), num_replicas=2)
+# name: (replicas, pipeline ranks of each, stages of each, host update, hosts, what else)
+REPLICAS = {
+    "d=2": (2, 1, 4, "deferred", (), {"clip_grad": 0.05}),
+    "d=2 p=2": (2, 2, 2, "eager", (), {}),
+}
+REPLICAS_MATRIX = {
+    "d=2 p=2 deferred": (2, 2, 2, "deferred", (), {}),
+    "d=2 p=2 dropout": (2, 2, 4, "eager", (), {"same_dropout": 0.1}),
+    "d=2 on two hosts": (2, 1, 4, "eager", ("a", "b"), {}),
+    "d=4": (4, 1, 4, "eager", (), {}),
+    "d=4 on two hosts": (4, 1, 8, "deferred", ("a", "b", "a", "b"), {"clip_grad": 0.05}),
+    "d=3 fused": (3, 1, 2, "eager", (), {"fused": True}),
+    "d=4 p=2": (4, 2, 4, "eager", ("a", "a", "a", "b"), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_ranks", "num_virtual_stages", "host_update", "hosts", "options"),
+    [pytest.param(*row, id=name) for name, row in REPLICAS.items()]
+    + [pytest.param(*row, id=name, marks=pytest.mark.full) for name, row in REPLICAS_MATRIX.items()],
+)
+def test_replicas_share_one_store(num_replicas, num_ranks, num_virtual_stages, host_update, hosts, options):
+    """Bit-equal to two replicas of flush; of more, the order of a reduction's sums depends on what is reduced at once,
+    so to as many replicas of the relay, of which each has a store of its own. By the system's account, the replicas of
+    a host have mapped one store, of the size of one replica's, and besides nothing of their own.
+    """
+    training = Training(batches=(2, 4, 2, 3), num_replicas=num_replicas, **options)
     expected = workers.run(
-        4, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+        num_replicas * num_ranks,
+        "tests.pipeline.runtime.module_cases:run",
+        preset="flush",
+        training=training,
+        recompute=True,
     )
-    outcomes = run(4, training, num_virtual_stages=2, host_update=host_update)
+    cut = {"num_virtual_stages": num_virtual_stages, "host_update": host_update, "drains": (1,)}
+    outcomes = run(num_replicas * num_ranks, training, hosts=hosts, **cut)
     both = expected[0]
-    both.parameters |= expected[1].parameters
-    assert_same(outcomes, both)
+    both.parameters |= expected[num_ranks - 1].parameters
+    assert_same(outcomes, both, exact=num_replicas == 2)
+    if num_replicas > 2:
+        apart = run(num_replicas * num_ranks, training, hosts=tuple("abcd"[:num_replicas]), **cut)
+        for outcome, other in zip(outcomes, apart, strict=True):
+            assert [each.grad_norm for each in outcome.reports] == [each.grad_norm for each in other.reports]
+            assert [each.losses for each in outcome.reports] == [each.losses for each in other.reports]
+            assert all(torch.equal(each, other.parameters[name]) for name, each in outcome.parameters.items())
+    for rank, outcome in enumerate(outcomes):
+        replica, stage = divmod(rank, num_ranks)
+        hosts = hosts or ("a",) * num_replicas
+        beside = [other * num_ranks + stage for other in range(num_replicas) if hosts[other] == hosts[replica]]
+        assert all(outcomes[other].mappings.keys() == outcome.mappings.keys() for other in beside), rank
+        strangers = set().union(*(outcomes[other].mappings for other in range(len(outcomes)) if other not in beside))
+        if len(beside) > 1:
+            assert not strangers & outcome.mappings.keys() and all("memfd:" in file for file in outcome.mappings)
+        pages = len(outcome.mappings) * 4096  # each is rounded up to whole ones
+        assert outcome.host_bytes <= sum(outcome.mappings.values()) <= outcome.host_bytes + pages
+        assert outcome.host_bytes == outcomes[stage].host_bytes
+
+
+def test_the_store_of_two_replicas_is_as_large_as_that_of_one():
+    """Weights, gradients and moments."""
+    (one,) = run(1, Training(batches=(2, 2)), num_virtual_stages=4)
+    first, second = run(2, Training(batches=(2, 2), num_replicas=2), num_virtual_stages=4)
+    assert one.host_bytes == first.host_bytes
+    counters = 4096  # of who has come to a barrier
+    assert sum(one.mappings.values()) + counters == sum({**first.mappings, **second.mappings}.values())
+
+
+def test_an_overflow_leaves_the_batch_out_on_all_replicas():
+    """One has it; none steps its share, and they go on alike."""
+    training = Training(batches=(2,) * 4, poisoned_microbatch=3, num_replicas=2)
+    expected, _ = workers.run(
+        2, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+    )
+    assert [report.skipped for report in expected.reports] == [False, True, False, False]
+    outcomes = run(2, training, num_virtual_stages=4)
+    for outcome in outcomes:
+        assert [report.skipped for report in outcome.reports] == [False, True, False, False]
+        assert all(torch.equal(each, expected.parameters[name]) for name, each in outcome.parameters.items())
+
+
+@pytest.mark.parametrize("host_update", ["eager", pytest.param("deferred", marks=pytest.mark.full)])
+def test_tied_gradients_of_which_each_replica_brought_a_share_are_added_up(host_update):
+    """Each reads the whole of both, and writes a share of their sum."""
+    training = Training(batches=(2, 3, 4, 2), tied=True, num_replicas=2)
+    expected, _ = workers.run(
+        2, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
+    )
+    expected.parameters[reference.LAST_WEIGHT] = expected.parameters[reference.FIRST_WEIGHT]
+    assert_same(run(2, training, num_virtual_stages=4, host_update=host_update), expected, exact=False)
 
 
 def test_an_overflow_leaves_the_batch_out_at_every_stage():
@@ -295,7 +373,9 @@ def test_what_runs_is_the_program(host_update, num_replicas):
 
 
 def test_what_does_not_go_together_is_refused():
-    """Eager updates that clip, an update whose weights are on the device, and moves beside a stash on the host."""
+    """Eager updates that clip, replicas of one store without a group, an update whose weights are on the device, and
+    moves beside a stash on the host.
+    """
     modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
     store = HostStore({0: dict(modules[0].named_parameters())})
     optimizer = torch.optim.SGD(store.parameters.values(), lr=0.1)
@@ -313,6 +393,9 @@ def test_what_does_not_go_together_is_refused():
         ValueError, match=r"inputs are stashed on the host, and an activation_memory counts .*give none"
     ):
         PipelineEngine(schedule, SimpleNamespace(index=0), update, activation_memory=ActivationMemory())
+    store.is_shared, store.replicas = True, SimpleNamespace(host="here")
+    with pytest.raises(ValueError, match=r"replicas on here share the store.*give their data_parallel_group, or each"):
+        ModuleRelayUpdate(modules, store, residency=Residency(2), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron.pipeline.runtime.host_store import HostStore
-from megatron.pipeline.runtime.stage_gradients import StageGradients
+from megatron.pipeline.runtime.stage_gradients import StageGradients, copied_back
 
 
 class Rank:
@@ -101,3 +101,48 @@ def test_a_reduction_reads_what_was_stored_before_the_copy():
     copy()
     plain = expected(1, (0,))
     assert all(torch.equal(each, 2 * plain[name]) for name, each in rank.on_host(1).items())
+
+
+class Beside:
+    """Replica `index` of two, alone in its process."""
+
+    size, host = 2, "here"
+
+    def __init__(self, index):
+        self.index = index
+
+    def buffer(self, shape, dtype):
+        return torch.zeros(shape, dtype=dtype)
+
+    def barrier(self):
+        pass
+
+
+def test_a_replica_brings_its_share_alone():
+    """Each element comes with one of two replicas, and about half of them with each."""
+    parameters = {0: {"a": nn.Parameter(torch.ones(30, 20)), "b": nn.Parameter(torch.ones(100))}}
+    found = []
+    for index in range(2):
+        store = HostStore(parameters, replicas=Beside(index))
+        gradients = StageGradients(store.stages, parameters)
+        gradients.accumulate(0)
+        for parameter in parameters[0].values():
+            parameter.grad.fill_(1.0)
+        gradients.store(0)()
+        found.append({name: each.clone() for name, each in store.stages[0].gradients.items()})
+    assert all((found[0][name] + found[1][name] == 1.0).all() for name in parameters[0])
+    assert [sum(int(each.sum()) for each in replica.values()) for replica in found] == [320, 380]
+
+
+def test_gradients_come_back_whole_and_as_they_were():
+    """They are read behind the others' stores, and before anyone writes their sum."""
+    gradient, calls = torch.zeros(3), []
+
+    class Others:
+        def barrier(self):
+            gradient.fill_(5.0 if not calls else 7.0)  # what others do before they come, and when they have gone on
+            calls.append(gradient[0].item())
+
+    back = copied_back({"tied": gradient}, Others(), device=torch.device("cpu"))
+    assert back["tied"].tolist() == [5.0] * 3 and calls == [5.0, 7.0]
+    assert copied_back({"tied": gradient}, None, device=torch.device("cpu"))["tied"] is not gradient

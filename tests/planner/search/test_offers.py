@@ -1,14 +1,11 @@
 """The schedules that a search offers follow from the tables, at the time when it is asked."""
 
-import pytest
-
 from megatron.pipeline.schedules import PRESETS, Preset
-from megatron.planner import Configuration
 from megatron.planner.search import Space, offered
 from megatron.planner.search.offers import fewest_ranks, name_of, offer, preset_of
 from tests.planner import made_up
 
-KNOWN = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "2bw+balance", "interleaved+balance")
+KNOWN = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "2bw+balance", "interleaved+balance", "l2l")
 
 
 def test_presets_come_first_and_then_what_can_be_balanced_besides():
@@ -31,13 +28,12 @@ def test_what_is_registered_is_offered_from_then_on():
 def test_ranks_from_which_on_something_moves():
     """1F1B: 4, since of 3 stages the pair saves 3 and 1, two each. Two stages on each rank: 3."""
     found = {name: fewest_ranks(preset) for name, preset in offered().items()}
-    assert found == dict(zip(KNOWN, (None, 4, 4, None, 3, 4, 4, 3), strict=True))
+    assert found == dict(zip(KNOWN, (None, 4, 4, None, 3, 4, 4, 3, None), strict=True))
 
 
-def test_weights_on_the_host_are_not_offered():
-    """They have no price yet: a search leaves them out, balanced ones too, and a configuration refuses them."""
+def test_weights_on_the_host_come_last():
+    """As they are, and not balanced; a space has them where it is asked to."""
     hosted = {name for name, preset in PRESETS.items() if preset.residency is not None}
     assert hosted == {"l2l"}
-    assert not {preset_of(name)[0] for name in offered()} & hosted
-    with pytest.raises(ValueError, match="l2l keeps weights on the host, which has no price yet"):
-        Configuration(schedule="l2l", micro_batch_size=1, global_batch_size=1)
+    assert [name for name in offered() if preset_of(name)[0] in hosted] == ["l2l"]
+    assert not hosted & set(Space(num_gpus=4, gpus_per_node=4, global_batch_size=4).schedules)

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.planner import Architecture, Cluster, Configuration, judge
-from megatron.planner.search import SCOPES, Space, Training, offered, search
+from megatron.planner.search import SCOPES, Space, Training, search
 from megatron.planner.search.offers import offer, preset_of
+from megatron.planner.search.space import schedules_on_device
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
 SMALL = Architecture.gpt3(
@@ -45,7 +46,7 @@ def every_combination(model: Architecture, machines: Cluster, batch: int, safe: 
     chosen = planner(model, machines, PAPER)
     sizes = range(1, machines.num_gpus + 1)
     for t, p, v, name, scope, split in itertools.product(
-        sizes, sizes, (1, 2, 3, 4, 6, 12), offered(), SCOPES, (True, False)
+        sizes, sizes, (1, 2, 3, 4, 6, 12), schedules_on_device(), SCOPES, (True, False)
     ):
         if machines.num_gpus % (t * p) or machines.gpus_per_node % t:
             continue

@@ -180,6 +180,7 @@ def test_any_number_of_layers_of_the_same_model():
         ({"micro_batch_size": 8}, (4,), "microbatches of 8"),
         ({"data": 8}, (4,), "--processes 8"),
         ({"recompute": "layer"}, (4,), "recompute layer"),
+        ({"schedule": "l2l", "virtual": 4}, (1,) * 4, "no times of weights on the host.*leave out --predict-from"),
     ],
 )
 def test_what_was_not_profiled_is_refused(changes, layers, message):

@@ -145,6 +145,9 @@ class Recorder:
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.pin(torch.empty(shape, dtype=dtype))
 
+    def pin_mapping(self, tensor: Tensor) -> Tensor:
+        return self.pin(tensor)
+
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         from tests.pipeline.runtime.recording.groups import RecordedGroup
 

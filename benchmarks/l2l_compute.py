@@ -1,0 +1,144 @@
+"""The relay on a CPU that really computes, over `flush` with full recompute and beside others that offload.
+
+Every contender lives in a process of its own and is at rest while another trains; they take turns, in an order that
+changes, on the same cores. Model, data, kernels of the optimizer and the number of microbatches are the same, and so
+have the losses to be. A second core for lanes is one for `flush` to compute on, too: so there are two figures, with one
+core and a computing thread each, and with two of both.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from emulated_rows import spread
+from l2l_table import Row, show_table
+
+NAMES = ("flush", "l2l eager", "l2l deferred", "FSDP2, CPUOffloadPolicy", "ZeRO-Offload", "ZeRO-3, all offloaded")
+GOAL = 0.95
+"""Of the speed of `flush`, with one core and eight microbatches."""
+_WORKER = Path(__file__).resolve().parent / "l2l_worker.py"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES), help="flush is always one")
+    parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--microbatches", type=int, default=8, help="m")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, default=1, help="of each contender in a round")
+    for name, default in (("layers", 12), ("hidden", 256), ("sequence", 128), ("microbatch-size", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+
+
+class Worker:
+    """The process of one contender. `failed`: why it cannot run here, or None."""
+
+    def __init__(self, name: str, extent: dict, cores: int) -> None:
+        chosen = set(sorted(os.sched_getaffinity(0))[:cores])
+        self._process = subprocess.Popen(
+            [sys.executable, str(_WORKER), name, json.dumps(extent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(cores), "PYTHONPATH": str(_WORKER.parents[1])},
+            preexec_fn=lambda: os.sched_setaffinity(0, chosen),
+        )
+        self.failed = self._answer().get("failed")
+
+    def ask(self, *words: object) -> dict:
+        print(*words, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _answer(self) -> dict:
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"failed": f"the process ended with {self._process.wait(60)}"}
+
+
+def measure(args: argparse.Namespace, directory: Path) -> list[Row]:
+    extent = {name: getattr(args, name) for name in ("layers", "hidden", "sequence", "microbatch_size")}
+    names = [name for name in NAMES if name in {"flush", *args.contenders}]
+    return [row for cores in args.cores for row in compare(names, extent, cores, args)]
+
+
+def compare(names: list[str], extent: dict, cores: int, args: argparse.Namespace) -> list[Row]:
+    """A row for each contender; `over_flush`: its speed over that of flush, one ratio a round."""
+    workers = {name: Worker(name, extent, cores) for name in names}
+    running = {name: worker for name, worker in workers.items() if worker.failed is None}
+    m, rounds = args.microbatches, {name: [] for name in running}
+    first = {name: worker.ask(m, 1)["losses"] for name, worker in running.items()}  # memory, moments
+    order = random.Random(0)
+    for _ in range(args.rounds):
+        for name in order.sample(list(running), len(running)):
+            rounds[name].append(running[name].ask(m, args.batches))
+    metered = {name: worker.ask("meter", m) for name, worker in running.items()}
+    rows: list[Row] = []
+    for name, worker in workers.items():
+        row = {"contender": name, "cores": cores, "microbatches": m, "failed": worker.failed}
+        if worker.failed is None:
+            seconds = [each["seconds"] for each in rounds[name]]
+            flush = [each["seconds"] for each in rounds["flush"]]
+            row |= {
+                "seconds": seconds,
+                "over_flush": [theirs / own for theirs, own in zip(flush, seconds, strict=True)],
+                "losses": first[name] + [loss for each in rounds[name] for loss in each["losses"]],
+                "threads": {key: [each[key] for each in rounds[name]] for key in ("ran", "waited")},
+                **metered[name],
+            }
+            worker.end()
+        rows.append(row)
+    return rows
+
+
+def complaints(rows: list[Row]) -> list[str]:
+    """What is not as it has to be, a sentence each."""
+    found = []
+    for row in rows:
+        what = f"{row['contender']} on {row['cores']} cores"
+        if row["failed"] is not None:
+            continue  # a row of its own in the table
+        flush = next(each for each in rows if each["contender"] == "flush" and each["cores"] == row["cores"])
+        if not all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(row["losses"], flush["losses"], strict=True)):
+            found.append(f"{what}: its losses are not those of flush")
+        if row["contender"].startswith("l2l") and row["losses"] != flush["losses"]:
+            found.append(f"{what}: its losses are not those of flush to the last bit")
+        if row["contender"] == "l2l eager" and row["cores"] == 1 and statistics.median(row["over_flush"]) < GOAL:
+            found.append(f"{what}: {statistics.median(row['over_flush']):.3f} of the speed of flush, below {GOAL}")
+    return found
+
+
+def shown_threads(row: Row) -> str:
+    """Milliseconds of a batch that each thread ran, the longest first: medians of the rounds."""
+    names = {name for each in row["threads"]["ran"] for name in each}
+    times = {name: 1e3 * statistics.median(each.get(name, 0.0) for each in row["threads"]["ran"]) for name in names}
+    chosen = sorted((name for name in times if times[name] >= 1), key=lambda name: -times[name])
+    return ", ".join(f"{name.removeprefix('pipeline ')} {times[name]:.0f}" for name in chosen[:4])
+
+
+def _measured(cell):
+    return lambda row: "" if row["failed"] is not None else cell(row)
+
+
+COLUMNS = {
+    "": lambda row: row["contender"],
+    "cores": lambda row: str(row["cores"]),
+    "seconds a batch": _measured(lambda row: f"{statistics.median(row['seconds']):.3f}"),
+    "over flush": _measured(lambda row: spread(row["over_flush"], 3)),
+    "device MiB": _measured(lambda row: f"{(row['state'] + row['made']) / 2**20:.1f}"),
+    "of it state": _measured(lambda row: f"{row['state'] / 2**20:.1f}"),
+    "MiB moved": _measured(lambda row: "" if row["moved"] is None else f"{row['moved'] / 2**20:.0f}"),
+    "ms of threads": _measured(shown_threads),
+    "last loss": lambda row: f"{row['losses'][-1]:.9f}" if row["failed"] is None else row["failed"][:40],
+}
+
+
+def show(rows: list[Row]) -> None:
+    show_table("real computation: flush with full recompute, the relay, and others that offload", COLUMNS, rows)

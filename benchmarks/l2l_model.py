@@ -1,0 +1,260 @@
+"""The model that the relay's benchmarks train, as the relay and as `flush`: a GPT of plain modules, without dropout.
+
+Weights follow from a seed and the layer, data from the number of the microbatch, so that all contenders train alike,
+and losses can be compared to the last bit.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.backend.streams import streams_of
+from megatron.pipeline.residency import DEVICE, Residency
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.flat_layout import FlatLayout
+from megatron.pipeline.runtime.host_store import HostStore
+from megatron.pipeline.runtime.module_relay_update import ModuleRelayUpdate
+from megatron.pipeline.runtime.module_stage import ModuleStage
+from megatron.pipeline.runtime.module_update import ModuleUpdate
+from megatron.pipeline.runtime.stage import TensorSpec
+from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.schedules import Schedule
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Extent of the model, and of a microbatch."""
+
+    layers: int
+    hidden: int
+    heads: int = 4
+    sequence: int = 64
+    microbatch_size: int = 2
+    vocabulary: int = 256
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Of what one microbatch hands from a layer to the next, FP32 [microbatch_size, sequence, hidden]."""
+        return 4 * self.microbatch_size * self.sequence * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """12 h^2 of the four matrices, and the biases and norms."""
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        ends = (2 * self.vocabulary + self.sequence) * self.hidden + 2 * self.hidden
+        return self.layers * self.layer_parameters + ends
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.microbatch_size * self.sequence
+
+
+class Layer(nn.Module):
+    """A transformer layer with its norms before, [microbatch_size, sequence, hidden]."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._heads = model.heads
+        self.norm = nn.LayerNorm(model.hidden)
+        self.query_key_value = nn.Linear(model.hidden, 3 * model.hidden)
+        self.projection = nn.Linear(model.hidden, model.hidden)
+        self.mlp_norm = nn.LayerNorm(model.hidden)
+        self.up = nn.Linear(model.hidden, 4 * model.hidden)
+        self.down = nn.Linear(4 * model.hidden, model.hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        size, length, width = hidden.shape
+        mixed = self.query_key_value(self.norm(hidden)).view(size, length, 3, self._heads, width // self._heads)
+        query, key, value = mixed.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(attended.transpose(1, 2).reshape(size, length, width))
+        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+
+
+class Embedding(nn.Module):
+    """Of tokens and of positions."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.word = nn.Embedding(model.vocabulary, model.hidden)
+        self.position = nn.Parameter(0.02 * torch.randn(model.sequence, model.hidden))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.word(tokens) + self.position
+
+
+class Head(nn.Module):
+    """Logits."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(model.hidden)
+        self.output = nn.Linear(model.hidden, model.vocabulary, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output(self.norm(hidden))
+
+
+def stage_module(model: Model, index: int) -> nn.Module:
+    """Layer `index`, with the embedding before the first one and the head behind the last; no name comes twice."""
+    torch.manual_seed(1234 + index)
+    made = nn.Sequential()
+    if index == 0:
+        made.add_module("embedding", Embedding(model))
+    made.add_module(f"layer{index}", Layer(model))
+    if index == model.layers - 1:
+        made.add_module("head", Head(model))
+    return made
+
+
+def tokens_of(model: Model, microbatch: int) -> tuple[Tensor, Tensor]:
+    """Tokens and their successors, each [microbatch_size, sequence] of int64."""
+    generator = torch.Generator().manual_seed(1000 + microbatch)
+    tokens = torch.randint(model.vocabulary, (model.microbatch_size, model.sequence + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def make_optimizer(parameters) -> torch.optim.Optimizer:
+    """The same kernel for all."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+class Training:
+    """A contender: `run(m)` trains a batch and returns its loss, `close()` ends it.
+
+    `device_state_bytes`: of what is on the device all the time.
+    """
+
+    def __init__(self, engine: PipelineEngine, model: Model) -> None:
+        self._engine, self._model = engine, model
+
+    def run(self, num_microbatches: int) -> float:
+        reports = self._engine.run_batch(num_microbatches, num_microbatches * self._model.microbatch_size)
+        reports += self._engine.drain()
+        return reports[-1].losses["loss"]
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Flush(Training):
+    """All on the device. Each layer is recomputed from its input, as `--recompute-granularity full` does."""
+
+    def __init__(self, model: Model) -> None:
+        module = Recomputed(*(stage_module(model, index) for index in range(model.layers)))
+        parameters = dict(module.named_parameters())
+        schedule = Schedule.preset("flush", num_stages=1)
+        versions = WeightVersions(parameters, window=1)
+        update = ModuleUpdate(
+            parameters, versions=versions, optimizer=make_optimizer(parameters.values()), num_grad_buffers=1
+        )
+        stage = _stage(model, module, 0, 1, versions, False)
+        super().__init__(PipelineEngine(schedule, stage, update), model)
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Weights, gradients and two moments."""
+        return 4 * 4 * self._model.num_parameters
+
+
+class Relay(Training):
+    """Weights, gradients and moments in the host's memory, which a CPU's process shares and does not own."""
+
+    def __init__(self, model: Model, *, update: str, resident: int = 2, stash: str = DEVICE) -> None:
+        schedule = Schedule.preset(
+            "l2l",
+            num_stages=model.layers,
+            num_virtual_stages=model.layers,
+            residency=Residency(resident, update, stash),
+        )
+        modules = {index: _on_host(stage_module(model, index)) for index in range(model.layers)}
+        self.store = HostStore({index: dict(module.named_parameters()) for index, module in modules.items()})
+        optimizer = make_optimizer(self.store.parameters.values())
+        self.moments = moments_on_host(optimizer, self.store)
+        self.update = ModuleRelayUpdate(modules, self.store, residency=schedule.residency, optimizer=optimizer)
+        stages = [
+            _stage(model, module, index, model.layers, self.update.weights.of_stage(index), schedule.recomputes(index))
+            for index, module in modules.items()
+        ]
+        gc.collect()
+        super().__init__(PipelineEngine(schedule, stages, self.update), model)
+
+    @property
+    def device_state_bytes(self) -> int:
+        """The arena and two gradient buffers."""
+        return self.update.weights.num_bytes + self.update.gradients.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of weights, gradients and moments."""
+        return self.store.num_bytes + self.moments
+
+
+def moments_on_host(optimizer: torch.optim.Optimizer, store: HostStore) -> int:
+    """Give AdamW the state with which it would begin, in the host's memory, flat for each stage; bytes.
+
+    Else AdamW makes them at its first step, and its counters of steps stay in memory of the process.
+    """
+    num_bytes = 0
+    for place in store.stages.values():
+        parameters = {name: store.parameters[name] for name in place.weights}
+        layout = FlatLayout(parameters)
+        averages, squares = (layout.views(layout.allocate(streams_of(_CPU).host_buffer)) for _ in range(2))
+        steps = streams_of(_CPU).host_buffer((len(parameters),), torch.float32)
+        num_bytes += 2 * layout.num_bytes + steps.nbytes
+        for (name, parameter), step in zip(parameters.items(), steps, strict=True):
+            optimizer.state[parameter] = {"step": step, "exp_avg": averages[name], "exp_avg_sq": squares[name]}
+    return num_bytes
+
+
+class Recomputed(nn.Sequential):
+    """Layers of which autograd saves the inputs."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for module in self:
+            hidden = checkpoint(module, hidden, use_reentrant=False, preserve_rng_state=False)
+        return hidden
+
+
+def _on_host(module: nn.Module) -> nn.Module:
+    """The initial weights wait in the host's memory for the store, so that the process never has those of two
+    stages.
+    """
+    parameters = dict(module.named_parameters())
+    layout = FlatLayout(parameters)
+    for name, view in layout.views(layout.allocate(streams_of(_CPU).host_buffer)).items():
+        parameters[name].data = view.copy_(parameters[name].data)
+    return module
+
+
+def _stage(model: Model, module: nn.Module, index: int, count: int, versions, recompute: bool) -> ModuleStage:
+    spec = TensorSpec((model.microbatch_size, model.sequence, model.hidden))
+    is_first, is_last = index == 0, index == count - 1
+    return ModuleStage(
+        module,
+        index=index,
+        num_stages=count,
+        versions=versions,
+        source=(lambda microbatch: tokens_of(model, microbatch.index)[0]) if is_first else None,
+        loss=(lambda logits, microbatch: loss_of(logits, tokens_of(model, microbatch.index)[1])) if is_last else None,
+        input_spec=None if is_first else spec,
+        output_spec=None if is_last else spec,
+        recompute=recompute,
+    )
