@@ -200,8 +200,9 @@ def cases_of(args: argparse.Namespace) -> dict[str, list[Case]]:
         for name, (update, lanes, most) in LIMITS.items()
     ]  # fmt: skip
     ranks = [
-        Case(name="4 ranks", update=update, num_ranks=4, num_microbatches=8, num_virtual_stages=4, forward=forward,
-             lanes=(0.5, 0.5, 0.5, 0.5), most=1.08 if update == EAGER else None)
+        Case(name=f"4 ranks, copies of {share:g}", update=update, num_ranks=4, num_microbatches=8, num_virtual_stages=4,
+             forward=forward, lanes=(share,) * 4, most=most)
+        for share, most in ((0.125, 1.08), (0.5, None))  # longer ones show at the border of batches
         for update in (EAGER, DEFERRED)
     ]  # fmt: skip
     return {"bottlenecks": bottlenecks, "deep": deep, "ranks": ranks}

@@ -18,7 +18,7 @@ from megatron.backend.streams import streams_of
 from megatron.pipeline.residency import DEVICE, Residency
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.flat_layout import FlatLayout
-from megatron.pipeline.runtime.host_store import HostStore
+from megatron.pipeline.runtime.host_store import HostStore, to_host_memory
 from megatron.pipeline.runtime.module_relay_update import ModuleRelayUpdate
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
@@ -107,8 +107,11 @@ class Head(nn.Module):
         return self.output(self.norm(hidden))
 
 
-def stage_module(model: Model, index: int) -> nn.Module:
-    """Layer `index`, with the embedding before the first one and the head behind the last; no name comes twice."""
+def stage_module(model: Model, index: int, *, on_host: bool = False) -> nn.Module:
+    """Layer `index`, with the embedding before the first one and the head behind the last; no name comes twice.
+
+    `on_host`: the initial weights wait in the host's memory, so that the process never has those of two stages.
+    """
     torch.manual_seed(1234 + index)
     made = nn.Sequential()
     if index == 0:
@@ -116,6 +119,8 @@ def stage_module(model: Model, index: int) -> nn.Module:
     made.add_module(f"layer{index}", Layer(model))
     if index == model.layers - 1:
         made.add_module("head", Head(model))
+    if on_host:
+        to_host_memory(made)
     return made
 
 
@@ -184,7 +189,7 @@ class Relay(Training):
             num_virtual_stages=model.layers,
             residency=Residency(resident, update, stash),
         )
-        modules = {index: _on_host(stage_module(model, index)) for index in range(model.layers)}
+        modules = {index: stage_module(model, index, on_host=True) for index in range(model.layers)}
         self.store = HostStore({index: dict(module.named_parameters()) for index, module in modules.items()})
         optimizer = make_optimizer(self.store.parameters.values())
         self.moments = moments_on_host(optimizer, self.store)
@@ -231,17 +236,6 @@ class Recomputed(nn.Sequential):
         for module in self:
             hidden = checkpoint(module, hidden, use_reentrant=False, preserve_rng_state=False)
         return hidden
-
-
-def _on_host(module: nn.Module) -> nn.Module:
-    """The initial weights wait in the host's memory for the store, so that the process never has those of two
-    stages.
-    """
-    parameters = dict(module.named_parameters())
-    layout = FlatLayout(parameters)
-    for name, view in layout.views(layout.allocate(streams_of(_CPU).host_buffer)).items():
-        parameters[name].data = view.copy_(parameters[name].data)
-    return module
 
 
 def _stage(model: Model, module: nn.Module, index: int, count: int, versions, recompute: bool) -> ModuleStage:

@@ -137,8 +137,9 @@ def _build(
     model_config = config.transformer_config(args)
     own_stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
     chunks = build_chunks(
-        partial(model_provider, args), model_config, stages=own_stages, layers=plan.layers_of_stages(model_config)
-    )
+        partial(model_provider, args), model_config, stages=own_stages, layers=plan.layers_of_stages(model_config),
+        on_host=schedule.residency is not None,
+    )  # fmt: skip
     chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=schedule.residency is not None)
     optimizer_config = config.optimizer_config(args)
     overrides = get_standard_config_overrides(optimizer_config)

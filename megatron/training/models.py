@@ -29,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
+from megatron.pipeline.runtime.host_store import to_host_memory
 from megatron.pipeline.runtime.megatron_place import at_stage, config_of_stage, copy_tied_embeddings
 from megatron.pipeline.runtime.megatron_relay_chunk import RelayChunk
 from megatron.training.initialize import set_seeds
@@ -127,6 +128,7 @@ def build_chunks(
     *,
     stages: Sequence[int] = (0,),
     layers: Sequence[int] | None = None,
+    on_host: bool = False,
 ) -> list[torch.nn.Module]:
     """This rank's model chunks, one for each of its stages, on its device and in its dtype. Collective.
 
@@ -135,6 +137,7 @@ def build_chunks(
         config: the model's.
         stages: those of this rank, ascending.
         layers: how many layers each stage of the pipeline has; default: all in one.
+        on_host: weights live there: each chunk leaves the device before the next one is built.
     """
     layers = (config.num_layers,) if layers is None else layers
     num_stages, chunks = len(layers), []
@@ -146,6 +149,8 @@ def build_chunks(
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         model.to(backend.device())
         chunks.append(Float16Module(own, model) if own.fp16 or own.bf16 else model)
+        if on_host:
+            to_host_memory(chunks[-1], device=backend.device())
     copy_tied_embeddings(chunks)
     return chunks
 

@@ -175,6 +175,18 @@ def _place_of(
     )
 
 
+def to_host_memory(module: torch.nn.Module, *, device: torch.device | str = "cpu") -> None:
+    """Move the parameters of a stage that has just been built to the kind of memory that a `HostStore` has.
+
+    A rank that does so stage by stage never has more than one of them where they are built, be it the device or, on a
+    CPU, the process's private memory.
+    """
+    parameters = dict(module.named_parameters())
+    layout = FlatLayout(parameters)
+    for name, view in layout.views(layout.allocate(streams_of(torch.device(device)).host_buffer)).items():
+        parameters[name].data = view.copy_(parameters[name].data)
+
+
 def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None:
     """Stages come and go by themselves, so none has a parameter of another one."""
     name_of: dict[torch.nn.Parameter, str] = {}

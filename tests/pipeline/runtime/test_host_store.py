@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.pipeline.runtime.host_store import HostStore
+from megatron.backend.streams import CpuStreams
+from megatron.pipeline.runtime.host_store import HostStore, to_host_memory
 from tests.pipeline.runtime.device_meter import shared_mappings
 
 
@@ -79,3 +80,23 @@ def test_stages_have_nothing_in_common():
         HostStore(stages(shared, shared))
     with pytest.raises(ValueError, match="two parameters are called weight, one of them at stage 1; name them apart"):
         HostStore({index: dict(nn.Linear(2, 2).named_parameters()) for index in range(2)})
+
+
+def test_a_stage_that_was_built_moves_to_the_hosts_memory(monkeypatch):
+    """All parameters, the same objects with the same values, into what the device can copy from."""
+    made = []
+
+    def host_buffer(self, shape, dtype):
+        made.append(torch.empty(shape, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(CpuStreams, "host_buffer", host_buffer)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).bfloat16())
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()}
+    to_host_memory(module)
+    homes = {buffer.untyped_storage().data_ptr() for buffer in made}
+    assert len(made) == 2, "one for each dtype"
+    for name, parameter in module.named_parameters():
+        was, value = before[name]
+        assert parameter is was and torch.equal(parameter, value)
+        assert parameter.untyped_storage().data_ptr() in homes
