@@ -226,10 +226,8 @@ def _show_host(profile: Profile, console: Console) -> None:
         table.add_row(f"{size:,}", str(working), *shown)
     console.print(table)
     for each in profile.host_updates:
-        console.print(
-            f"host's AdamW, {each.kernel}, {each.working} at work: {1e9 * each.seconds.median / each.num_parameters:.3g} "
-            f"ns a parameter ({each.num_parameters:,})"
-        )
+        each_takes = f"{1e9 * each.seconds.median / each.num_parameters:.3g} ns a parameter ({each.num_parameters:,})"
+        console.print(f"host's AdamW, {each.kernel}, {each.working} at work: {each_takes}")
 
 
 def _group_sizes(profile: Profile) -> list[int]:

@@ -178,8 +178,8 @@ class Blocks:
             )
         if not self.profile.shares_processor:
             return found[max(found)]
-        return _between(found, working, lambda: f"{working} processes at work with their hosts are not between the "
-                        f"numbers that were profiled, {_listed(found)}; profile with --processes {working}")  # fmt: skip
+        return _between(found, working, lambda: f"{working} processes at work on the host are not between the numbers "
+                        f"that were profiled, {_listed(found)}; profile with --processes {working}")  # fmt: skip
 
 
 def _between(found: Mapping[int, "Seconds | float"], wanted: int, refusal: Callable[[], str]) -> "Seconds | float":

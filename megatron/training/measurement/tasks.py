@@ -113,8 +113,8 @@ class TransferPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """Copies between host and device of `sizes` bytes, and the host's optimizer on a layer of `model` whose weights have
-    this `dtype`.
+    """Copies between host and device of `sizes` bytes, and the host's optimizer on a layer of `model` with weights of
+    `dtype`.
     """
 
     sizes: tuple[int, ...]
