@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import Lane
 from megatron.pipeline.schedules import Schedule
 from megatron.placement.report import PlacementReport
 from megatron.planner import DEVICES, GIB, Activations, Cluster, Configuration, RankMemory
@@ -15,6 +15,8 @@ from megatron.planner.hosted import HOST, Hosting
 from megatron.planner.timing.first_principles import FirstPrinciples
 from megatron.planner.timing.iteration import priced
 from megatron.training import plan
+
+_LANES = {Lane.COMPUTE: "device", Lane.H2D: "to device", Lane.D2H: "from device", Lane.HOST: "host optimizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +147,13 @@ def _times(
     cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
     costs = FirstPrinciples(plan.architecture(args), cluster, plan.software(args)).costs(configuration, layers)
     seconds = costs.seconds(schedule.num_stages)
-    program = schedule.build((1,))
+    few = min(hosting.num_microbatches, 2 * p)  # all microbatches take alike
     lanes: dict[str, float] = {}
-    names = {Kind.FETCH: "to device", Kind.STORE_GRAD: "from device", Kind.UPDATE: "host optimizer"}
-    for row in program.rows:
-        busy = dict.fromkeys(("device", *names.values()), 0.0)
+    for row in schedule.build((few,)).rows:
+        busy = dict.fromkeys(_LANES.values(), 0.0)
         for each in row:
-            if each.kind in names:
-                busy[names[each.kind]] += seconds[each.kind][each.stage]
-            elif each.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE):
-                busy["device"] += hosting.num_microbatches * seconds[each.kind][each.stage]
+            if each.kind.row.lane in _LANES and each.kind in seconds:
+                times = 1 if each.microbatch is None else hosting.num_microbatches / few
+                busy[_LANES[each.kind.row.lane]] += times * seconds[each.kind][each.stage]
         lanes = {name: max(value, lanes.get(name, 0.0)) for name, value in busy.items()}
     return priced(costs, configuration, schedule).seconds, lanes

@@ -16,6 +16,7 @@ from megatron.pipeline.instruction import (
     RECEIVES,
     REDUCTIONS,
     SENDS,
+    STASH_WORDS,
     UPDATES,
     WORDS,
     Kind,
@@ -38,9 +39,10 @@ HOLDERS = {  # files that have to name several words in one table, and why
 def test_every_word_has_a_row():
     """The table is complete, and every word is in one lane, about one subject."""
     assert set(WORDS) == set(Kind)
-    assert set(Kind) == COMPUTATIONS | SENDS | RECEIVES | MOVES | UPDATES
+    assert set(Kind) == COMPUTATIONS | SENDS | RECEIVES | MOVES | UPDATES | STASH_WORDS
     assert AWAITS_REDUCTIONS == BUSY - COMPUTATIONS
-    assert UPDATES - AWAITS_REDUCTIONS == REDUCTIONS | HOST_WORDS
+    assert UPDATES - AWAITS_REDUCTIONS == REDUCTIONS | (HOST_WORDS - STASH_WORDS)
+    assert {Kind.OFFLOAD, Kind.RELOAD} == STASH_WORDS < HOST_WORDS
     assert not REDUCTIONS & HOST_WORDS
     assert {Kind.STEP, Kind.HOLD, Kind.PREDICT} == AWAITS_REDUCTIONS
 
@@ -60,8 +62,10 @@ def test_the_ends_of_a_transfer_agree(kind: Kind):
 
 
 def test_who_waits_for_the_host():
-    """Computations wait for their weights alone, and what is waited for is carried out in the background."""
-    assert {kind: kind.row.awaits for kind in COMPUTATIONS} == dict.fromkeys(COMPUTATIONS, (Kind.FETCH,))
+    """Computations wait for their weights, recomputes for their inputs, too; in the background both are carried out."""
+    weights = dict.fromkeys(COMPUTATIONS, (Kind.FETCH,))
+    inputs = {Kind.RECOMPUTE: (Kind.FETCH, Kind.RELOAD)}
+    assert {kind: kind.row.awaits for kind in COMPUTATIONS} == weights | inputs
     assert all(other.row.lane is not Lane.COMPUTE for word in WORDS.values() for other in word.awaits)
 
 

@@ -159,7 +159,9 @@ def test_l2l_is_shown_proved_timed_and_drawn(run, tmp_path):
     shown = run("show", *L2L, "--host-update", "eager", "--resident-stages", "3", "--csv", tmp_path / "l2l.csv")
     assert shown[0] == 0 and "# residency: 3 eager" in (tmp_path / "l2l.csv").read_text()
     out = " ".join(run("check", *L2L)[1].split())
-    assert "resident stages 2 fetches a batch 10 proved for every number of batches" in out
+    assert (
+        "resident stages 2 fetches a batch 10 tensors between stages, on the device 21 proved for every number" in out
+    )
     assert "tensors between a rank's stages 4" in out
     assert "fetches a batch 9" in " ".join(run("check", tmp_path / "l2l.csv")[1].split())
     costs = ["--fetch", "1", "--store", "1", "--update", "2"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.backend.streams import streams_of
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.instruction import STASH_WORDS, Instruction
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.stage import Microbatch, Stage
 
@@ -70,7 +70,7 @@ class InputStash:
     def note_awaited(self, word: Instruction) -> None:
         """A computation has waited for a word: of an OFFLOAD, or a RELOAD, which has waited for its OFFLOAD."""
         key = word.stage, word.microbatch
-        if word.kind in (Kind.OFFLOAD, Kind.RELOAD) and any(each == key for each, _ in self._leaving):
+        if word.kind in STASH_WORDS and any(each == key for each, _ in self._leaving):
             left = None
             while left != key:
                 left, place = self._leaving.popleft()
