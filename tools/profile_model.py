@@ -6,8 +6,9 @@
 
 The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by a shell script
 that runs one of them, or by a YAML file; degrees, batches, schedule and outputs among them are left out. Timed are
-stages (which give embedding, layer and head), the optimizer's step, transfers between processes and all-reduces; where
-processes share a processor, with one and with several at work. docs/profiling.md says how to use it.
+stages (which give embedding, layer and head), the optimizer's step, transfers between processes and all-reduces, and
+for weights on the host copies from and to it and its optimizer; where processes share a processor, with one and with
+several at work. docs/profiling.md says how to use it.
 
 Exit status: 0, or 1 where something is wrong or cannot be measured, 2 where the command line is.
 """
@@ -209,6 +210,24 @@ def _show(profile: Profile) -> None:
         )
     if profile.transfers:
         console.print(table)
+    _show_host(profile, console)
+
+
+def _show_host(profile: Profile, console: Console) -> None:
+    table = Table(title="between device and host, GB/s of one process (from the median)")
+    for column in ("bytes", "at work", "to device", "from device"):
+        table.add_column(column, justify="right")
+    rates = {
+        (each.num_bytes, each.working, each.direction): each.num_bytes / each.seconds.median / 1e9
+        for each in profile.copies
+    }
+    for size, working in dict.fromkeys((each.num_bytes, each.working) for each in profile.copies):
+        shown = (f"{rates[size, working, direction]:.3g}" for direction in ("to device", "from device"))
+        table.add_row(f"{size:,}", str(working), *shown)
+    console.print(table)
+    for each in profile.host_updates:
+        each_takes = f"{1e9 * each.seconds.median / each.num_parameters:.3g} ns a parameter ({each.num_parameters:,})"
+        console.print(f"host's AdamW, {each.kernel}, {each.working} at work: {each_takes}")
 
 
 def _group_sizes(profile: Profile) -> list[int]:

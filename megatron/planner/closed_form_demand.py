@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron.pipeline.moves import pair_of
+from megatron.pipeline.residency import DEVICE, RELOADED_AHEAD
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
@@ -104,11 +105,26 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
         receives_ahead=tuple(0 if num_ranks == 1 else receives(schedule, rank) for rank in range(num_ranks)),
         evicts=tuple(rank in evicting for rank in range(num_ranks)),
         accepts=tuple(rank in accepting for rank in range(num_ranks)),
-        waiting_on_rank=_waiting(schedule, num_microbatches) if schedule.residency else (),
+        boundaries=_boundaries(schedule, num_microbatches),
     )
 
 
-def _waiting(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:
-    """What a stage has made and the next one on the same rank takes later: a batch where they are neighbours."""
-    between = num_microbatches if schedule.num_ranks == 1 < schedule.num_stages else 0
-    return (between,) * schedule.num_ranks
+def _boundaries(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:
+    """By rank, the most tensors between its stages on the device; none where weights live there.
+
+    Inputs of all stages but the first one's, which are data. On one rank a batch waits between two stages besides, on
+    several as receives. With the stash on the host the inputs of the last run of stages stay, which turns around, and
+    of the others those that are in use or reloaded ahead; on one rank also the batch that waits.
+    """
+    if schedule.residency is None:
+        return ()
+    p, last = schedule.num_ranks, schedule.num_stages - 1
+    kept = replace(schedule, residency=replace(schedule.residency, stash=DEVICE))
+    own = kept.max_saved_microbatches((num_microbatches,))
+    waiting = num_microbatches if p == 1 < schedule.num_stages else 0
+    found = [sum(own[each] for each in schedule.stages_of(rank) if each > 0) + waiting for rank in range(p)]
+    if schedule.residency.stashes_on_host:
+        turn = [own[last - p + 1 + rank] if p > 1 else 0 for rank in range(p)]
+        found = [min(each, max(at_turn, RELOADED_AHEAD + 1) + waiting)
+                 for each, at_turn in zip(found, turn, strict=True)]  # fmt: skip
+    return tuple(found)

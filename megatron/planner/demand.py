@@ -30,8 +30,8 @@ class Demand:
         predicts: by rank, whether the live versions are predictions, beside which the true weights are kept.
         receives_ahead: by rank: receives that are posted and not yet used.
         evicts, accepts: by rank, whether activations move away from it, or to it.
-        waiting_on_rank: by rank, where weights live on the host: what one of its stages has made and another one has
-            not taken yet; else empty.
+        boundaries: by rank, where weights live on the host: tensors between stages on the device, which wait for
+            another stage of the rank or for their recompute; else empty.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -46,7 +46,7 @@ class Demand:
     receives_ahead: tuple[int, ...]
     evicts: tuple[bool, ...]
     accepts: tuple[bool, ...]
-    waiting_on_rank: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -74,7 +74,7 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         receives_ahead=tuple(_receives_ahead(program, rank) for rank in ranks),
         evicts=tuple(evicts),
         accepts=tuple(evicts[pair_of(rank, program.num_ranks)] for rank in ranks),
-        waiting_on_rank=report.peak_waiting_on_rank if program.residency else (),
+        boundaries=report.peak_boundaries_on_rank,
     )
 
 

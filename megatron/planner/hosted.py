@@ -7,7 +7,8 @@ with stages of n_s parameters, K of which are resident, and batches of m microba
              gradients     two buffers of the largest stage, one where there is one stage
              inputs        m a for each stage but the first, whose inputs are tokens, and the last one, with what is
                            in flight there; and m a between two stages. With the stash on the host m + 3 in
-                           all (`most_boundaries`), at any depth, and what the stages of the turn have in flight
+                           all (`most_boundaries`), at any depth; on several ranks 3, or what is in flight at the
+                           turn. All of it is as the checker counts it
     host     a parameter   weight, gradient, FP32 masters of 16-bit weights, moments: 16 bytes in FP32, 18 in 16 bits
              stash         m a for each stage whose inputs leave: all but the first, and those of the turn
 
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron.pipeline.arena import places
-from megatron.pipeline.residency import DEVICE, GRADIENT_BUFFERS, HOST, most_boundaries
+from megatron.pipeline.residency import DEVICE, GRADIENT_BUFFERS, HOST
 from megatron.planner.demand import Demand
 from megatron.planner.state import TrainingState
 
@@ -70,16 +71,10 @@ def gradient_buffers(state: TrainingState, parameters: Sequence[int]) -> float:
 
 def device_inputs(rank: int, boundary: float, demand: Demand, hosting: Hosting) -> float:
     """Bytes of stages' inputs and of gradients of them that wait on a rank's device."""
-    last, m, p = len(demand.rank_of_stage) - 1, hosting.num_microbatches, demand.num_ranks
-    own = demand.stages_of(rank)
-    waiting = demand.waiting_on_rank[rank]
-    if p > 1 and len(own) > 1 and rank in (demand.rank_of_stage[0], demand.rank_of_stage[-1]):
-        waiting = max(waiting, m - p + 1)  # sent, and not received yet
-    if hosting.stash == HOST and _leaving(own, last, p):
-        turn = sum(demand.saved_microbatches[stage] for stage in own if stage > last - p and stage)
-        count = min(most_boundaries(m) + turn, _saved(own, demand) + waiting)
-    else:
-        count = _saved(own, demand) + waiting
+    m, p, stages = hosting.num_microbatches, demand.num_ranks, demand.stages_of(rank)
+    count = demand.boundaries[rank]
+    if p > 1 and len(stages) > 1 and rank in (demand.rank_of_stage[0], demand.rank_of_stage[-1]):
+        count += max(0, m - p + 1)  # sent, and not received yet
     return count * boundary
 
 
@@ -95,11 +90,6 @@ def host_parts(
         optimizer=state.optimizer(num_parameters, num_versions=1),
         stash=stashed,
     )
-
-
-def _saved(own: Sequence[int], demand: Demand) -> int:
-    """Inputs that a rank's stages keep. The first one's are tokens."""
-    return sum(demand.saved_microbatches[stage] for stage in own if stage > 0)
 
 
 def _leaving(own: Sequence[int], last: int, num_ranks: int) -> list[int]:

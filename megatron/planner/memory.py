@@ -145,6 +145,10 @@ def estimate_memory(
                 gradients=gradient_buffers(state, own),
                 optimizer=0.0,
                 activations=device_inputs(rank, boundary, demand, hosting),
+                # Gradients of tied embeddings come back to be added up, when nothing is recomputed any more.
+                workspace=max(
+                    parts.workspace, state.gradients(embedding, num_buffers=_num_tied(shape, stages, layers))
+                ),
             )
             host = host_parts(rank, boundary, state, count, demand, hosting)
         result.append(
@@ -160,6 +164,12 @@ def estimate_memory(
             )
         )
     return tuple(result)
+
+
+def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int]) -> int:
+    """How many copies of a tied embedding these stages have, of the two that several stages have."""
+    ends = {0, len(layers) - 1}
+    return len(ends & set(stages)) if shape.tied_embeddings and len(ends) > 1 else 0
 
 
 def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:

@@ -111,6 +111,24 @@ class AllReduceTime(_Record):
     seconds: Spread
 
 
+class CopyTime(_Record):
+    """Of one copy between the host's memory and a device, while `working` processes copy."""
+
+    direction: Literal["to device", "from device"]
+    num_bytes: _Count
+    working: _Count
+    seconds: Spread
+
+
+class HostUpdateTime(_Record):
+    """Of the host's optimizer on `num_parameters` parameters, while `working` processes step as many."""
+
+    kernel: Literal["loop", "fused"]
+    num_parameters: _Count
+    working: _Count
+    seconds: Spread
+
+
 class Machine(_Record):
     """Where it was measured. `threads`: of each process, in the operators of a CPU."""
 
@@ -134,6 +152,7 @@ class Profile(_Record):
         processes: how many were there at most.
         shares_processor: processes slow each other down.
         sequence_parallel: with several tensor ranks.
+        copies, host_updates: for weights on the host; profiles from before these were measured have none.
     """
 
     version: Literal[1] = VERSION
@@ -151,6 +170,8 @@ class Profile(_Record):
     updates: tuple[UpdateTime, ...]
     transfers: tuple[TransferTime, ...]
     all_reduces: tuple[AllReduceTime, ...]
+    copies: tuple[CopyTime, ...] = ()
+    host_updates: tuple[HostUpdateTime, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the file, in whole or not at all. Raises OSError."""

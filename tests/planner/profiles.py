@@ -6,6 +6,8 @@ from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner import Architecture
 from megatron.planner.profile import (
     AllReduceTime,
+    CopyTime,
+    HostUpdateTime,
     Machine,
     Place,
     Profile,
@@ -27,6 +29,8 @@ CONTENTION = 0.2
 UPDATE = 0.004
 """Seconds of a layer's update; embedding and head none."""
 LATENCY, BANDWIDTH = 1e-4, 1e9
+TO_HOST, HOST_LOOP, HOST_FUSED = 2e9, 60e-9, 6e-9
+"""Bytes a second to a device (from there half), and seconds a parameter of the host's optimizer; contended alike."""
 
 
 def forward(place: Place, num_layers: int, size: int, working: int, tensor: int = 1) -> float:
@@ -86,6 +90,23 @@ def profile(
             AllReduceTime(ranks=ranks, num_bytes=n, seconds=exactly(2 * LATENCY + n / BANDWIDTH))
             for ranks in (2, 4)
             for n in sizes_in_bytes
+        ),
+        copies=tuple(
+            CopyTime(
+                direction=direction, num_bytes=n, working=working,
+                seconds=exactly(n / rate * (1 + CONTENTION * (working - 1))),
+            )
+            for direction, rate in (("to device", TO_HOST), ("from device", TO_HOST / 2))
+            for n in sizes_in_bytes
+            for working in counts
+        ),
+        host_updates=tuple(
+            HostUpdateTime(
+                kernel=kernel, num_parameters=1000, working=working,
+                seconds=exactly(1000 * seconds * (1 + CONTENTION * (working - 1))),
+            )
+            for kernel, seconds in (("loop", HOST_LOOP), ("fused", HOST_FUSED))
+            for working in counts
         ),
     )  # fmt: skip
     return Profile(**values | changes)

@@ -1,6 +1,7 @@
 """Weights on the host: what the planner counts on device and host, against proved programs and the runtime."""
 
 import operator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ backend.install()
 
 from megatron.pipeline.arena import places
 from megatron.pipeline.check import check
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.residency import Residency, most_boundaries
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Activations, Architecture, Cluster, Configuration, TrainingState
 from megatron.planner.closed_form_demand import closed_form_demand
@@ -40,17 +41,17 @@ def relayed(**changes: object) -> Configuration:
 
 
 @settings(max_examples=40, deadline=None)
-@given(p=st.integers(1, 4), v=st.integers(1, 4), m=st.integers(1, 9), tied=st.booleans(), data=st.booleans(),
-       stash=st.sampled_from(["device", "host"]))  # fmt: skip
-def test_the_closed_form_is_the_proved_programs(p, v, m, tied, data, stash):
+@given(p=st.integers(1, 4), v=st.integers(1, 5), m=st.integers(1, 9), tied=st.booleans(), data=st.booleans(),
+       stash=st.sampled_from(["device", "host"]), resident=st.integers(1, 3))  # fmt: skip
+def test_the_closed_form_is_the_proved_programs(p, v, m, tied, data, stash, resident):
     """All that memory is computed from, at any number of ranks, stages and microbatches."""
     schedule = Schedule.preset(
         "l2l", num_stages=p * v, num_virtual_stages=v, tied_embeddings=tied and p * v > 1, data_parallel=data,
-        residency=Residency(stash=stash),
+        residency=Residency(resident, stash=stash),
     )  # fmt: skip
     program = schedule.build((m,))
     exact, found = demand_of(program, check(program)), closed_form_demand(schedule, m)
-    for name in ("live_versions", "waiting_on_rank"):
+    for name in ("live_versions", "boundaries"):
         assert getattr(found, name) == getattr(exact, name), name
     for name in ("saved_microbatches", "saved_on_rank"):
         same = operator.eq if stash == "device" else operator.ge  # inputs that leave have bounds
@@ -90,6 +91,7 @@ def test_depth_costs_the_device_its_inputs_alone():
     assert found[48, "device"].host.stash == 0
     # N - 2 inputs a microbatch, one in use at the turn, and a batch between two stages
     assert found[24, "device"].parts.activations == ((24 - 2) * m + 1 + m) * boundary
+    assert found[24, "host"].parts.activations == (m + 3) * boundary == most_boundaries(m) * boundary
 
 
 @pytest.mark.parametrize(("element", "per_parameter"), [(4, 16), (2, 18)])
@@ -200,3 +202,14 @@ def test_hosting_goes_with_whole_stages():
     assert relayed().hosting == Hosting(num_microbatches=8) and Configuration(
         micro_batch_size=1, global_batch_size=1
     ).hosting is None  # fmt: skip
+
+
+def test_gradients_of_tied_embeddings_come_back():
+    """Both ends' in FP32, where that is more than a recompute; a rank with neither end has none."""
+    wide = replace(MODEL, vocabulary_size=512_000)
+    configuration = relayed(pipeline=3, virtual=4, micro_batch_size=1)
+    tied, *_, last = planner(wide, gpus_per_node=3).memory(configuration)
+    untied, *_, other = planner(replace(wide, tied_embeddings=False), gpus_per_node=3).memory(configuration)
+    gradient = 4 * wide.vocabulary_size * wide.hidden_size
+    assert tied.parts.workspace == gradient > untied.parts.workspace
+    assert last.parts.workspace == max(gradient, other.parts.workspace)

@@ -1,5 +1,7 @@
 """tools/profile_model.py from its flags to a profile that predicts."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.planner import Configuration
@@ -36,8 +38,13 @@ def test_one_process_profiles_what_one_rank_needs(run, tmp_path):
     assert (profile.dtype, profile.model.hidden_size, profile.shares_processor) == ("float32", 32, True)
     assert "--micro-batch-size" not in profile.flags and "--data-path" in profile.flags
     assert "middle" in out and str(output) in out and "5/5" in err
+    assert {(each.direction, each.working) for each in profile.copies} == {("to device", 1), ("from device", 1)}
+    assert {each.kernel for each in profile.host_updates} == {"loop", "fused"}
+    assert "GB/s of one process" in out and "host's AdamW, fused, 1 at work" in out
     one, two = (Configuration(pipeline=p, micro_batch_size=1, global_batch_size=4) for p in (1, 2))
     assert predicted_seconds(profile, one, num_layers=4) > 0
+    relayed = replace(one, schedule="l2l", virtual=4)
+    assert predicted_seconds(profile, relayed, num_layers=4) > predicted_seconds(profile, one, num_layers=4)
     with pytest.raises(ValueError, match="--processes 2"):
         predicted_seconds(profile, two, num_layers=4)
 
@@ -61,6 +68,7 @@ def test_two_processes_profile_what_a_pipeline_and_tensor_ranks_need(run, tmp_pa
         {"pipeline": 2, "recompute": "layer"},
         {"tensor": 2},
         {"data": 2},
+        {"pipeline": 2, "virtual": 2, "schedule": "l2l", "stash": "host"},
     ):
         configuration = Configuration(micro_batch_size=2, global_batch_size=16, **changes)
         assert predicted_seconds(profile, configuration, num_layers=4) > 0

@@ -154,6 +154,33 @@ class Blocks:
             raise ValueError(f"the profile has no all-reduce over {ranks} ranks; profile with --processes {ranks}")
         return _of_bytes(found, num_bytes)
 
+    # --- between a device and its host
+
+    def copy(self, direction: str, num_bytes: float, *, working: int) -> float:
+        """Seconds of a copy "to device" or "from device", while so many processes copy."""
+        found: dict[int, dict[int, float]] = {}
+        for each in self.profile.copies:
+            if each.direction == direction:
+                found.setdefault(each.working, {})[each.num_bytes] = each.seconds.median
+        return self._on_host({count: _of_bytes(sizes, num_bytes) for count, sizes in found.items()}, working)
+
+    def host_update(self, kernel: str, *, working: int) -> float:
+        """Seconds a parameter of the host's optimizer, while so many processes step."""
+        found = {each.working: each.seconds.median / each.num_parameters
+                 for each in self.profile.host_updates if each.kernel == kernel}  # fmt: skip
+        return self._on_host(found, working)
+
+    def _on_host(self, found: Mapping[int, float], working: int) -> float:
+        if not found:
+            raise ValueError(
+                "the profile has no copies between host and device, and no updates there; write it anew with "
+                "tools/profile_model.py"
+            )
+        if not self.profile.shares_processor:
+            return found[max(found)]
+        return _between(found, working, lambda: f"{working} processes at work on the host are not between the numbers "
+                        f"that were profiled, {_listed(found)}; profile with --processes {working}")  # fmt: skip
+
 
 def _between(found: Mapping[int, "Seconds | float"], wanted: int, refusal: Callable[[], str]) -> "Seconds | float":
     """What was found at `wanted`, or on the line between its neighbours. Raises ValueError outside."""

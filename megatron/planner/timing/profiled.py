@@ -31,7 +31,12 @@ def vocab_size_of(profile: Profile) -> int | None:
 
 
 def _number(profile: Profile, flag: str, default: int | None) -> int | None:
-    return int(profile.flags[profile.flags.index(flag) + 1]) if flag in profile.flags else default
+    word = _word(profile, flag)
+    return default if word is None else int(word)
+
+
+def _word(profile: Profile, flag: str) -> str | None:
+    return profile.flags[profile.flags.index(flag) + 1] if flag in profile.flags else None
 
 
 def software_of(profile: Profile) -> Software:
@@ -89,11 +94,6 @@ class ProfiledCosts:
         )
 
     def _refuse(self, configuration: Configuration) -> None:
-        if configuration.is_hosted:
-            raise ValueError(
-                f"a profile has no times of weights on the host, where {configuration.schedule} has them; leave out "
-                "--predict-from, or choose another schedule"
-            )
         if configuration.tensor > 1 and configuration.sequence_parallel != self.profile.sequence_parallel:
             has = "with" if self.profile.sequence_parallel else "without"
             raise ValueError(
@@ -112,7 +112,8 @@ class ProfiledCosts:
             )  # fmt: skip
             times[Kind.FORWARD, stage] = seconds.forward
             times[Kind.BACKWARD, stage] = seconds.backward
-            times[Kind.STEP, stage] = self._update(configuration, layers, stage, working)
+            if not configuration.is_hosted:  # where the host's optimizer steps
+                times[Kind.STEP, stage] = self._update(configuration, layers, stage, working)
             if configuration.predicts:
                 times[Kind.PREDICT, stage] = self._prediction(configuration, layers, stage, working)
                 times[Kind.HOLD, stage] = self._hold(configuration, layers, stage, working)
@@ -180,13 +181,36 @@ class ProfiledCosts:
         }
         return Costs(
             forward=by_kind[Kind.FORWARD], backward=by_kind[Kind.BACKWARD], step=by_kind[Kind.STEP],
-            predict=by_kind[Kind.PREDICT], hold=by_kind[Kind.HOLD],
+            predict=by_kind[Kind.PREDICT], hold=by_kind[Kind.HOLD], **self._hosted(configuration, layers),
             evict=self._moves(configuration, layers), **self._edges(configuration), **self._reductions(configuration,
                                                                                                        layers),
         )  # fmt: skip
 
+    def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
+        """Where weights live on the host, what copies and updates take while all processes do so. Replicas, which are
+        on one machine here, share a store: each brings and steps its share.
+        """
+        if not configuration.is_hosted:
+            return {}
+        working, share = configuration.num_gpus, 1 / configuration.data
+        kernel = "fused" if _word(self.profile, "--optimizer-kernel") == "fused" else "loop"
+        per_parameter = self._blocks.host_update(kernel, working=working)
+        counts = stage_parameters(self.model, configuration.tensor, layers)
+        boundary = self._activations(configuration).boundary
+
+        def copy(direction: str, num_bytes: float) -> float:
+            return self._blocks.copy(direction, num_bytes, working=working)
+
+        return {
+            "fetch": [copy("to device", count * self.software.element_bytes) for count in counts],
+            "store": [copy("from device", share * count * self.software.gradient_bytes) for count in counts],
+            "update": [share * count * per_parameter for count in counts],
+            "offload": [copy("from device", boundary)] * len(counts),
+            "reload": [copy("to device", boundary)] * len(counts),
+        }
+
     def _edges(self, configuration: Configuration) -> dict[str, float]:
-        if configuration.num_stages == 1:
+        if configuration.pipeline == 1:
             return {}
         num_bytes = self._activations(configuration).boundary
         latency = self._blocks.transfer(0)

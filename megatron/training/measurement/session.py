@@ -16,6 +16,8 @@ from megatron.pipeline.weights import WeightPolicy
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.profile import (
     AllReduceTime,
+    CopyTime,
+    HostUpdateTime,
     Place,
     Profile,
     Spread,
@@ -24,9 +26,10 @@ from megatron.planner.profile import (
     UpdateTime,
 )
 from megatron.training.measurement.pool import MeasuringError, Pool, Task, working_counts
-from megatron.training.measurement.tasks import StagePlan, TransferPlan
+from megatron.training.measurement.tasks import HostPlan, StagePlan, TransferPlan
 
 TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
+COPY_SIZES = tuple(2**exponent for exponent in range(12, 27, 7))  # 4 KiB, 512 KiB, 64 MiB
 _MICROBATCHES = 8  # in a batch that is timed, and counts once
 _WARMUP = 10  # iterations, at least
 
@@ -85,8 +88,9 @@ class Session:
                     num_parameters[plan, working] = max(count, num_parameters.get((plan, working), 0))
                     for name, values in found.items():
                         samples[plan, working][name] += values
-            progress(total, total, "transfers and all-reduces")
+            progress(total, total, "transfers, all-reduces and the host")
             transfers, all_reduces = self._time_transfers(pool)
+            copies, host_updates = self._time_host(pool, description)
         return Profile(
             created=datetime.now(timezone.utc),
             architecture=self.architecture,
@@ -105,6 +109,8 @@ class Session:
             ),
             transfers=transfers,
             all_reduces=all_reduces,
+            copies=copies,
+            host_updates=host_updates,
             **description,
         )
 
@@ -152,6 +158,25 @@ class Session:
                 AllReduceTime(ranks=ranks, num_bytes=size, seconds=Spread.of(found[size])) for size in TRANSFER_SIZES
             ]
         return transfers, tuple(all_reduces)
+
+    def _time_host(self, pool: Pool, description: dict) -> tuple[tuple[CopyTime, ...], tuple[HostUpdateTime, ...]]:
+        """What weights on the host need, with one process at it and with several."""
+        copies, updates = [], []
+        plan = HostPlan(
+            sizes=COPY_SIZES, model=description["model"], dtype=description["dtype"],
+            num_iterations=max(3, self.iterations // 6), num_warmup=3,
+        )  # fmt: skip
+        for working in working_counts(1, self.processes, shares_processor=description["shares_processor"]):
+            found = _done(pool, Task(num_ranks=1, num_jobs=working, run=plan.time), what=f"the host, {working} at work")
+            for direction, size in found[0][0]:
+                seconds = Spread.of([each for copied, _, _ in found for each in copied[direction, size]])
+                copies.append(CopyTime(direction=direction, num_bytes=size, working=working, seconds=seconds))
+            for kernel in found[0][2]:
+                seconds = Spread.of([each for *_, stepped in found for each in stepped[kernel]])
+                updates.append(
+                    HostUpdateTime(kernel=kernel, num_parameters=found[0][1], working=working, seconds=seconds)
+                )
+        return tuple(copies), tuple(updates)
 
 
 def _done(pool: Pool, task: Task, *, what: str) -> list[Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.weights import WeightPolicy
 from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.architecture import Architecture
 from megatron.planner.configuration import Configuration
 from megatron.planner.flags import configuration_words
 from megatron.planner.profile import Place
@@ -108,6 +109,33 @@ class TransferPlan:
         )
         start()
         return measure(self.sizes, num_iterations=self.num_iterations, num_warmup=self.num_warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """Copies between host and device of `sizes` bytes, and the host's optimizer on a layer of `model` with weights of
+    `dtype`.
+    """
+
+    sizes: tuple[int, ...]
+    model: Architecture
+    dtype: str
+    num_iterations: int
+    num_warmup: int
+
+    def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict, int, dict[str, list[float]]]:
+        """Run by each process: seconds of copies, the number of parameters, and seconds of their updates."""
+        import torch
+
+        from megatron import backend
+        from megatron.training import initialize
+        from megatron.training.measurement.host_times import time_copies, time_updates
+
+        if backend.is_cuda():
+            torch.cuda.set_device(initialize.environment_ranks()[2])
+        often = {"num_iterations": self.num_iterations, "num_warmup": self.num_warmup}
+        start()
+        return time_copies(self.sizes, **often), *time_updates(self.model, self.dtype, **often)
 
 
 def program_parts(architecture: str) -> dict:

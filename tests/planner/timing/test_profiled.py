@@ -10,7 +10,7 @@ from megatron.planner.parameters import stage_parameters
 from megatron.planner.profile import Place
 from megatron.planner.timing.profiled import PASS_OF_STEP, ProfiledCosts, software_of
 from tests.planner import profiles
-from tests.planner.profiles import CONTENTION, LATENCY, MODEL, UPDATE, forward
+from tests.planner.profiles import CONTENTION, HOST_FUSED, HOST_LOOP, LATENCY, MODEL, TO_HOST, UPDATE, forward
 
 PROFILE = profiles.profile()
 COSTS = ProfiledCosts(PROFILE, MODEL)
@@ -180,12 +180,53 @@ def test_any_number_of_layers_of_the_same_model():
         ({"micro_batch_size": 8}, (4,), "microbatches of 8"),
         ({"data": 8}, (4,), "--processes 8"),
         ({"recompute": "layer"}, (4,), "recompute layer"),
-        ({"schedule": "l2l", "virtual": 4}, (1,) * 4, "no times of weights on the host.*leave out --predict-from"),
+        ({"schedule": "l2l", "virtual": 4, "data": 8}, (1,) * 4, "--processes 8"),
     ],
 )
 def test_what_was_not_profiled_is_refused(changes, layers, message):
     with pytest.raises(ValueError, match=message):
         COSTS.costs(configuration(**changes), layers)
+
+
+def relayed(**changes):
+    return configuration(**{"schedule": "l2l", "virtual": 4} | changes)
+
+
+@pytest.mark.parametrize(("flags", "per_parameter"), [((), HOST_LOOP), (("--optimizer-kernel", "fused"), HOST_FUSED)])
+def test_weights_on_the_host_cost_what_their_copies_and_updates_do(flags, per_parameter):
+    """Weights come, gradients and inputs leave at the rates of their directions, for one process and for two replicas,
+    which share a store; updates are by the kernel that the profile's flags choose. Nothing steps on the device.
+    """
+    costs = ProfiledCosts(profiles.profile(flags=(*PROFILE.flags, *flags)), MODEL)
+    counts = stage_parameters(MODEL, 1, (1,) * 4)
+    for replicas in (1, 2):
+        found = costs.costs(relayed(data=replicas), (1,) * 4)
+        slower = 1 + CONTENTION * (replicas - 1)
+        assert found.fetch == pytest.approx([slower * 4 * count / TO_HOST for count in counts])
+        assert found.store == pytest.approx([slower * 2 * 4 * count / TO_HOST / replicas for count in counts])
+        assert found.update == pytest.approx([slower * count * per_parameter / replicas for count in counts])
+        boundary = 2 * MODEL.sequence_length * MODEL.hidden_size * 4
+        assert found.reload == pytest.approx([slower * boundary / TO_HOST] * 4)
+        assert found.offload == pytest.approx([slower * 2 * boundary / TO_HOST] * 4)
+        assert not any(found.step)
+
+
+def test_a_relay_is_predicted_from_a_profile():
+    """On one rank the simulation of its costs, of which computation is most; two ranks take about half of it, and a
+    profile of one process, which has no transfers, does for one rank.
+    """
+    alone = profiles.profile(counts=(1,), transfers=(), all_reduces=())
+    one = predicted_seconds(alone, relayed(), num_layers=4)
+    forwards = [forward(place, 1, 2, 1) for place in (Place.FIRST, Place.MIDDLE, Place.MIDDLE, Place.LAST)]
+    least = 8 * (3 * sum(forwards) + sum(forwards[:-1]))
+    assert least < one < 1.01 * least
+    two = predicted_seconds(PROFILE, relayed(pipeline=2, virtual=2), num_layers=4)
+    assert 0.5 * one < two < 0.9 * one
+
+
+def test_a_profile_from_before_says_so():
+    with pytest.raises(ValueError, match=r"no copies between host and device.*write it anew with tools/profile_model"):
+        ProfiledCosts(profiles.profile(copies=(), host_updates=()), MODEL).costs(relayed(), (1,) * 4)
 
 
 def test_memory_counts_the_profiled_precision():
