@@ -1,0 +1,219 @@
+"""Methods compete: each yields the best partition that it finds, objective.py prices every one, and one is chosen.
+
+The choice has the least objective. Within `ALIKE` of it, the least depth decides, since depth is staleness, and then
+the bytes that cross.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import networkx
+
+from megatron.partition.balance import merge_stages
+from megatron.partition.graph import Graph
+from megatron.partition.metis import cut_with_metis, require_metis
+from megatron.partition.milp import improve
+from megatron.partition.mixed import mix
+from megatron.partition.objective import Partition, Valuation, evaluate, stage_edges
+from megatron.partition.refine import Budget, refine
+from megatron.partition.sequential import cut_sequentially
+from megatron.partition.state import State
+from megatron.partition.units import Units, compiled, partition_of
+
+METHODS = ("sequential", "mixed", "metis", "milp")
+ALIKE = 1 + 1e-4
+MOST_ROUNDS = 4
+"""Of the fixed point: which nodes are in a last stage, and so cost what they cost without recompute."""
+
+MOST_SEQUENTIAL_UNITS = 2500
+"""Tables grow with the square."""
+
+MOST_EFFORT_UNITS = 600
+"""Beyond it, the search after refinement is shortened in proportion."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """`note`: where it came from, in words."""
+
+    method: str
+    partition: Partition
+    value: Valuation
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Competition:
+    """`failures`: why a method has no result, by its name. `choice` is one of `results`."""
+
+    results: tuple[Result, ...]
+    failures: dict[str, str]
+    choice: Result
+
+
+def compete(
+    graph: Graph,
+    *,
+    methods: Sequence[str] = ("sequential", "mixed"),
+    max_stages_per_device: int = 3,
+    milp_seconds: float | None = None,
+    seed: int = 0,
+    effort: float = 1.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Competition:
+    """Cut a graph by every method; raises ValueError, with the reason of each, where none has a result.
+
+    Args:
+        max_stages_per_device: a mixed partition is sought with L = P, 2P, ... up to so many times P stages.
+        milp_seconds: for milp, which starts from the best of the others.
+        effort: of mixed's search after refinement, in proportion.
+    """
+    _check(methods, max_stages_per_device, milp_seconds)
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+
+    def enter(name: str, find: Callable[[Units], tuple[Partition, str] | None]) -> None:
+        progress(name)
+        start = time.perf_counter()
+        try:
+            found = _fixed_point(graph, find, max_stages_per_device)
+        except ValueError as error:
+            failures[name] = str(error)
+            return
+        results.append(Result(name, found[0], found[1], time.perf_counter() - start, found[2]))
+
+    effort *= min(1.0, MOST_EFFORT_UNITS / len(graph.nodes))
+    if "sequential" in methods:
+        enter("sequential", _sequential)
+    if "mixed" in methods:
+        for stages in range(1, max_stages_per_device + 1):
+            enter(
+                f"mixed L={stages * graph.num_devices}",
+                lambda units, stages=stages: _mixed(units, stages, max_stages_per_device, seed, effort, progress),
+            )
+    if "metis" in methods:
+        enter("metis", lambda units: _metis(units, seed))
+    if "milp" in methods:
+        if results:
+            best = choose(results)
+            enter("milp", lambda units: _milp(units, best.partition, milp_seconds))
+        else:
+            failures["milp"] = "no other method has a partition to start from"
+    if not results:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        raise ValueError(f"nothing fits: {_scarcity(graph)} ({reasons})")
+    return Competition(tuple(results), failures, choose(results))
+
+
+def choose(results: Sequence[Result]) -> Result:
+    least = min(result.value.objective_ms for result in results)
+    near = [result for result in results if result.value.objective_ms <= least * ALIKE]
+    return min(near, key=lambda each: (each.value.depth, each.value.crossing_bytes, each.value.objective_ms))
+
+
+def _check(methods: Sequence[str], max_stages_per_device: int, milp_seconds: float | None) -> None:
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(f"{method!r} is no method; choose of {', '.join(METHODS)}")
+    if not methods:
+        raise ValueError(f"no method is asked for; choose of {', '.join(METHODS)}")
+    if max_stages_per_device < 1:
+        raise ValueError(f"{max_stages_per_device} stages per device are too few; give 1 or more")
+    if "metis" in methods:
+        require_metis()
+    if "milp" in methods and milp_seconds is None:
+        raise ValueError("milp needs a time limit; give seconds (--milp)")
+
+
+def _fixed_point(
+    graph: Graph, find: Callable[[Units], tuple[Partition, str] | None], most_stages: int
+) -> tuple[Partition, Valuation, str]:
+    """The best of rounds in which the nodes of the last stages so far count without recompute."""
+    best, reason, plain, seen = None, "no partition that it tries fits", frozenset(), set()
+    two_profiles = any(node.has_plain for node in graph.nodes)
+    while plain not in seen and len(seen) < MOST_ROUNDS:
+        seen.add(plain)
+        found = find(compiled(graph, plain))
+        if found is None:
+            break
+        partition, note = found
+        if two_profiles:
+            senders = {source for source, _ in stage_edges(graph, partition)}
+            plain = frozenset(node for node, stage in partition.stage_of_node.items() if stage not in senders)
+        try:
+            partition = merge_stages(graph, partition)
+            value = evaluate(graph, partition)
+        except ValueError as error:
+            reason = str(error)
+            continue
+        if partition.most_stages_on_a_device() > most_stages:
+            reason = f"needs {partition.most_stages_on_a_device()} stages on a device, and {most_stages} are allowed"
+        elif best is None or value.objective_ms < best[1].objective_ms:
+            best = (partition, value, note)
+    if best is None:
+        raise ValueError(reason)
+    return best
+
+
+def _sequential(units: Units) -> tuple[Partition, str] | None:
+    if len(units) > MOST_SEQUENTIAL_UNITS:
+        raise ValueError(f"{len(units)} units are more than {MOST_SEQUENTIAL_UNITS}; coarsen the graph, or use mixed")
+    best = None
+    for name, order in _orders(units).items():
+        ordered = units.reordered(order)
+        found = cut_sequentially(ordered)
+        if found is not None and (best is None or found.worst < best[0]):
+            proof = "best of its order" if found.proven else "not proven"
+            best = (found.worst, partition_of(ordered, found.stage_of_unit(), found.devices), f"{name}, {proof}")
+    return None if best is None else best[1:]
+
+
+def _orders(units: Units) -> dict[str, list[int]]:
+    """Orders of computation: the file's, and depth first (what has just become ready goes next)."""
+    waits = [len(each) for each in units.producers]
+    ready, deep = [unit for unit in reversed(range(len(units))) if not waits[unit]], []
+    while ready:
+        unit = ready.pop()
+        deep.append(unit)
+        for each in reversed(units.consumers[unit]):
+            waits[each] -= 1
+            if not waits[each]:
+                ready.append(each)
+    given = list(range(len(units)))
+    return {"order of the file": given} | ({"depth first": deep} if deep != given else {})
+
+
+def _mixed(units, stages, most_stages, seed, effort, progress) -> tuple[Partition, str] | None:
+    found = mix(units, stages * units.num_devices, most_stages, seed=seed, effort=effort, progress=progress)
+    return found and (partition_of(units, found.placed.stage_of, found.placed.device_of), found.start)
+
+
+def _metis(units: Units, seed: int) -> tuple[Partition, str]:
+    stage_of, device_of = cut_with_metis(units, seed)
+    return partition_of(units, stage_of, device_of), "stages follow from devices"
+
+
+def _milp(units: Units, partition: Partition, seconds: float) -> tuple[Partition, str] | None:
+    quotient = networkx.DiGraph(stage_edges(units.graph, partition))
+    quotient.add_nodes_from(range(partition.num_stages))
+    number = {stage: index for index, stage in enumerate(networkx.lexicographical_topological_sort(quotient))}
+    stage_of = [number[partition.stage_of_node[nodes[0]]] for nodes in units.nodes]
+    device_of = [partition.device_of_stage[stage] for stage in number]
+    found = improve(units, State(units, stage_of, device_of).placed(), seconds)
+    if found is None:
+        raise ValueError(f"HiGHS found nothing in {seconds:g} s; give it more")
+    state = State(units, found.stage_of, found.device_of)
+    refine(state, Budget(20_000))
+    return partition_of(units, state.stage_of, state.device_of), "around the best of the others"
+
+
+def _scarcity(graph: Graph) -> str:
+    weight, gib = graph.weight_bytes_per_parameter, 2**30
+    need = [node.saved_bytes(plain=False) + weight * node.params for node in graph.nodes if not node.input]
+    limits = [graph.memory_limit(device) for device in range(graph.num_devices)]
+    return (
+        f"the nodes need {sum(need) / gib:.2f} GiB and the largest {max(need) / gib:.2f}, the devices have "
+        f"{sum(limits) / gib:.2f} together and {max(limits) / gib:.2f} at most; add devices, memory or stages"
+    )

@@ -1,0 +1,223 @@
+"""The graph of a model that is to be cut: what each operator or layer costs, and which of them reads whose output.
+
+The file form is JSON: `nodes`, `edges` ([producer, consumer]) and the machine. Times are milliseconds of one
+microbatch, sizes are bytes, bandwidth is 10^9 bytes per second. Everything wrong with a file is a ValueError of one
+sentence.
+"""
+
+import json
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import networkx
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0)]
+_record = dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+
+
+@_record
+class Node:
+    """An operator or a layer.
+
+    Attributes:
+        id: as edges and partitions name it.
+        scope: its path in the model, such as `T5/T5Block[3]/Linear[q]`.
+        block: the type of the block that it is a part of; empty for none.
+        fwd_ms: of its forward.
+        bwd_ms: of its backward, with the recompute of its forward.
+        params: parameters that it alone uses.
+        mem_bytes: saved between forward and backward.
+        out_bytes: its output.
+        input: data, which costs nothing and does not cross.
+        fwd_plain_ms, bwd_plain_ms, mem_plain_bytes: the same without recompute, for a stage on which no other depends
+            (section 4.3); None where it was not profiled.
+    """
+
+    id: int
+    fwd_ms: _Number
+    bwd_ms: _Number
+    params: _Count
+    mem_bytes: _Number
+    out_bytes: _Number
+    scope: str = ""
+    block: str = ""
+    input: bool = False
+    fwd_plain_ms: _Number | None = None
+    bwd_plain_ms: _Number | None = None
+    mem_plain_bytes: _Number | None = None
+
+    @property
+    def has_plain(self) -> bool:
+        return self.fwd_plain_ms is not None
+
+    def milliseconds(self, *, plain: bool) -> float:
+        """Forward and backward of one microbatch at speed 1; of an input 0."""
+        if self.input:
+            return 0.0
+        return self.fwd_plain_ms + self.bwd_plain_ms if plain and self.has_plain else self.fwd_ms + self.bwd_ms
+
+    def saved_bytes(self, *, plain: bool) -> float:
+        if self.input:
+            return 0.0
+        return self.mem_plain_bytes if plain and self.has_plain else self.mem_bytes
+
+
+@_record
+class Device:
+    """`speed`: times are divided by it."""
+
+    memory_limit_bytes: _Positive
+    speed: _Positive = 1.0
+
+
+@_record
+class Together:
+    """Nodes that must stay in one stage, or only on one device (in any stages of it)."""
+
+    nodes: Annotated[tuple[int, ...], Field(min_length=1)]
+    where: Literal["stage", "device"] = "stage"
+
+
+@_record
+class SharedParameters:
+    """Parameters that several nodes use.
+
+    They count once on each device that has a user. The first user in the order of computation owns them: its stage
+    sends `out_bytes` a microbatch (their bytes over the microbatches of a version) to each stage of another device
+    that uses them.
+    """
+
+    nodes: Annotated[tuple[int, ...], Field(min_length=2)]
+    params: _Count
+    out_bytes: _Number
+
+
+@_record
+class Graph:
+    """A model and the machine that it is cut for.
+
+    Attributes:
+        weight_bytes_per_parameter: what a parameter takes on its device with its gradient and optimizer state.
+        special_block: the block type by which to coarsen; empty for none.
+        devices: of unequal devices, one each; otherwise empty, and `memory_limit_bytes` holds for each.
+    """
+
+    nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
+    edges: tuple[tuple[int, int], ...]
+    num_devices: Annotated[int, Field(ge=1)]
+    bandwidth_gigabytes_per_second: _Positive
+    memory_limit_bytes: _Positive
+    weight_bytes_per_parameter: _Number
+    name: str = ""
+    special_block: str = ""
+    devices: tuple[Device, ...] = ()
+    together: tuple[Together, ...] = ()
+    shared_parameters: tuple[SharedParameters, ...] = ()
+    unknown: tuple[str, ...] = field(default=())
+    """Keys of the file that mean nothing here."""
+
+    def __post_init__(self) -> None:
+        ids = {node.id for node in self.nodes}
+        if len(ids) < len(self.nodes):
+            twice = next(node.id for i, node in enumerate(self.nodes) if node.id in {n.id for n in self.nodes[:i]})
+            raise ValueError(f"node {twice} is there twice; give each node an id of its own")
+        inputs = {node.id for node in self.nodes if node.input}
+        if ids == inputs:
+            raise ValueError("all nodes are inputs, so there is nothing to compute; mark only data with input")
+        for node in self.nodes:
+            plain = (node.fwd_plain_ms, node.bwd_plain_ms, node.mem_plain_bytes)
+            if None in plain and plain != (None, None, None):
+                raise ValueError(
+                    f"node {node.id} has a part of a profile without recompute; give fwd_plain_ms, bwd_plain_ms and "
+                    "mem_plain_bytes, or none of them"
+                )
+        for source, target in self.edges:
+            for end in (source, target):
+                if end not in ids:
+                    raise ValueError(f"edge {source}>{target} ends at node {end}, which is not among the nodes; add it")
+            if target in inputs:
+                raise ValueError(f"edge {source}>{target} leads into an input; only what is computed has edges in")
+        if self.devices and len(self.devices) != self.num_devices:
+            raise ValueError(
+                f"devices lists {len(self.devices)} and num_devices is {self.num_devices}; let them be the same number"
+            )
+        for name in ("together", "shared_parameters"):
+            for group in getattr(self, name):
+                for node in group.nodes:
+                    if node not in ids or node in inputs:
+                        raise ValueError(f"{name} names node {node}, which is no node that computes; leave it out")
+        graph = networkx.DiGraph(self.edges)
+        if not networkx.is_directed_acyclic_graph(graph):
+            circle = [edge[0] for edge in networkx.find_cycle(graph)]
+            raise ValueError(f"the edges form a circle, {'>'.join(map(str, [*circle, circle[0]]))}; break it")
+
+    def memory_limit(self, device: int) -> float:
+        return self.devices[device].memory_limit_bytes if self.devices else self.memory_limit_bytes
+
+    def speed(self, device: int) -> float:
+        return self.devices[device].speed if self.devices else 1.0
+
+    def milliseconds_of(self, num_bytes: float) -> float:
+        """To move so many bytes between two devices."""
+        return num_bytes / (self.bandwidth_gigabytes_per_second * 1e6)
+
+    @property
+    def bound_ms(self) -> float:
+        """No partition is faster: all work spread evenly, and the longest node on the fastest device."""
+        least = [min(node.milliseconds(plain=False), node.milliseconds(plain=True)) for node in self.nodes]
+        speeds = [self.speed(device) for device in range(self.num_devices)]
+        return max(sum(least) / sum(speeds), max(least) / max(speeds))
+
+    def order(self) -> list[int]:
+        """Node ids in the order of computation: producers first, and otherwise as the file has them."""
+        position = {node.id: index for index, node in enumerate(self.nodes)}
+        graph = networkx.DiGraph()
+        graph.add_nodes_from(position)
+        graph.add_edges_from(self.edges)
+        return list(networkx.lexicographical_topological_sort(graph, key=position.__getitem__))
+
+    def owner(self, shared: SharedParameters) -> int:
+        """The first user of shared parameters in the order of computation."""
+        position = {node: index for index, node in enumerate(self.order())}
+        return min(shared.nodes, key=position.__getitem__)
+
+
+_NAMES = {kind: {each.name for each in fields(kind)} for kind in (Node, Graph)}
+
+
+def parse_graph(content: Any) -> Graph:
+    """Build a graph from what json.load returns; raises ValueError of one sentence."""
+    if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
+        raise ValueError("the file holds no graph; give an object with nodes, edges and the machine")
+    unknown = sorted(set(content) - _NAMES[Graph] | {"unknown"} & set(content))
+    known = {key: value for key, value in content.items() if key not in unknown}
+    strays = {key for node in known["nodes"] if isinstance(node, dict) for key in set(node) - _NAMES[Node]}
+    known["nodes"] = [
+        {key: value for key, value in node.items() if key not in strays} if isinstance(node, dict) else node
+        for node in known["nodes"]
+    ]
+    known["unknown"] = (*unknown, *sorted(f"nodes.{key}" for key in strays))
+    try:
+        return TypeAdapter(Graph).validate_python(known)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{place}: {message}, not {first['input']!r}" if place else message) from None
+
+
+def read_graph(path: Path) -> Graph:
+    """Raises OSError where the file cannot be opened, ValueError where it is wrong."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no JSON: {error}; give a graph file") from error
+    try:
+        return parse_graph(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,332 @@
+"""Step 3 of Mixed-pipe (section 4.1.3): move units between stages until nothing that is tried makes it better.
+
+Only what Score.better_than calls better is kept: memory above the limits never grows, the objective never grows, and
+each step lowers one of them, or how uneven the devices are, by more than rounding. There are finitely many partitions,
+so it ends. Stages stay in their row (state.py), so no circle arises.
+"""
+
+import random
+from collections.abc import Iterator
+
+from megatron.partition.state import Score, State
+
+CHAIN = 16
+"""Moves of a chain."""
+
+MOST_SWAPS = 300
+"""That are priced in a round; they are sorted by what they promise."""
+
+
+class Budget:
+    """How often a search may price a partition: a count, so that the result does not depend on the machine."""
+
+    def __init__(self, prices: int) -> None:
+        self.left = prices
+
+    @property
+    def spent(self) -> bool:
+        return self.left <= 0
+
+
+def refine(state: State, budget: Budget, *, enough: float = 0.0) -> Score:
+    """Improve `state` in place; ends at a local optimum, when the budget is spent, or at `enough` picoseconds."""
+    score = state.score()
+    while not budget.spent and (score.excess or score.worst > enough):
+        for step in (_move, _slide, _swap_devices, _pass_on, _swap, _chain):
+            better = step(state, score, budget)
+            if better is not None:
+                score = better
+                break
+        else:
+            break
+    return score
+
+
+def _busiest(state: State) -> int:
+    """The device that has too much memory in use, or the one that takes longest."""
+    over = [used - limit for used, limit in zip(state.memory, state.units.limits, strict=True)]
+    if max(over) > 0:
+        return over.index(max(over))
+    times = state.device_times()
+    return times.index(max(times))
+
+
+def _units_of(state: State, device: int) -> list[int]:
+    return [
+        unit for stage, holds in enumerate(state.device_of) if holds == device for unit in sorted(state.members[stage])
+    ]
+
+
+def _move(state: State, score: Score, budget: Budget) -> Score | None:
+    """The best move of one unit off the busiest device, or of one of its neighbours in traffic onto it."""
+    device, best = _busiest(state), (score, -1, -1)
+    for unit, stage in _moves_off(state, device):
+        back = state.stage_of[unit]
+        state.move(unit, stage)
+        found = state.score()
+        state.move(unit, back)
+        budget.left -= 1
+        if found.better_than(best[0]):
+            best = (found, unit, stage)
+    if best[1] < 0:
+        return None
+    state.move(best[1], best[2])
+    return best[0]
+
+
+def _moves_off(state: State, device: int) -> Iterator[tuple[int, int]]:
+    for unit in _units_of(state, device):
+        low, high = state.window(unit)
+        for stage in range(low, high + 1):
+            if state.device_of[stage] != device and state.may_move(unit, stage):
+                yield unit, stage
+    if max(state.sent) == 0:
+        return
+    compute = state.time[device] / state.units.speeds[device]
+    for stage, num_bytes in enumerate(state.sent):
+        if state.device_of[stage] == device and num_bytes * state.units.picoseconds_per_byte > compute:
+            for unit in sorted(state.members[stage]):
+                for reader in state.units.consumers[unit]:
+                    if state.stage_of[reader] != stage and state.may_move(reader, stage):
+                        yield reader, stage
+
+
+def _slide(state: State, score: Score, budget: Budget) -> Score | None:
+    """The first or the last units of a stage of the busiest device, one after another, to a stage before or behind, or
+    the other way round; what is best on the way is kept."""
+    device = _busiest(state)
+    for stage, holds in enumerate(state.device_of):
+        if holds != device:
+            continue
+        for other in sorted(range(len(state.device_of)), key=lambda each: abs(each - stage)):
+            if state.device_of[other] == device:
+                continue
+            for source, target in ((stage, other), (other, stage)):
+                found = _slide_between(state, score, budget, source, target)
+                if found is not None:
+                    return found
+    return None
+
+
+def _slide_between(state: State, score: Score, budget: Budget, source: int, target: int) -> Score | None:
+    moved: list[int] = []
+    best, length = score, 0
+    for unit in sorted(state.members[source], reverse=target > source):
+        if not state.may_move(unit, target):
+            continue
+        state.move(unit, target)
+        moved.append(unit)
+        found = state.score()
+        budget.left -= 1
+        if found.better_than(best):
+            best, length = found, len(moved)
+        elif length == 0 and len(moved) > 1 and found.worst > 2 * score.worst:
+            break
+    for unit in reversed(moved[length:]):
+        state.move(unit, source)
+    return best if length else None
+
+
+def _swap_devices(state: State, score: Score, budget: Budget) -> Score | None:
+    """Exchange the devices of a stage of the busiest device and of another."""
+    device, holds = _busiest(state), list(state.device_of)
+    best: tuple[Score, list[int]] = (score, holds)
+    for one, mine in enumerate(holds):
+        if mine != device or not state.may_change_device(one):
+            continue
+        for other, theirs in enumerate(holds):
+            if theirs == device or not state.may_change_device(other):
+                continue
+            tried = list(holds)
+            tried[one], tried[other] = theirs, mine
+            if _promises(state, one, other, score):
+                state.set_devices(tried)
+                found = state.score()
+                budget.left -= 10  # it counts everything anew
+                if found.better_than(best[0]):
+                    best = (found, tried)
+                state.set_devices(holds)
+    if best[1] is holds:
+        return None
+    state.set_devices(best[1])
+    return best[0]
+
+
+def _promises(state: State, one: int, other: int, score: Score) -> bool:
+    """Compute alone would not already be worse than now."""
+    if score.excess:
+        return True
+    units = state.units
+    mine, theirs = state.device_of[one], state.device_of[other]
+    more = sum(units.time[u] for u in state.members[other]) - sum(units.time[u] for u in state.members[one])
+    after = max((state.time[mine] + more) / units.speeds[mine], (state.time[theirs] - more) / units.speeds[theirs])
+    return after <= score.worst
+
+
+def _swap(state: State, score: Score, budget: Budget) -> Score | None:
+    """Exchange a unit of the busiest device with one of another; those that would balance the two best come first."""
+    device, units = _busiest(state), state.units
+    choices = []
+    for unit in _units_of(state, device):
+        low, high = state.window(unit)
+        for stage in range(low, high + 1):
+            other = state.device_of[stage]
+            if other == device or not state.may_move(unit, stage):
+                continue
+            for each in state.members[stage]:
+                more = units.time[each] - units.time[unit]
+                after = max(
+                    (state.time[device] + more) / units.speeds[device], (state.time[other] - more) / units.speeds[other]
+                )
+                if score.excess or after < score.worst:
+                    choices.append((after, unit, stage, each))
+    choices.sort()
+    for _, unit, stage, each in choices[:MOST_SWAPS]:
+        back = state.stage_of[unit]
+        if state.stage_of[each] != stage or not state.may_move(unit, stage):
+            continue
+        state.move(unit, stage)
+        low, high = state.window(each)
+        for target in range(low, high + 1):
+            if state.device_of[target] != device or not state.may_move(each, target):
+                continue
+            state.move(each, target)
+            found = state.score()
+            budget.left -= 1
+            if found.better_than(score):
+                return found
+            state.move(each, stage)
+        state.move(unit, back)
+    return None
+
+
+Steps = list[tuple[int, int, int]]
+"""Of units that moved: unit, stage before, stage after."""
+
+
+def _undo(state: State, steps: Steps) -> None:
+    for unit, back, _ in reversed(steps):
+        state.move(unit, back)
+
+
+def _passes(state: State, stage: int, direction: int) -> Iterator[Steps]:
+    """Pass work from stage to stage, each giving on about as much as it was given; yields all steps so far at each
+    stage that it reaches. In a chain of layers nothing else brings work from one end to the other."""
+    steps: Steps = []
+    given, target = 0, stage + direction
+    fresh: set[int] = set()
+    while 0 <= target < len(state.device_of):
+        moved, arrived = 0, set()
+        for unit in sorted(state.members[target - direction] - fresh, reverse=direction > 0):
+            time = state.units.time[unit]
+            if moved and abs(moved + time - given) >= abs(moved - given):
+                break
+            if not state.may_move(unit, target):
+                break
+            steps.append((unit, target - direction, target))
+            state.move(unit, target)
+            arrived.add(unit)
+            moved += time
+            if not given and moved:
+                break
+        if not moved:  # what went has no time of its own
+            while steps and steps[-1][0] in arrived:
+                unit, back, _ = steps.pop()
+                state.move(unit, back)
+            return
+        given, fresh = given or moved, arrived
+        yield steps
+        target += direction
+
+
+def _pass_on(state: State, score: Score, budget: Budget) -> Score | None:
+    """The best way to pass work on from a stage of the busiest device."""
+    device, best, chosen = _busiest(state), score, None
+    for stage, holds in enumerate(state.device_of):
+        if holds != device:
+            continue
+        for direction in (-1, 1):
+            steps: Steps = []
+            for steps in _passes(state, stage, direction):
+                found = state.score()
+                budget.left -= 1
+                if found.better_than(best):
+                    best, chosen = found, list(steps)
+            _undo(state, steps)
+    if chosen is None:
+        return None
+    for unit, _, stage in chosen:
+        state.move(unit, stage)
+    return best
+
+
+def _chain(state: State, score: Score, budget: Budget) -> Score | None:
+    """Steps in a row, each the best for whichever device is then the busiest, though it may be worse than before.
+
+    No unit moves twice. What is best on the way is kept, where it is better than the start. So one long unit can be
+    exchanged for several short ones, over several devices.
+    """
+    done: Steps = []
+    locked: set[int] = set()
+    best, length = score, 0
+    for _ in range(CHAIN):
+        if budget.spent:
+            break
+        found, steps = _least_bad(state, locked, budget)
+        if steps is None:
+            break
+        for unit, _, stage in steps:
+            state.move(unit, stage)
+        done += steps
+        locked.update(unit for unit, _, _ in steps)
+        if found.better_than(best):
+            best, length = found, len(done)
+    _undo(state, done[length:])
+    return best if length else None
+
+
+def _least_bad(state: State, locked: set[int], budget: Budget) -> tuple[Score | None, Steps | None]:
+    device = _busiest(state)
+    best: tuple[Score | None, Steps | None] = (None, None)
+    for unit, stage in _moves_off(state, device):
+        if unit not in locked:
+            back = state.stage_of[unit]
+            state.move(unit, stage)
+            found = state.score()
+            state.move(unit, back)
+            budget.left -= 1
+            if best[0] is None or found < best[0]:
+                best = (found, [(unit, back, stage)])
+    for stage in [stage for stage, holds in enumerate(state.device_of) if holds == device]:
+        for direction in (-1, 1):
+            steps: Steps = []
+            for steps in _passes(state, stage, direction):
+                if not locked.isdisjoint(unit for unit, _, _ in steps):
+                    break
+                found = state.score()
+                budget.left -= 1
+                if best[0] is None or found < best[0]:
+                    best = (found, list(steps))
+            _undo(state, steps)
+    return best
+
+
+def kick(state: State, rng: random.Random) -> None:
+    """Disturb: exchange the devices of two stages, or slide some units of a stage to one beside it."""
+    num_stages = len(state.device_of)
+    for _ in range(rng.randint(1, 3)):
+        one, other = rng.randrange(num_stages), rng.randrange(num_stages)
+        if rng.random() < 0.4:
+            if state.may_change_device(one) and state.may_change_device(other):
+                holds = list(state.device_of)
+                holds[one], holds[other] = holds[other], holds[one]
+                state.set_devices(holds)
+            continue
+        other = one + rng.choice([-2, -1, 1, 2])
+        if not 0 <= other < num_stages or not state.members[one]:
+            continue
+        wanted = rng.randint(1, max(1, len(state.members[one]) // 2))
+        for unit in sorted(state.members[one], reverse=other > one):
+            if wanted and state.may_move(unit, other):
+                state.move(unit, other)
+                wanted -= 1

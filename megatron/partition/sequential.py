@@ -1,0 +1,181 @@
+"""Seq-pipe, exactly: cut one order of computation into contiguous stages, one a device at most.
+
+Dynamic programming over where a stage ends and which devices are used. Devices that are alike count as a number of
+them, so unequal ones are tried in every order. What a stage sends depends on how often its readers are cut apart
+later: a tensor is charged once in the tables, which makes them a bound from below. Where the cut that they give costs
+more than its bound, a search from the last stage backwards, with the tables as its bound, finds the best one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy
+
+from megatron.partition.units import Units
+
+MAX_CELLS = 3e9
+"""Of all tables: about 10 s. Beyond it unequal devices keep the order of the file."""
+
+MAX_STEPS = 20_000
+"""Of the search from behind."""
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """`ends`: where each stage ends, exclusive; `devices`: of each stage. `worst`: the objective in picoseconds.
+    `proven`: no contiguous cut of this order is better."""
+
+    ends: tuple[int, ...]
+    devices: tuple[int, ...]
+    worst: float
+    proven: bool
+
+    def stage_of_unit(self) -> list[int]:
+        return [
+            stage for stage, (a, b) in enumerate(zip((0, *self.ends), self.ends, strict=False)) for _ in range(a, b)
+        ]
+
+
+def cut_sequentially(units: Units) -> Sequential | None:
+    """The best contiguous cut in the units' order; None where none fits."""
+    return _Tables(units).best()
+
+
+class _Tables:
+    def __init__(self, units: Units) -> None:
+        self.units, size = units, len(units)
+        kinds: dict[tuple[int, float], list[int]] = {}
+        for device, kind in enumerate(zip(units.limits, units.speeds, strict=True)):
+            kinds.setdefault(kind, []).append(device)
+        states = 1
+        for devices in kinds.values():
+            states *= len(devices) + 1
+        self.in_order = states * len(kinds) * size**2 > MAX_CELLS
+        self.kinds = list(kinds.values())
+        start = numpy.zeros(size + 1)
+        start[1:] = numpy.cumsum(numpy.array(units.time, dtype=float))
+        time = start[None, :] - start[:, None]
+        sent, memory = self._sent(size), self._memory(size)
+        split = self._split(size)
+        self.costs = []
+        for limit, speed in kinds:
+            compute = time / speed
+            cost = compute + 2 * numpy.maximum(0, sent * units.picoseconds_per_byte - compute)
+            cost[(memory > limit) | split] = numpy.inf
+            cost[numpy.tril_indices(size + 1, -1)] = numpy.inf
+            self.costs.append(cost)
+        self._fill(size)
+
+    def _sent(self, size: int) -> numpy.ndarray:
+        """[i, j]: bytes that units i to j-1 send behind j, each tensor once."""
+        starts = numpy.zeros((size + 1, size + 1))
+        for tensor in self.units.tensors:  # sent from the source on, as long as the last reader lies behind
+            starts[tensor.source, tensor.source + 1 : max(tensor.consumers) + 1] += tensor.num_bytes
+        return numpy.cumsum(starts[::-1], axis=0)[::-1]
+
+    def _memory(self, size: int) -> numpy.ndarray:
+        start = numpy.zeros(size + 1)
+        start[1:] = numpy.cumsum(numpy.array(self.units.memory, dtype=float))
+        memory = start[None, :] - start[:, None]
+        place = numpy.arange(size + 1)
+        for num_bytes, users in self.units.shared:
+            following = numpy.array([min((u for u in users if u >= i), default=size + 1) for i in range(size + 1)])
+            memory += num_bytes * (following[:, None] < place[None, :])
+        return memory
+
+    def _split(self, size: int) -> numpy.ndarray:
+        """Where a stage has a part of what must stay on one device."""
+        split = numpy.zeros((size + 1, size + 1), dtype=bool)
+        place = numpy.arange(size + 1)
+        for group in self.units.on_one_device:
+            inside = sum((place[:, None] <= unit) & (unit < place[None, :]) for unit in group)
+            split |= (inside > 0) & (inside < len(group))
+        return split
+
+    def _steps(self, state: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+        """What comes before a state: with one device less, and of which kind that one is."""
+        if self.in_order:
+            if state[0]:
+                device = state[0] - 1
+                yield (device,), next(kind for kind, each in enumerate(self.kinds) if device in each)
+            return
+        for kind, used in enumerate(state):
+            if used:
+                yield (*state[:kind], used - 1, *state[kind + 1 :]), kind
+
+    def _fill(self, size: int) -> None:
+        ranges = [self.units.num_devices + 1] if self.in_order else [len(each) + 1 for each in self.kinds]
+        empty = numpy.full(size + 1, numpy.inf)
+        empty[0] = 0
+        self.best_of: dict[tuple[int, ...], numpy.ndarray] = {}
+        for state in numpy.ndindex(*ranges):  # in lexicographic order, so a state comes behind those with one less
+            if not any(state):
+                self.best_of[state] = empty
+                continue
+            # a device may stay without a stage: the diagonal is 0
+            found = [
+                numpy.maximum(self.best_of[before][:, None], self.costs[kind]).min(axis=0)
+                for before, kind in self._steps(state)
+            ]
+            self.best_of[state] = numpy.minimum.reduce(found)
+        self.full = tuple(each - 1 for each in ranges)
+
+    def best(self) -> Sequential | None:
+        size, least = len(self.units), self.best_of[self.full][len(self.units)]
+        if not numpy.isfinite(least):
+            return None
+        self.steps, self.incumbent, self.worst = 0, None, numpy.inf
+        self.exact = lru_cache(maxsize=None)(self._exact)
+        self._descend(size, self.full, (), 0.0, first_only=True)
+        self.steps = 0
+        if self.worst > least * (1 + 1e-12):
+            self._descend(size, self.full, (), 0.0, first_only=False)
+        ends, kinds = zip(*self.incumbent, strict=True)
+        proven = self.steps < MAX_STEPS and not self.in_order
+        return Sequential(tuple(ends), self._devices(kinds), float(self.worst), proven)
+
+    def _descend(
+        self, end: int, state: tuple[int, ...], behind: tuple[tuple[int, int], ...], worst: float, *, first_only: bool
+    ) -> bool:
+        """Choose the stage that ends at `end`, then those before it; True where the search is to stop."""
+        if end == 0:
+            if worst < self.worst:
+                self.worst, self.incumbent = worst, behind
+            return first_only
+        choices = []
+        for before, kind in self._steps(state):
+            bounds = numpy.maximum(self.best_of[before][: end + 1], self.costs[kind][: end + 1, end])
+            for begin in numpy.flatnonzero(bounds < min(self.worst, numpy.inf)):
+                choices.append((max(float(bounds[begin]), worst), -int(begin), before, kind))
+        for bound, begin, before, kind in sorted(choices):
+            if bound >= self.worst * (1 - 1e-12):
+                break
+            self.steps += 1
+            if self.steps > MAX_STEPS:
+                return True
+            if -begin == end:
+                stop = self._descend(end, before, behind, worst, first_only=first_only)
+            else:
+                cost = self.exact(-begin, end, tuple(each for each, _ in behind), self.costs[kind][-begin, end], kind)
+                now = max(worst, cost)
+                if now >= self.worst:
+                    continue
+                stop = self._descend(-begin, before, ((end, kind), *behind), now, first_only=first_only)
+            if stop:
+                return True
+        return False
+
+    def _exact(self, begin: int, end: int, ends: tuple[int, ...], bound: float, kind: int) -> float:
+        """T of a stage, now that all cuts behind it are known."""
+        units, num_bytes = self.units, 0
+        for tensor in units.tensors:
+            if begin <= tensor.source < end:
+                stages = {numpy.searchsorted(ends, unit, side="right") for unit in tensor.consumers if unit >= end}
+                num_bytes += tensor.num_bytes * len(stages)
+        compute = sum(units.time[begin:end]) / units.speeds[self.kinds[kind][0]]
+        return max(bound, compute + 2 * max(0.0, num_bytes * units.picoseconds_per_byte - compute))
+
+    def _devices(self, kinds: Sequence[int]) -> tuple[int, ...]:
+        left = [list(each) for each in self.kinds]
+        return tuple(left[kind].pop(0) for kind in kinds)

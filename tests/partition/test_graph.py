@@ -1,0 +1,63 @@
+"""The graph file: what it means, and one sentence for each thing that can be wrong with it."""
+
+import json
+
+import pytest
+
+from megatron.partition import parse_graph, read_graph
+from tests.partition.graphs import content
+
+
+def broken(change):
+    made = content([1, 2, 3], [(0, 1), (1, 2)])
+    change(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda g: g["edges"].append([2, 0]), "circle, 0>1>2>0"),
+        (lambda g: g["edges"].append([1, 9]), "ends at node 9"),
+        (lambda g: g["edges"].append([1, 1]), "circle, 1>1"),
+        (lambda g: g["nodes"].append(dict(g["nodes"][1])), "node 1 is there twice"),
+        (lambda g: g["nodes"][1].update(fwd_ms=-1), "nodes.1.fwd_ms: .*greater than or equal to 0"),
+        (lambda g: g["nodes"][1].update(fwd_ms=float("nan")), "nodes.1.fwd_ms"),
+        (lambda g: g["nodes"][1].update(fwd_plain_ms=1), "node 1 has a part of a profile"),
+        (lambda g: g["nodes"][1].update(input=True), "leads into an input"),
+        (lambda g: [node.update(input=True) for node in g["nodes"]] and g.update(edges=[]), "all nodes are inputs"),
+        (lambda g: g.update(num_devices=0), "num_devices"),
+        (lambda g: g.update(devices=[{"memory_limit_bytes": 1}]), "lists 1 and num_devices is 2"),
+        (lambda g: g.update(together=[{"nodes": [7]}]), "together names node 7"),
+        (lambda g: g.update(nodes=[]), "nodes"),
+        (lambda g: g.pop("bandwidth_gigabytes_per_second"), "bandwidth_gigabytes_per_second"),
+    ],
+)
+def test_what_is_wrong_is_said(change, reason):
+    """One line that names the place."""
+    with pytest.raises(ValueError, match=reason) as caught:
+        parse_graph(broken(change))
+    assert "\n" not in str(caught.value)
+
+
+def test_files(tmp_path):
+    """A file is read as it was written; keys that mean nothing are kept by name; what is no graph is refused."""
+    path = tmp_path / "graph.json"
+    made = broken(lambda g: (g.update(made_by="me"), g["nodes"][0].update(colour="red")))
+    path.write_text(json.dumps(made))
+    graph = read_graph(path)
+    assert graph.unknown == ("made_by", "nodes.colour")
+    assert graph.order() == [0, 1, 2] and graph.bound_ms == 3
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"graph\.json: the file holds no graph"):
+        read_graph(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"graph\.json: no JSON"):
+        read_graph(path)
+
+
+def test_the_bound_knows_unequal_devices():
+    """Work over all speeds, or the longest node on the fastest device."""
+    devices = [{"memory_limit_bytes": 1e9, "speed": speed} for speed in (1, 3)]
+    assert parse_graph(content([4, 8, 4], []) | {"devices": devices}).bound_ms == 4
+    assert parse_graph(content([4, 24, 4], []) | {"devices": devices}).bound_ms == 8

@@ -1,0 +1,56 @@
+"""tools/partition.py: tables, the JSON line, the files that it writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from tests.partition import graphs, oracle
+from tests.tools.in_process import load_tool, runner
+
+tool = load_tool("partition")
+
+
+@pytest.fixture
+def run(capsys):
+    return runner(tool, capsys)
+
+
+@pytest.fixture
+def made(tmp_path):
+    content = graphs.content([4, 4, 4, 1, 1, 1], [(i, i + 1) for i in range(5)], devices=3)
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(content))
+    return content, path
+
+
+def test_the_last_line_is_the_partition(run, made, tmp_path):
+    """One object whose price is what the oracle says; the same in the file; a picture; a row for each method."""
+    content, path = made
+    output, picture = tmp_path / "P.json", tmp_path / "pictures" / "P.png"
+    status, out, _ = run("--graph", path, "--json", "--output", output, "--picture", picture)
+    assert status == 0
+    found = json.loads(out.splitlines()[-1])
+    assert set(found) == {"method", "objective_ms", "device_of_node", "stage_of_node"}
+    assert json.loads(output.read_text()) == found
+    stages = {int(node): stage for node, stage in found["stage_of_node"].items()}
+    holds = {stages[int(node)]: device for node, device in found["device_of_node"].items()}
+    assert oracle.price(content, stages, [holds[stage] for stage in sorted(holds)]) == found["objective_ms"] == 5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for method in ("sequential", "mixed L=3", "mixed L=6", "mixed L=9"):
+        assert method in out
+    assert "\x1b" not in out
+
+
+def test_refusals(run, made, tmp_path):
+    """A wrong graph and one that fits nowhere end with 1, a missing file with 2, each with one line."""
+    content, path = made
+    content["made_by"], content["memory_limit_bytes"] = "me", 5000
+    path.write_text(json.dumps(content))
+    status, _, err = run("--graph", path)
+    assert status == 1 and "keys that mean nothing here: made_by" in err and "error: nothing fits" in err
+    content["edges"].append([5, 0])
+    path.write_text(json.dumps(content))
+    status, _, err = run("--graph", path)
+    assert status == 1 and "circle" in err and "\n" not in err.split("error:")[1].strip()
+    assert run("--graph", tmp_path / "none.json")[0] == 2
+    assert run("--graph", path, "--methods", "annealing")[0] == 2
