@@ -1,0 +1,147 @@
+"""A profile as the JSON form in which partitions are looked for, and a partition as stages of operators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from megatron.capture.blocks import blocks_of, free_nodes
+from megatron.capture.export import Captured
+from megatron.capture.paths import modules_of
+from megatron.capture.profile import BlockCost, parameters_of
+from megatron.capture.signature import signature
+
+
+def graph_file(
+    captured: Captured,
+    costs: Sequence[BlockCost],
+    *,
+    num_devices: int,
+    bandwidth_gigabytes_per_second: float,
+    memory_limit_bytes: float,
+    weight_bytes_per_parameter: float,
+    name: str = "",
+    microbatches_per_version: int = 1,
+) -> dict[str, object]:
+    """The graph, ready for `json.dumps`.
+
+    Nodes are the batch's tensors (`input`), then the blocks; ids count through both. `fwd_ms`, `bwd_ms`: with
+    recompute, so the backward has a second forward in it. `fwd_plain_ms`, `bwd_plain_ms`: without. `mem_bytes` and
+    `mem_plain_bytes` are the same: a recompute makes, for one microbatch, all that a forward saves; without it as much
+    is held of each microbatch in flight. Shared parameters travel once for each version of the weights, so they are
+    priced as their bytes over `microbatches_per_version`. `signature` names the graph.
+    """
+    blocks = blocks_of(captured)
+    first = len(captured.inputs)
+    block_of = {captured.nodes[number]: first + place for place, block in enumerate(blocks) for number in block}
+    users = _users(captured, blocks, first)
+    special = _repeated(captured)
+    data = [
+        {"id": place, "scope": f"{captured.model_name}/Input[{tensor}]", "block": "", "fwd_ms": 0.0, "bwd_ms": 0.0,
+         "params": 0, "mem_bytes": 0, "out_bytes": 0, "input": True}
+        for place, tensor in enumerate(captured.inputs)
+    ]  # fmt: skip
+    nodes = []
+    for place, (block, cost) in enumerate(zip(blocks, costs, strict=True)):
+        own = [each for each in parameters_of(captured, block) if len(users[each]) == 1]
+        nodes.append(
+            {
+                "id": first + place,
+                "scope": _scope(captured, block),
+                "block": special if _lies_in(captured, block, special) else "",
+                "fwd_ms": cost.forward_ms,
+                "bwd_ms": cost.recorded_forward_ms + cost.backward_ms,
+                "fwd_plain_ms": cost.recorded_forward_ms,
+                "bwd_plain_ms": cost.backward_ms,
+                "params": sum(captured.parameters[each].numel() for each in own),
+                "mem_bytes": cost.saved_bytes,
+                "mem_plain_bytes": cost.saved_bytes,
+                "out_bytes": cost.out_bytes,
+            }
+        )
+    return {
+        "name": name or captured.model_name,
+        "num_devices": num_devices,
+        "bandwidth_gigabytes_per_second": bandwidth_gigabytes_per_second,
+        "memory_limit_bytes": memory_limit_bytes,
+        "weight_bytes_per_parameter": weight_bytes_per_parameter,
+        "special_block": special,
+        "signature": signature(captured),
+        "nodes": data + nodes,
+        "edges": _edges(captured, block_of),
+        "shared_parameters": [
+            {
+                "nodes": those,
+                "params": captured.parameters[each].numel(),
+                "out_bytes": captured.parameters[each].nbytes / microbatches_per_version,
+            }
+            for each, those in users.items()
+            if len(those) > 1
+        ],
+    }
+
+
+def stage_of_operators(captured: Captured, stage_of_node: Mapping[str | int, int]) -> dict[int, int]:
+    """What `cut` takes, from the stage of each node of `graph_file`: ids as numbers, or as text as in JSON.
+
+    Raises ValueError for a node that has no stage.
+    """
+    stage_of = {int(node): stage for node, stage in stage_of_node.items()}
+    first, found = len(captured.inputs), {}
+    for place, block in enumerate(blocks_of(captured)):
+        if first + place not in stage_of:
+            raise ValueError(f"node {first + place} of {captured.model_name} has no stage; make the partition again")
+        found |= dict.fromkeys(block, stage_of[first + place])
+    return found
+
+
+def _users(captured: Captured, blocks, first: int) -> dict[str, list[int]]:
+    users: dict[str, list[int]] = {name: [] for name in captured.parameters}
+    for place, block in enumerate(blocks):
+        for name in parameters_of(captured, block):
+            users[name].append(first + place)
+    return users
+
+
+def _edges(captured: Captured, block_of: Mapping) -> list[list[int]]:
+    """From block to block, and from data to each block that it reaches through free operators."""
+    place = {name: number for number, name in enumerate(captured.inputs)}
+    free = free_nodes(captured)
+    data = {}
+    found = {}
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            data[node] = {place[node.target]} if node.target in place else set()
+        elif node in free:
+            data[node] = set().union(*(data.get(source, set()) for source in node.all_input_nodes))
+        elif node in block_of:
+            for source in node.all_input_nodes:
+                ends = [block_of[source]] if source in block_of else sorted(data.get(source, ()))
+                found |= {(end, block_of[node]): None for end in ends if end != block_of[node]}
+    return [list(edge) for edge in sorted(found)]
+
+
+def _scope(captured: Captured, block: Sequence[int]) -> str:
+    """Module path, and the operator that weighs most in the block's name: its first."""
+    node = captured.nodes[block[0]]
+    modules = modules_of(node)
+    path = modules[-1][0].replace(".", "/") if modules else "loss"
+    return "/".join(part for part in (captured.model_name, path, node.name) if part)
+
+
+def _layers(captured: Captured, block: Sequence[int]) -> list[str]:
+    """Classes of the modules around a block that are one of several in a list."""
+    return [kind for path, kind in modules_of(captured.nodes[block[0]]) if path.rpartition(".")[2].isdigit()]
+
+
+def _repeated(captured: Captured) -> str:
+    """The class of the outermost layers that repeat; empty where nothing does."""
+    outermost = Counter()
+    for node in captured.nodes:
+        kinds = {(path, kind) for path, kind in modules_of(node)[:-1] if path.rpartition(".")[2].isdigit()}
+        outermost.update(kind for path, kind in kinds if sum(part.isdigit() for part in path.split(".")) == 1)
+    return outermost.most_common(1)[0][0] if outermost else ""
+
+
+def _lies_in(captured: Captured, block: Sequence[int], special: str) -> bool:
+    return bool(special) and special in _layers(captured, block)

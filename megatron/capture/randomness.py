@@ -1,0 +1,165 @@
+"""Dropout that gives the same masks wherever its operator runs, and whenever it runs again.
+
+Problem: torch draws masks from one generator, so they depend on what has been drawn before: on the cut, on the
+schedule, and on whether a forward is the first or a recompute. torch.export writes ``training=True`` into the graph as
+well. Solution: every random operator becomes a call that is told who draws (`Draw`), and seeds the device's generator
+with the run's seed, the microbatch and the operator's number in the captured graph, for that call only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+DRAW = "draw"
+"""The graph's input that says who draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Who draws. `seed`: the run's. `sample`: the microbatch's number, counted over the whole run and over replicas.
+    `training`: False in an evaluation, where nothing is dropped.
+    """
+
+    seed: int
+    sample: int
+    training: bool = True
+
+
+def seeded_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
+    """``dropout`` of operator `node`; in an evaluation `input` itself."""
+    return _dropped(torch.dropout, draw, node, input, p)
+
+
+def seeded_dropout_(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
+    """The same in place."""
+    return _dropped(torch.dropout_, draw, node, input, p)
+
+
+def seeded_feature_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
+    """The same of whole channels."""
+    return _dropped(torch.feature_dropout, draw, node, input, p)
+
+
+def seeded_attention(
+    draw: Draw | None, node: int, trained: Sequence[bool], *tensors: Tensor | None, dropout_p: float, **words: object
+) -> Tensor:
+    """``scaled_dot_product_attention`` of operator `node`, with dropout of the attention's weights.
+
+    `tensors`: query, key, value and mask; `trained`: which of them need a gradient. `draw`: None where `dropout_p` is
+    0. torch chooses a kernel by what needs a gradient, and kernels round differently, so without gradients (a forward
+    that is recomputed later) it is shown the same.
+    """
+    if draw is None or not draw.training:
+        return _attend(trained, tensors, dropout_p=0.0, **words)
+    with _seeded(tensors[0].device, draw, node):
+        return _attend(trained, tensors, dropout_p=dropout_p, **words)
+
+
+def _attend(trained: Sequence[bool], tensors: Sequence[Tensor | None], **words: object) -> Tensor:
+    if torch.is_grad_enabled() or not any(trained):
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, **words)
+    shown = [
+        tensor.detach().requires_grad_() if needs else tensor for tensor, needs in zip(tensors, trained, strict=True)
+    ]
+    with torch.enable_grad():
+        return torch.nn.functional.scaled_dot_product_attention(*shown, **words).detach()
+
+
+SEEDED: dict[object, Callable] = {
+    aten.dropout.default: seeded_dropout,
+    aten.dropout_.default: seeded_dropout_,
+    aten.feature_dropout.default: seeded_feature_dropout,
+}
+"""What each kind of dropout becomes."""
+ARGUMENT = 2
+"""Where a seeded dropout has its input, which it may return as it is."""
+
+_ATTENTION = aten.scaled_dot_product_attention.default
+
+
+def seed_randomness(graph: fx.Graph, trained: Set[fx.Node]) -> int:
+    """Replace the random operators of a captured graph by seeded calls, numbered in its order, and give it the input
+    `DRAW`, which stands first. Attention is replaced where it draws nothing, too, for the sake of its kernel.
+
+    `trained`: the nodes that need a gradient. Returns how many operators draw; without any there is no `DRAW`.
+    """
+    found = [node for node in graph.nodes if node.target is _ATTENTION or (node.target in SEEDED and is_random(node))]
+    num_random = sum(is_random(node) for node in found)
+    draw = None
+    if num_random:
+        with graph.inserting_before(next(iter(graph.nodes))):
+            draw = graph.placeholder(DRAW)
+    for number, node in enumerate(found):
+        arguments = arguments_of(node)
+        its_draw = draw if is_random(node) else None
+        arguments.pop("train", None)
+        with graph.inserting_before(node):
+            if node.target is _ATTENTION:
+                tensors = [arguments.pop(name) for name in ("query", "key", "value", "attn_mask")]
+                needs = tuple(each in trained for each in tensors)
+                new = graph.call_function(seeded_attention, (its_draw, number, needs, *tensors), arguments)
+            else:
+                new = graph.call_function(SEEDED[node.target], (its_draw, number, *arguments.values()))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return num_random
+
+
+def _dropped(drop: Callable, draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
+    if not draw.training:
+        return input
+    with _seeded(input.device, draw, node):
+        return drop(input, p, True)
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device, draw: Draw, node: int) -> Iterator[None]:
+    """The device's generator with a seed of its own; afterwards it is as it was."""
+    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    state = generator.get_state()
+    generator.manual_seed(mixed(draw.seed, draw.sample, node))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def mixed(*numbers: int) -> int:
+    """One number of 63 bits from several: neighbours get unrelated ones (the finaliser of SplitMix64)."""
+    mask, state = (1 << 64) - 1, 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1
+
+
+def arguments_of(node: fx.Node) -> dict[str, object]:
+    """All arguments of an operator by the names of its schema, in its order."""
+    arguments = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, default)
+        arguments[argument.name] = given
+    return arguments
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator draws numbers from torch's generator in its own way."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is _ATTENTION:
+        return bool(arguments_of(node)["dropout_p"])
+    if node.target in SEEDED:
+        arguments = arguments_of(node)
+        return bool(arguments["train"] and arguments["p"])
+    return torch.Tag.nondeterministic_seeded in node.target.tags

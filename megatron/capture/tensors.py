@@ -1,0 +1,114 @@
+"""A stage's parameters from a folder that Hugging Face wrote: each rank reads only the tensors that it needs.
+
+A folder has ``model.safetensors``, or several files and ``model.safetensors.index.json``, which says in which file each
+tensor lies. Of a file only the header and the wanted tensors are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.capture.fake import give_values, is_fake
+from megatron.capture.stage import CapturedStage
+
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def tensor_files(folder: Path | str) -> dict[str, Path]:
+    """Name of each tensor of a folder -> the file in which it lies.
+
+    Raises ValueError for a folder without safetensors, a broken index, or a file that is no safetensors file.
+    """
+    folder = Path(folder)
+    if (folder / _INDEX).exists():
+        try:
+            places = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / _INDEX} has no weight_map; download it again") from error
+        return {name: folder / file for name, file in places.items()}
+    if not (folder / _ONE).exists():
+        raise ValueError(
+            f"{folder} has neither {_ONE} nor {_INDEX}; write the model with save_pretrained(..., "
+            "safe_serialization=True)"
+        )
+    with _opened(folder / _ONE) as file:
+        return dict.fromkeys(file.keys(), folder / _ONE)
+
+
+def load_stage(
+    stage: CapturedStage,
+    folder: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    base: str = "",
+    initial: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None,
+) -> tuple[str, ...]:
+    """Fill a stage's parameters and persistent buffers.
+
+    Args:
+        stage: fake parameters are replaced by real ones on `device`, real ones are written in place.
+        folder: what `tensor_files` takes.
+        device: of replaced parameters.
+        base: the name of the model inside the model (``base_model_prefix``), without which a folder of the inner model
+            has its names.
+        initial: makes a parameter that the folder lacks, such as a new classifier, from name, shape and dtype; None:
+            that is refused.
+
+    Returns the names that `initial` made. Raises ValueError for a tensor that is missing or has another shape.
+    """
+    places = tensor_files(folder)
+    wanted = {**dict(stage.named_parameters()), **_persistent_buffers(stage)}
+    found = {name: _name_in(places, stage.names.get(name, (name,)), base) for name in wanted}
+    values: dict[str, Tensor] = {}
+    for path in dict.fromkeys(places[there] for there in found.values() if there is not None):
+        with _opened(path) as file:
+            for name, there in found.items():
+                if there is not None and places[there] == path:
+                    values[name] = _read(file, path, there, wanted[name])
+    made = tuple(name for name, there in found.items() if there is None)
+    if made and initial is None:
+        raise ValueError(f"{folder} has no tensor for {made[0]}; give the folder of a model of this class")
+    for name in made:
+        values[name] = initial(name, wanted[name].shape, wanted[name].dtype)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if not is_fake(tensor):
+                tensor.copy_(values[name])
+    give_values(stage, lambda name: values[name].to(device))
+    return made
+
+
+def _persistent_buffers(stage: CapturedStage) -> dict[str, Tensor]:
+    kept = stage.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in stage.named_buffers() if name in kept}
+
+
+def _name_in(places: dict[str, Path], names: Sequence[str], base: str) -> str | None:
+    """Under which of its names a tensor lies in the folder."""
+    short = tuple(name.removeprefix(f"{base}.") for name in names) if base else ()
+    long = tuple(f"{base}.{name}" for name in names) if base else ()
+    return next((name for name in (*names, *short, *long) if name in places), None)
+
+
+def _read(file, path: Path, name: str, like: Tensor) -> Tensor:
+    shape = tuple(file.get_slice(name).get_shape())
+    if shape != tuple(like.shape):
+        raise ValueError(
+            f"{name} in {path} has shape {shape}, and the model has {tuple(like.shape)}; give the folder and the "
+            "configuration of one model"
+        )
+    return file.get_tensor(name).to(like.dtype)
+
+
+def _opened(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise ValueError(f"{path} is no safetensors file that can be read ({error}); download it again") from error

@@ -1,0 +1,94 @@
+"""A model as a function from named tensors to its loss, which is what torch.export captures.
+
+torch.export keeps the order and the names of what a forward names, and nothing of a ``**kwargs``. So the wrapper's
+forward is written for the names of a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+MODEL = "model"
+"""What the wrapper calls the model: every name in the captured graph begins with it."""
+
+
+class NoLossError(ValueError):
+    """The model returned nothing that is a loss."""
+
+
+class LossOnly(torch.nn.Module):
+    """`model` with a forward that names its tensors and returns ``(loss, *kept)``.
+
+    `names`: of the tensors of a batch. `loss(output, batch)`: the scalar mean loss; None: the model returns it, as a
+    scalar, as ``loss`` of a mapping or an object, or as the first of a tuple. `keep`: fields of the output that are
+    wanted beside it, such as ``logits``.
+
+    Raises ValueError for names that no argument can have.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: Sequence[str],
+        *,
+        loss: Callable[[object, Mapping[str, Tensor]], Tensor] | None = None,
+        keep: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        for name in names:
+            if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
+                raise ValueError(f"a batch has a tensor called {name!r}; give it a name that an argument can have")
+        self.model = model
+        self._loss = loss
+        self._keep = tuple(keep)
+        self._fixed = _fixed_arguments(model)
+        arguments = ", ".join(names)
+        words: dict[str, Callable] = {}
+        exec(f"def forward(self, {arguments}): return self.loss_of(dict({_pairs(names)}))", words)
+        self.forward = words["forward"].__get__(self)
+
+    def loss_of(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        output = self.model(**batch, **self._fixed) if self._loss is None else self.model(**_taken(self.model, batch))
+        loss = _field(output, "loss") if self._loss is None else self._loss(output, batch)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise NoLossError(
+                f"{type(self.model).__name__} returns no scalar loss for a batch of {', '.join(batch)}; add the labels "
+                "that it needs, or give a loss"
+            )
+        kept = tuple(_field(output, name) for name in self._keep)
+        for name, tensor in zip(self._keep, kept, strict=True):
+            if not isinstance(tensor, Tensor):
+                raise NoLossError(f"{type(self.model).__name__} returns no tensor called {name}; leave it out of keep")
+        return (loss, *kept)
+
+
+def _pairs(names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={name}" for name in names)
+
+
+def _field(output: object, name: str) -> object:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get(name)
+    if isinstance(output, (tuple, list)) and not hasattr(output, name):
+        return output[0] if output and name == "loss" else None
+    return getattr(output, name, None)
+
+
+def _fixed_arguments(model: torch.nn.Module) -> dict[str, object]:
+    """Training has no use for the keys and values that generation keeps."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def _taken(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, object]:
+    """What the model's forward takes of a batch, where the loss takes the rest."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return {**batch, **_fixed_arguments(model)}
+    return {name: tensor for name, tensor in batch.items() if name in parameters} | _fixed_arguments(model)

@@ -1,0 +1,204 @@
+"""Stages compute what the whole model computes."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.capture.blocks import blocks_of
+from megatron.capture.cut import cut
+from megatron.capture.export import capture
+from megatron.capture.randomness import Draw, seeded_attention
+from megatron.capture.sequential import train_in_turn
+from megatron.capture.stage import StageData
+from tests.capture.cuts import any_acyclic, contiguous
+from tests.capture.models import KINDS, USUAL, captured, equal, gradients, llama, tokens
+
+CUTS = 2
+"""Of each kind of model in the usual selection; 30 in the full one."""
+
+
+def in_stages(stages, model, batch, draw=None, *, recompute=False):
+    """Loss and gradients of the stages in turn."""
+    model.zero_grad()
+    loss, kept = train_in_turn(stages, StageData(batch, draw), recompute=recompute)
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return loss, found, kept
+
+
+def check_contiguous(kind, cuts, dropout):
+    model, ours = captured(kind, dropout)
+    generator = random.Random(3)
+    for number in range(cuts):
+        batch = KINDS[kind].batch(generator.choice((1, 3)))
+        draw = Draw(seed=1, sample=number) if dropout else None
+        whole, kept = ours.run(batch, draw)
+        expected = gradients(whole, model)
+        stages = cut(ours, contiguous(ours, generator.randint(2, 5), generator))
+        for recompute in (False, True):
+            loss, found, made = in_stages(stages, model, batch, draw, recompute=recompute)
+            assert torch.equal(loss, whole)
+            assert equal(found, expected)
+            assert equal(made, kept)
+
+
+def check_any(kind, cuts):
+    model, ours = captured(kind)
+    generator = random.Random(4)
+    skips = 0
+    for number in range(cuts):
+        batch = KINDS[kind].batch(2)
+        draw = Draw(seed=1, sample=number)
+        whole, _ = ours.run(batch, draw)
+        expected = gradients(whole, model)
+        stages = cut(ours, any_acyclic(ours, 5, generator), relay=bool(number % 2))
+        skips += sum(target > index + 1 for index, stage in stages.items() for target in stage.targets)
+        loss, found, _ = in_stages(stages, model, batch, draw)
+        assert torch.equal(loss, whole)
+        assert found.keys() == expected.keys()
+        for name in found:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert skips, "no edge skips a stage"
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_contiguous_cuts_are_bit_equal(kind):
+    """Loss, all gradients and what was kept; with and without recompute, tied weights, at batches of 1 and 3."""
+    check_contiguous(kind, CUTS, 0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "dropout"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_contiguous_cuts_are_bit_equal(kind, dropout):
+    check_contiguous(kind, 30, dropout)
+
+
+@pytest.mark.parametrize("kind", ["t5", "plain"])
+def test_any_cut_is_equal_but_for_the_order_of_sums(kind):
+    check_any(kind, CUTS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_cuts_are_equal_but_for_the_order_of_sums(kind):
+    check_any(kind, 30)
+
+
+@pytest.mark.parametrize("kind", ["t5", "plain"])
+def test_each_parameter_has_one_owner(kind):
+    """The first stage that uses it; under its name in the model, and the model's own object."""
+    model, ours = captured(kind)
+    stages = cut(ours, contiguous(ours, 4, random.Random(1)))
+    owned = [(name, each) for stage in stages.values() for name, each in stage.named_parameters()]
+    assert len(owned) == len(list(model.parameters()))
+    assert all(each is model.get_parameter(name) for name, each in owned)
+
+
+def test_a_tied_weight_travels_and_its_gradient_comes_back():
+    """GPT-2's embedding is owned by the first stage, and the last gets it."""
+    _, ours = captured("gpt2")
+    stages = cut(ours, contiguous(ours, 3, random.Random(1)))
+    travelling = {
+        (index, target): [each.name for each in tensors if each.is_parameter]
+        for index, stage in stages.items()
+        for target, tensors in stage.targets.items()
+    }
+    assert travelling[0, 2] == ["transformer.wte.weight"] and not travelling[0, 1] and not travelling[1, 2]
+    edge = next(each for each in stages[0].targets[2] if each.is_parameter)
+    assert edge.has_gradient and edge.shape == tuple(ours.parameters["transformer.wte.weight"].shape)
+
+
+def test_both_ends_agree_and_masks_do_not_travel():
+    """What a stage sends is what the other gets; every stage with attention reads the mask from the data."""
+    _, ours = captured("t5")
+    stages = cut(ours, contiguous(ours, 4, random.Random(2)))
+    for index, stage in stages.items():
+        for target, tensors in stage.targets.items():
+            assert stages[target].sources[index] == tensors
+            assert all(each.dtype is torch.float32 and each.has_gradient for each in tensors)
+        if any(node.target is seeded_attention for node in stage.graph.nodes):
+            assert "attention_mask" in stage.inputs
+
+
+def test_a_stage_alone():
+    """`only` gives the same stage without the others."""
+    _, ours = captured("gpt2")
+    assignment = contiguous(ours, 3, random.Random(2))
+    alone = cut(ours, assignment, only=[1])
+    assert list(alone) == [1]
+    assert str(alone[1].graph) == str(cut(ours, assignment)[1].graph)
+
+
+@pytest.mark.full
+def test_bf16():
+    """In bf16 cuts are bit-equal, too, and so is what travels."""
+    torch.manual_seed(3)
+    model = llama(0.0).to(torch.bfloat16).train()
+    batch = {"input_ids": tokens(2, 9), "labels": tokens(2, 9)}
+    ours = capture(model, batch)
+    whole, _ = ours.run(batch)
+    expected = gradients(whole, model)
+    stages = cut(ours, contiguous(ours, 4, random.Random(5)))
+    loss, found, _ = in_stages(stages, model, batch)
+    assert torch.equal(loss, whole) and equal(found, expected)
+    assert torch.bfloat16 in {each.dtype for stage in stages.values() for each in stage.sources.get(0, ())}
+
+
+def test_frozen_parameters_get_no_gradient():
+    """And what depends on them alone sends none back."""
+    torch.manual_seed(3)
+    model = KINDS["plain"].build(0.0).train()
+    model.first.requires_grad_(False)
+    batch = KINDS["plain"].batch(2)
+    ours = capture(model, batch, loss=KINDS["plain"].loss)
+    blocks = blocks_of(ours)
+    stages = cut(ours, {number: int(block != blocks[0]) for block in blocks for number in block})
+    assert [each.has_gradient for each in stages[0].targets[1]] == [False]
+    expected = gradients(ours.run(batch)[0], model)
+    # The first stage trains nothing, so its backward has nowhere to begin.
+    _, found, _ = in_stages(stages, model, batch)
+    assert equal(found, expected) and "first.weight" not in found
+
+
+class Transposes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).transpose(1, 2)).square().mean()
+
+
+def test_a_transposed_tensor_arrives_as_it_was():
+    """It travels in the order of its memory, and is a view there as it is in the whole model."""
+    model, batch = Transposes(), {"x": torch.randn(3, 4, 5)}
+    ours = capture(model, batch)
+    blocks = blocks_of(ours)
+    border = next(place for place, block in enumerate(blocks) if "transpose" in ours.nodes[block[0]].name)
+    stages = cut(ours, {number: int(place > border) for place, block in enumerate(blocks) for number in block})
+    (edge,) = stages[0].targets[1]
+    assert edge.name == "transpose" and edge.shape == (None, 4, 6)
+    assert [node.name for node in stages[1].graph.nodes if "permute" in node.name]
+    outputs, _ = stages[0](StageData(batch), {})
+    assert torch.equal(outputs[1][0], model.first(batch["x"]))
+    whole = ours.run(batch)[0]
+    loss, found, _ = in_stages(stages, model, batch)
+    assert torch.equal(loss, whole) and equal(found, gradients(whole, model))
+
+
+def test_devices_are_replaced():
+    """Tensors that the graph makes are made where the stage is to run."""
+    _, ours = captured("t5")
+    assignment = contiguous(ours, 2, random.Random(2))
+    named = [device for stage in cut(ours, assignment).values() for device in devices(stage)]
+    moved = [device for stage in cut(ours, assignment, device="cuda:1").values() for device in devices(stage)]
+    assert len(moved) == len(named) > 0
+    assert set(map(str, named)) == {"cpu"} and set(map(str, moved)) == {"cuda:1"}
+
+
+def devices(stage):
+    return [value for node in stage.graph.nodes for value in node.kwargs.values() if isinstance(value, torch.device)]

@@ -1,0 +1,79 @@
+"""The JSON form of a profile: what partitions are looked for in, and back to stages."""
+
+import json
+
+import pytest
+import torch
+
+from megatron.capture.blocks import blocks_of
+from megatron.capture.cut import cut
+from megatron.capture.graph_file import graph_file, stage_of_operators
+from megatron.capture.profile import profile
+from megatron.capture.randomness import Draw
+from megatron.capture.sequential import train_in_turn
+from megatron.capture.signature import signature
+from megatron.capture.stage import StageData
+from tests.capture.models import KINDS, captured
+
+MACHINE = {
+    "num_devices": 4,
+    "bandwidth_gigabytes_per_second": 12,
+    "memory_limit_bytes": 1e9,
+    "weight_bytes_per_parameter": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def file():
+    _, ours = captured("gpt2")
+    costs = profile(ours, KINDS["gpt2"].batch(2), repeats=1)
+    return json.loads(json.dumps(graph_file(ours, costs, **MACHINE, microbatches_per_version=4)))
+
+
+def test_nodes_are_data_and_blocks(file):
+    _, ours = captured("gpt2")
+    assert [node["id"] for node in file["nodes"]] == list(range(len(file["nodes"])))
+    assert [node["scope"] for node in file["nodes"] if node.get("input")] == [
+        f"GPT2LMHeadModel/Input[{name}]" for name in ("input_ids", "attention_mask", "labels")
+    ]
+    assert len(file["nodes"]) == 3 + len(blocks_of(ours))
+    assert file["special_block"] == "GPT2Block" and file["signature"] == signature(ours)
+    in_layers = [node for node in file["nodes"] if node["block"] == "GPT2Block"]
+    assert in_layers and all("transformer/h/" in node["scope"] for node in in_layers)
+    for node in file["nodes"]:
+        assert node["bwd_ms"] >= node.get("bwd_plain_ms", 0.0) >= 0 and node["mem_bytes"] >= 0
+
+
+def test_parameters_count_once(file):
+    """Those of one block there; a tied weight is shared by two, and travels once for four microbatches."""
+    model, _ = captured("gpt2")
+    shared = file["shared_parameters"]
+    size = model.transformer.wte.weight.numel()
+    assert [(each["params"], each["out_bytes"], len(each["nodes"])) for each in shared] == [(size, size, 2)]
+    total = sum(node["params"] for node in file["nodes"]) + size
+    assert total == sum(each.numel() for each in model.parameters())
+
+
+def test_edges_lead_from_what_is_read_to_who_reads_it(file):
+    """No circle; every block but that of positions is reached, and the loss by labels through free operators."""
+    _, ours = captured("gpt2")
+    blocks = len(blocks_of(ours))
+    assert all(source < target for source, target in file["edges"])
+    alone = set(range(3, 3 + blocks)) - {target for _, target in file["edges"]}
+    assert ["/wpe/" in file["nodes"][number]["scope"] for number in alone] == [True]
+    assert [2, 2 + blocks] in file["edges"]  # the last block is the loss
+
+
+def test_a_partition_becomes_stages(file):
+    """Stages of nodes, with ids as text as in JSON, are stages of operators that compute."""
+    model, ours = captured("gpt2")
+    border = len(file["nodes"]) // 2
+    stage_of = {str(node["id"]): int(node["id"] > border) for node in file["nodes"]}
+    stages = cut(ours, stage_of_operators(ours, stage_of))
+    batch, draw = KINDS["gpt2"].batch(2), Draw(1, 1)
+    loss, _ = train_in_turn(stages, StageData(batch, draw))
+    model.zero_grad()
+    assert torch.equal(loss, ours.run(batch, draw)[0])
+    del stage_of[str(len(file["nodes"]) - 1)]
+    with pytest.raises(ValueError, match=r"node \d+ of GPT2LMHeadModel has no stage"):
+        stage_of_operators(ours, stage_of)

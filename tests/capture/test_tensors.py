@@ -1,0 +1,122 @@
+"""Each stage reads its own tensors, from one file or several, and nothing else."""
+
+import random
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from megatron.capture import tensors
+from megatron.capture.cut import cut
+from megatron.capture.export import capture
+from megatron.capture.fake import fake_parameters, is_fake
+from megatron.capture.sequential import train_in_turn
+from megatron.capture.stage import StageData
+from megatron.capture.tensors import load_stage, tensor_files
+from tests.capture.cuts import contiguous
+from tests.capture.models import gpt2, tokens
+
+BATCH = {"input_ids": tokens(2, 9), "labels": tokens(2, 9)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return gpt2(0.0).train()
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """Of the same model without values."""
+    with fake_parameters():
+        return capture(gpt2(0.0).train(), BATCH)
+
+
+def fresh(graph):
+    return cut(graph, contiguous(graph, 3, random.Random(1)))
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one", "several"])
+def test_stages_load_what_a_model_saved(model, graph, tmp_path, shards):
+    """Tied weights, which a file has once; the loss is that of the model."""
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if shards else "1GB")
+    assert (len(set(tensor_files(tmp_path).values())) > 2) == shards
+    stages = fresh(graph)
+    for stage in stages.values():
+        assert load_stage(stage, tmp_path) == ()
+        assert not any(is_fake(each) for each in stage.parameters())
+    assert torch.equal(train_in_turn(stages, StageData(BATCH))[0], model(**BATCH).loss)
+
+
+def test_a_stage_reads_no_file_of_others(model, graph, tmp_path):
+    """All files may be missing in which a stage has no tensor, and no other tensor is read."""
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    stage = fresh(graph)[1]
+    places = tensor_files(tmp_path)
+    needed = {places[name] for name, _ in stage.named_parameters()}
+    others = set(places.values()) - needed
+    assert others
+    for path in others:
+        path.unlink()
+    read = []
+    original = tensors._read
+    tensors._read = lambda file, path, name, like: read.append(name) or original(file, path, name, like)
+    try:
+        load_stage(stage, tmp_path)
+    finally:
+        tensors._read = original
+    assert sorted(read) == sorted(name for name, _ in stage.named_parameters())
+    assert all(torch.equal(each, model.get_parameter(name)) for name, each in stage.named_parameters())
+    with pytest.raises(ValueError, match="is no safetensors file that can be read"):
+        load_stage(fresh(graph)[0], tmp_path)
+
+
+def test_a_folder_of_the_model_inside(model, graph, tmp_path):
+    """The names of GPT2Model lack the prefix; what it has not is refused, or made."""
+    model.transformer.save_pretrained(tmp_path)
+    for stage in fresh(graph).values():
+        load_stage(stage, tmp_path, base=model.base_model_prefix)
+        assert all(torch.equal(each, model.get_parameter(name)) for name, each in stage.named_parameters())
+    stage = fresh(graph)[0]
+    with pytest.raises(ValueError, match=r"has no tensor for transformer.*; give the folder"):
+        load_stage(stage, tmp_path)
+    made = load_stage(stage, tmp_path, initial=lambda name, shape, dtype: torch.full(shape, 2.0, dtype=dtype))
+    assert sorted(made) == sorted(name for name, _ in stage.named_parameters())
+    assert all((each == 2).all() for each in stage.parameters())
+
+
+@pytest.mark.full
+def test_bf16_from_fp32(model, tmp_path):
+    """Files of another dtype are converted to that of the parameters."""
+    model.save_pretrained(tmp_path)
+    with fake_parameters(torch.bfloat16):
+        graph = capture(gpt2(0.0).train(), BATCH)
+    stage = fresh(graph)[2]
+    load_stage(stage, tmp_path)
+    for name, each in stage.named_parameters():
+        assert each.dtype is torch.bfloat16 and torch.equal(each, model.get_parameter(name).bfloat16())
+
+
+def test_folders_that_cannot_be_read(model, graph, tmp_path):
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+        load_stage(fresh(graph)[0], tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not so")
+    with pytest.raises(ValueError, match=r"is no safetensors file that can be read"):
+        load_stage(fresh(graph)[0], tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has no weight_map"):
+        load_stage(fresh(graph)[0], tmp_path)
+
+
+def test_another_shape_is_refused(graph, tmp_path):
+    config = transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=4, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has shape \(61, 16\), and the model has \(61, 32\)"):
+        load_stage(fresh(graph)[0], tmp_path)
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no tensor for transformer"):
+        load_stage(fresh(graph)[0], tmp_path)
