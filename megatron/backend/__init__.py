@@ -20,10 +20,11 @@ from megatron.backend.device import (
     set_device_rng_state,
     synchronize,
 )
-from megatron.backend.host_memory import keep_freed_memory
+from megatron.backend.host_memory import available_host_bytes, keep_freed_memory
 from megatron.backend.install import install, is_installed
 
 __all__ = [
+    "available_host_bytes",
     "device",
     "device_rng_state",
     "install",

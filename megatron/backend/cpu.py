@@ -8,10 +8,11 @@ thread of its own) and costs a fifth of a small model's step.
 import contextlib
 import functools
 import logging
-import sys
 import warnings
 
 import torch
+
+from megatron.backend.host_optimizers import type_with_cuda_names
 
 _CPU = torch.device("cpu")
 
@@ -56,7 +57,7 @@ def install_stand_ins() -> None:
     _replace_random()
     _replace_autocast()
     # The optimizers choose masters by the *name* of a parameter's type.
-    torch.Tensor.type = _type_with_cuda_names(torch.Tensor.type)
+    torch.Tensor.type = type_with_cuda_names(torch.Tensor.type)
     # Made, though not used, by modules that overlap copies on CUDA.
     torch.cuda.Stream = _Stream
     torch.cuda.Event = _Event
@@ -144,17 +145,6 @@ def _with_cpu_device_type(decorator):
         return decorator(*args, device_type="cpu" if device_type == "cuda" else device_type, **kwargs)
 
     return for_cpu
-
-
-def _type_with_cuda_names(tensor_type):
-    @functools.wraps(tensor_type)
-    def named_type(self, dtype=None, *args, **kwargs):
-        result = tensor_type(self, dtype, *args, **kwargs)
-        if dtype is None and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
-
-    return named_type
 
 
 class _Stream:

@@ -31,8 +31,10 @@ def apply() -> None:
 
 
 def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that torch's Adam, AdamW or SGD would create in its first step, where it is missing."""
-    if isinstance(optimizer, torch.optim.Adam):
+    """Create the state that the optimizer would create in its first step, where it is missing: torch's Adam, AdamW or
+    SGD, or another one with Adam's state.
+    """
+    if has_adams_state(optimizer):
         names = ("exp_avg", "exp_avg_sq")
     elif isinstance(optimizer, torch.optim.SGD):
         names = ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
@@ -41,11 +43,16 @@ def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = optimizer.state[param]
-            if isinstance(optimizer, torch.optim.Adam):
+            if has_adams_state(optimizer):
                 state.setdefault("step", torch.tensor(0.0))
             for name in names:
                 if state.get(name) is None:
                     state[name] = torch.zeros_like(param.data)
+
+
+def has_adams_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps `step`, `exp_avg` and `exp_avg_sq` of each parameter: Adam, and who says so (`adams_state`)."""
+    return isinstance(optimizer, torch.optim.Adam) or getattr(optimizer, "adams_state", False)
 
 
 def _repair_initial_state(optimizer_module) -> None:

@@ -11,7 +11,6 @@ what (`tests/pipeline/runtime/recording`). `streams_of` chooses by data (`SIDES`
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.backend.communicators import nccl_communicator
+from megatron.backend.host_memory import host_mapping
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 
@@ -61,6 +61,9 @@ class Streams(Protocol):
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy from and to while the host goes on."""
 
+    def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The same, zeroed, for what stays: it takes longer to make, and not a byte more than it holds."""
+
     def pin_mapping(self, tensor: Tensor) -> Tensor:
         """Have the same of memory that this process has mapped and others may have, too, until the process ends."""
 
@@ -98,13 +101,11 @@ class CpuStreams:
         pass
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A shared mapping, zeroed: the device is the process's private memory here, and a meter or a limit on that
-        (`ulimit -d`) does not count the host's.
-        """
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+        """A shared mapping, zeroed: the device is the process's private memory here."""
+        return host_mapping(shape, dtype)
+
+    def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return host_mapping(shape, dtype)
 
     def pin_mapping(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -149,20 +150,46 @@ class CudaStreams:
             event.synchronize()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        """From torch's allocator, which keeps what is freed, and rounds up to powers of two.
+
+        Raises ValueError where the system does not let it.
+        """
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            num_bytes = torch.Size(shape).numel() * dtype.itemsize
+            raise ValueError(_not_pinned(num_bytes, "", error)) from error
+
+    def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Raises ValueError where the system does not let it."""
+
+        def pin(tensor: Tensor) -> Callable[[], None]:
+            _register(tensor, "")
+            address = tensor.data_ptr()
+            return lambda: torch.cuda.cudart().cudaHostUnregister(address)
+
+        return host_mapping(shape, dtype, prepare=pin)
 
     def pin_mapping(self, tensor: Tensor) -> Tensor:
         """Raises ValueError where the system does not let it."""
-        result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE)
-        if int(result):
-            raise ValueError(
-                f"{tensor.nbytes / 2**30:.3g} GiB of the host's memory that replicas share cannot be pinned "
-                f"({result}); raise the limit on locked memory (ulimit -l), or give the host more memory"
-            )
+        _register(tensor, " that replicas share")
         return tensor
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         return nccl_communicator(store, rank, size, max_ctas=max_ctas, timeout=timeout)
+
+
+def _register(tensor: Tensor, whose: str) -> None:
+    result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE)
+    if int(result):
+        raise ValueError(_not_pinned(tensor.nbytes, whose, result))
+
+
+def _not_pinned(num_bytes: int, whose: str, why: object) -> str:
+    return (
+        f"{num_bytes / 2**30:.3g} GiB of the host's memory{whose} cannot be pinned ({why}); raise the limit on locked "
+        "memory (ulimit -l), or give the host more memory"
+    )
 
 
 SIDES: dict[str, Callable[[torch.device], Streams]] = {"cpu": CpuStreams, "cuda": CudaStreams}

@@ -98,3 +98,18 @@ def test_an_older_library_takes_less(libraries):
         library = libraries(most)
         assert backend.keep_freed_memory() is is_changed
         assert library.set == is_changed * [(-3, most), (-1, (1 << 31) - 1)]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_containers_limit_counts(version, tmp_path, monkeypatch):
+    """What is left of it, with the files that the kernel can take back; and no limit is none."""
+    there = host_memory.available_host_bytes()
+    limit, current, statistics = (tmp_path / name for name in ("limit", "current", "statistics"))
+    name = host_memory._CGROUP_FILES[version][3]
+    monkeypatch.setattr(host_memory, "_CGROUP_FILES", ((limit, current, statistics, name),))
+    current.write_text("3000000\n")
+    statistics.write_text(f"anon 5\n{name} 1000000\n")
+    limit.write_text("5000000\n")
+    assert host_memory.available_host_bytes() == 3_000_000 < there
+    limit.write_text("max\n")
+    assert host_memory.available_host_bytes() > 3_000_000

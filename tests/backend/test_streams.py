@@ -28,6 +28,8 @@ def test_a_cpu_has_nothing_outstanding():
     assert (buffer.shape, buffer.dtype, buffer.count_nonzero()) == ((2, 3), torch.bfloat16, 0)
     assert buffer.fill_(2.0).sum() == 12 and streams.host_buffer((0, 3), torch.float32).shape == (0, 3)
     assert streams.pin_mapping(buffer) is buffer
+    kept = streams.kept_host_buffer((2, 3), torch.bfloat16)
+    assert (kept.shape, kept.dtype, kept.count_nonzero()) == ((2, 3), torch.bfloat16, 0)
     with pytest.raises(AssertionError, match="gloo"):
         streams.communicator(None, 0, 2, max_ctas=2, timeout=timedelta(seconds=1))
 
@@ -44,6 +46,26 @@ def test_cuda_pins_what_is_mapped():
         register.return_value = 2
         with pytest.raises(ValueError, match=r"0\.000977 GiB of the host's memory.*cannot be pinned \(2\); raise the"):
             streams.pin_mapping(tensor)
+
+
+def test_cuda_pins_what_is_kept_and_lets_it_go():
+    """Exactly its bytes, while somebody has it or a view of it."""
+    with mock.patch.object(torch.cuda, "cudart") as cudart:
+        register, unregister = cudart.return_value.cudaHostRegister, cudart.return_value.cudaHostUnregister
+        register.return_value = 0
+        buffer = CudaStreams(torch.device("cuda", 0)).kept_host_buffer((3, 5), torch.float16)
+        address = buffer.data_ptr()
+        register.assert_called_once_with(address, 30, 1)
+        assert (buffer.shape, buffer.dtype, buffer.count_nonzero()) == ((3, 5), torch.float16, 0)
+        view = buffer[1]
+        del buffer
+        unregister.assert_not_called()
+        del view
+        unregister.assert_called_once_with(address)
+        register.return_value = 2
+        with pytest.raises(ValueError, match=r"cannot be pinned \(2\); raise the"):
+            CudaStreams(torch.device("cuda", 0)).kept_host_buffer((3, 5), torch.float16)
+        unregister.assert_called_once()
 
 
 def test_cuda_events_are_recorded_on_the_current_stream():
@@ -124,3 +146,16 @@ def test_a_milestone_is_reached_once_for_all():
     assert milestone.wait(10) and milestone.is_reached
     thread.join()
     streams.wait.assert_called_once_with("event")
+
+
+def test_memory_that_cannot_be_pinned_is_one_sentence(monkeypatch):
+    """CUDA's error of the host's memory, with how much it was and what to do."""
+
+    def refuse(*args, **options):
+        raise RuntimeError("CUDA error: out of memory")
+
+    streams = object.__new__(CudaStreams)
+    monkeypatch.setattr(torch, "empty", refuse)
+    told = r"^2 GiB of the host's memory cannot be pinned \(CUDA error: out of memory\); raise the limit"
+    with pytest.raises(ValueError, match=told):
+        streams.host_buffer((1 << 29,), torch.float32)
