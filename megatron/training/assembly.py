@@ -15,7 +15,6 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -29,9 +28,11 @@ from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint.ownership import OwnerMark
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
+from megatron.training.host_room import require_room
 from megatron.training.logging import ALLOCATED, LOSS, SAVED_ACTIVATIONS, Reporter
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
 from megatron.training.optimizer_kernel import choose_kernel
+from megatron.training.optimizers import build_optimizer
 from megatron.training.outputs import prepare_outputs
 from megatron.training.placement import this_process
 from megatron.training.throughput import flops_per_sample
@@ -131,19 +132,19 @@ def _build(
 ) -> Run:
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
-    reporter = Reporter(args)
-    datasets = datasets_provider(args, tokenizer)
     schedule = pipeline_schedule(args)
     model_config = config.transformer_config(args)
+    layers = plan.layers_of_stages(model_config)
+    require_room(args, schedule, layers)
+    reporter = Reporter(args)
+    datasets = datasets_provider(args, tokenizer)
     own_stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
     chunks = build_chunks(
-        partial(model_provider, args), model_config, stages=own_stages, layers=plan.layers_of_stages(model_config),
+        partial(model_provider, args), model_config, stages=own_stages, layers=layers,
         on_host=schedule.residency is not None,
     )  # fmt: skip
     chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=schedule.residency is not None)
-    optimizer_config = config.optimizer_config(args)
-    overrides = get_standard_config_overrides(optimizer_config)
-    optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
+    optimizer = build_optimizer(args, chunks, on_host=schedule.residency is not None)
     scheduler = config.param_scheduler(args, optimizer)
     counts = args.moves_activations or args.log_saved_activations
     memory = ActivationMemory(backend.device()) if counts else None
@@ -188,7 +189,7 @@ def _update(
     if schedule.residency is not None:
         return MegatronRelayUpdate(
             chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,
-            **options,
+            gathers=args.l2l_fetch == "shares", **options,
         )  # fmt: skip
     return MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
@@ -263,6 +264,7 @@ def build_engine(
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
         activation_memory=activation_memory,
+        ledger=update.ledger if schedule.residency is not None else None,
     )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def load_checkpoint(
         loaded = state["optimizer"]
         if converts:
             loaded = optimizer_formats.convert_loaded(loaded, optimizer)
-        optimizer_formats.add_step_counters(loaded, optimizer)
+        optimizer_formats.convert_step_counters(loaded, optimizer)
         with torch.no_grad():  # some of megatron.core's formats copy into parameters
             optimizer.load_state_dict(loaded)
         if scheduler is not None:

@@ -15,7 +15,7 @@ import os
 import sys
 
 from megatron.pipeline.check import CheckReport, ProgramError, check_periodic
-from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.schedules import Schedule
 from megatron.placement.bandwidth import saved_activation_bytes
 from megatron.placement.degrees import Degrees
 from megatron.placement.hosts import Process
@@ -110,9 +110,6 @@ def _complete(args: argparse.Namespace) -> list[str]:
             )
         apply_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
-    if PRESETS[args.pipeline_schedule].residency is not None:
-        # Runs of it are on CPUs so far: it is checked as one of those, and priced for the GPU that is named.
-        return [*notes, *resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))]
     machine = Platform(
         is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
     )

@@ -143,6 +143,7 @@ def _times(
         global_batch_size=hosting.num_microbatches * args.micro_batch_size * args.data_parallel_size,
         schedule=args.pipeline_schedule, sequence_parallel=args.sequence_parallel, layers=tuple(layers),
         resident_stages=residency.stages, host_update=residency.update, stash=hosting.stash,
+        gathers_fetch=args.l2l_fetch == "shares",
     )  # fmt: skip
     cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
     costs = FirstPrinciples(plan.architecture(args), cluster, plan.software(args)).costs(configuration, layers)

@@ -9,6 +9,8 @@ import importlib.metadata
 import importlib.util
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy
@@ -139,3 +141,13 @@ def shut_down() -> None:
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def left_in_order() -> Iterator[None]:
+    """Leave the job after the block, however it ends: the threads of gloo's groups end with them. One that is still
+    there while the interpreter ends may abort the process (pytorch/pytorch#190489), and its exit status is lost."""
+    try:
+        yield
+    finally:
+        shut_down()

@@ -39,7 +39,7 @@ CHOSEN = frozenset({
     "rank_mapping", "rank_topology", "use_distributed_optimizer", "overlap_param_gather", "pipeline_schedule",
     "use_mp_args_from_checkpoint_args",
     "pipeline_extra_warmup", "pipeline_recompute", "balance_activations", "pipeline_2bw_single_gradient_buffer",
-    "l2l_update", "l2l_resident_stages", "l2l_stash",
+    "l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch",
     *_PREDICTIONS,
 })  # fmt: skip
 """Destinations of flags that a configuration decides, or that only fit one."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron import backend
+from megatron.pipeline.runtime.relay_ledger import DEVICE_PEAK, HOST_PEAK
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.by_products import ByProduct
 from megatron.training.metrics import MetricsFile
@@ -205,8 +206,9 @@ class Reporter:
             named["iteration-time"] = progress.seconds
         if args.log_memory_to_tensorboard:
             named["mem-max-allocated-bytes"] = values["peak_memory_bytes"]
-            if SAVED_ACTIVATIONS in values:
-                named["saved-activation-bytes-max"] = max(values[SAVED_ACTIVATIONS])
+            for name in (SAVED_ACTIVATIONS, DEVICE_PEAK, HOST_PEAK):
+                if name in values:
+                    named[f"{name.replace('_', '-')}-max"] = max(values[name])
         if args.log_world_size_to_tensorboard:
             named["world-size"] = args.world_size
         if self._flops is not None:

@@ -150,7 +150,7 @@ def build_chunks(
         model.to(backend.device())
         chunks.append(Float16Module(own, model) if own.fp16 or own.bf16 else model)
         if on_host:
-            to_host_memory(chunks[-1], device=backend.device())
+            to_host_memory(chunks[-1])
     copy_tied_embeddings(chunks)
     return chunks
 

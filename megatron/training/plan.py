@@ -69,7 +69,7 @@ def training_state(args: argparse.Namespace) -> TrainingState:
     return TrainingState(
         weight_bytes=weight,
         gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else weight,
-        num_moments=2 if args.optimizer == "adam" else int(args.sgd_momentum > 0),
+        num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
         distributed_optimizer=args.use_distributed_optimizer,
         data=args.data_parallel_size,
     )

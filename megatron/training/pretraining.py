@@ -50,7 +50,8 @@ def pretrain(
     outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     host = this_process().host
-    with failure.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all):
+    guard = failure.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all)
+    with initialize.left_in_order(), guard:
         try:
             initialize.set_up(args)
             run = assemble(args, model_provider=model_provider, forward_step=forward_step,
@@ -68,7 +69,6 @@ def pretrain(
                 outcome = same
     if outcome is not None:
         raise outcome
-    initialize.shut_down()
 
 
 def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:

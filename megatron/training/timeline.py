@@ -45,6 +45,11 @@ def measured_costs(measured: Timeline) -> Costs:
         reduce_grad=mean(Kind.REDUCE_GRAD),
         reduce_embed=least(Kind.REDUCE_EMBED),
         reduce_norm=least(Kind.REDUCE_NORM),
+        fetch=mean(Kind.FETCH),
+        store=mean(Kind.STORE_GRAD),
+        update=mean(Kind.UPDATE),
+        offload=mean(Kind.OFFLOAD),
+        reload=mean(Kind.RELOAD),
     )
 
 
@@ -95,4 +100,5 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
         time_label="time [ms]",
         time_scale=1000,
         lanes=True,
+        saved_microbatches=engine.schedule.residency is not None,
     )

@@ -56,8 +56,8 @@ def train_case(
     base: str = BASE,
 ) -> dict:
     """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
-    each batch's gradients, by stage what was saved: microbatches at most, and the bytes in which one moved; and the
-    shared files that the run has mapped, with their bytes.
+    each batch's gradients, by stage what was saved: microbatches at most, and the bytes in which one moved; the
+    shared files that the run has mapped, with their bytes; and the bytes that it has fetched from the host.
 
     `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank gets the wish to stop.
     `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
@@ -108,6 +108,7 @@ def train_case(
             "moved_bytes": {stage.index: _moved_bytes(stage) for stage in run.stages},
             "resources": resources,
             "mappings": {file: size for file, size in shared_files().items() if file not in mapped},
+            "fetched_bytes": run.update.resident.num_bytes_fetched if isinstance(run.update, RelayUpdate) else 0,
             "generator": torch.get_rng_state(),
         }
     finally:

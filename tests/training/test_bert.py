@@ -40,7 +40,7 @@ def bert_alone(schedule: str = "flush") -> list[dict]:
 @pytest.mark.parametrize(
     "stages, schedule",
     [
-        (4, "2bw"),
+        pytest.param(4, "2bw", marks=pytest.mark.full),  # test_a_resumed_run_goes_on has it, too
         (4, "bpipe"),
         (2, "interleaved --num-virtual-stages-per-pipeline-rank 2"),
         pytest.param(2, "flush", marks=pytest.mark.full),

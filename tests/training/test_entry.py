@@ -46,6 +46,19 @@ def test_missing_data_is_one_sentence():
     assert "Traceback" not in done.stderr
 
 
+def test_no_group_outlives_the_program(tmp_path):
+    """Threads of a process group abort the interpreter's end now and then, and status 2 becomes 134."""
+    told = "atexit.register(lambda: print('groups:', torch.distributed.is_initialized()))"
+    code = f"import atexit, runpy, sys, torch; {told}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"import sys; sys.argv.pop(0); {code}"
+    wrong = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "none")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, PROGRAM, *words(), *wrong], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(PROGRAM).parent)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "groups: False\n"), done.stderr
+
+
 def verdicts(*problems: str | None, absent: int = 0) -> list[Exception | None]:
     """What `agree_to_start` says on each rank; `absent` more ranks never come."""
     from torch.distributed import HashStore

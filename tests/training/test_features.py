@@ -37,7 +37,7 @@ FEATURES = {
 }  # fmt: skip
 
 
-QUICK = ("llama", "bf16", "fp16 dynamic", "recompute in the program", "masks", "loading workers")
+QUICK = ("llama", "bf16", "fp16 dynamic", "recompute in the program", "masks")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ def require(flags: str, max_connections: str | None, *, world_size: int = 16, im
         ("--pipeline-schedule 2bw", "1", "the job may hang; export 32 .Megatron's scripts set 1"),
         (f"--pipeline-schedule 2bw {FOUR}", "many", "is 'many', not a whole number from 1 to 32; export 32"),
         (f"--pipeline-schedule 2bw {FOUR}", "33", "is '33', not a whole number"),
+        ("--pipeline-schedule l2l", "1", "is 1, but --pipeline-schedule l2l copies weights and gradients.*; export 32"),
+        ("--pipeline-schedule l2l", "31", "is 31, but --pipeline-schedule l2l copies"),
+        ("--pipeline-schedule l2l", None, "is 8, but --pipeline-schedule l2l copies"),
     ],
 )
 def test_too_few_queues_are_refused(flags, value, message):
@@ -62,6 +65,7 @@ def test_too_few_queues_are_refused(flags, value, message):
         ("--num-virtual-stages-per-pipeline-rank 2 --num-layers 8 --pipeline-model-parallel-size 4", "1"),
         ("--pipeline-schedule bpipe --num-layers 8 --pipeline-model-parallel-size 8", "11"),
         ("--pipeline-schedule bpipe --num-layers 2 --pipeline-model-parallel-size 2", "1"),  # nothing to move
+        ("--pipeline-schedule l2l", "32"),
         ("--pipeline-schedule 2bw", "2"),  # replicas alone wait for nobody in their computations
     ],
 )

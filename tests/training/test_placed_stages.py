@@ -70,10 +70,10 @@ BIT_EQUAL_MATRIX = {
 CLOSE = {
     "one stage a rank, reversed": (4, CLIPPED, REVERSED),
     "v, d=2 distributed optimizer": (4, CLIPPED, f"{V} {SHARDED}"),
-    "v, t=2": (4, f"{CLIPPED} {UNDROPPED}", f"{V} {TENSOR}"),
     "2bw, v": (2, f"{CLIPPED} {TWO_BW}", TWO_BW_V),
 }
 CLOSE_MATRIX = {
+    "v, t=2": (4, f"{CLIPPED} {UNDROPPED}", f"{V} {TENSOR}"),
     "v": (2, CLIPPED, V),
     "v, d=2": (4, CLIPPED, V),
     "v, t=2 d=2": (8, f"{CLIPPED} {UNDROPPED}", f"{V} {TENSOR} {SHARDED}"),

@@ -25,6 +25,7 @@ V1, V2 = (f"--num-virtual-stages-per-pipeline-rank {v}" for v in (1, 2))
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
 LAYOUT = "--pipeline-model-parallel-layout"
 ON_HOST = "--l2l-stash host"
+SHARES = "--l2l-fetch shares"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --loss-scale-window 3"
 
 
@@ -46,7 +47,9 @@ BIT_EQUAL = {
     "a layer a stage, eager": (EXACT, 1, L2L),
     "a layer a stage, clipped": (CLIPPED, 1, f"{L2L} --l2l-update deferred"),
     "bf16, replicas": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2}"),
+    "bf16, replicas that gather": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2} {SHARES}"),
     "inputs on the host, bf16": (f"{CLIPPED} --bf16", 1, f"{L2L} {ON_HOST}"),
+    "tensor ranks": (f"{CLIPPED} {TENSOR}", 2, L2L),
 }
 BIT_EQUAL_MATRIX = {
     "replicas": (CLIPPED, 2, L2L),
@@ -71,11 +74,11 @@ BIT_EQUAL_MATRIX = {
     "inputs on the host, tensor ranks": (f"{CLIPPED} {TENSOR}", 2, f"{L2L} {ON_HOST}"),
     "recompute within": (f"{CLIPPED} --recompute-activations", 1, f"{L2L} {V2}"),
     "masks": (f"{CLIPPED} --reset-attention-mask --reset-position-ids --eod-mask-loss", 1, L2L),
-    "tensor ranks": (f"{CLIPPED} {TENSOR}", 2, L2L),
     "replicas, momentum": (f"{CLIPPED} --optimizer sgd", 2, L2L),
     "replicas, fused kernel": (f"{EXACT} --bf16 --optimizer-kernel fused", 2, L2L),
     "replicas, overflows": (f"{UNTIED} {FP16} --train-iters 10", 2, L2L),
     "tensor ranks and replicas": (f"{CLIPPED} --bf16 {TENSOR}", 4, L2L),
+    "tensor ranks and replicas that gather": (f"{CLIPPED} --bf16 {TENSOR}", 4, f"{L2L} {SHARES}"),
 }
 
 
@@ -95,7 +98,11 @@ def test_the_relay_is_flush(model, num_ranks, relay):
         first, second = ({file: size for file, size in each["mappings"].items() if "memfd:replicas" in file}
                          for each in found)  # fmt: skip
         num_parameters = sum(each.numel() for each in joined_weights(found).values())
-        assert first == second and sum(first.values()) >= num_parameters * (18 if "16" in model else 16)
+        assert first == second and sum(first.values()) >= num_parameters * (18 if "bf16" in model else 16)
+    if V2 in relay and num_ranks == 2:  # each of two stages once in each of six batches
+        share = 0.5 if SHARES in relay else 1.0
+        for each in found:
+            assert each["fetched_bytes"] == pytest.approx(6 * 2 * num_parameters * share, rel=0.05)
 
 
 # name: (flags of both, number of ranks, their flags)
@@ -146,6 +153,19 @@ def test_tied_embeddings_get_the_sum_of_both_gradients(num_ranks, layout):
     assert torch.equal(found_weights.pop("output_layer.weight"), found_weights["embedding.word_embeddings.weight"])
     for name, tensor in weights.items():
         torch.testing.assert_close(found_weights[name], tensor, rtol=0, atol=1e-5)
+
+
+@FULL
+def test_tied_embeddings_in_16_bits_are_added_up_in_fp32():
+    """As wherever the ends are stages of their own: bit-equal to two ranks of flush. On one, where one weight has both
+    uses, autograd adds up its 16-bit gradients.
+    """
+    model = "--clip-grad 0 --bf16"
+    alone, apart = train(1, f"{model} {FLUSH} {P1}"), train(2, f"{model} {FLUSH} {P2}")
+    found = train(1, f"{model} {L2L} {P1}")
+    losses = [[each["lm_loss"] for each in reports(results)] for results in (alone, apart, found)]
+    assert losses[2] == losses[1] != losses[0]
+    assert losses[2] == pytest.approx(losses[0], rel=5e-3)
 
 
 def test_an_overflow_leaves_the_batch_out():

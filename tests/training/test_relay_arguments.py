@@ -61,6 +61,8 @@ def test_a_layer_is_a_stage_unless_the_flags_say_otherwise(flags, world_size, ra
         ),
         ("--l2l-update eager", "is about weights on the host, and --pipeline-schedule flush has them on the device"),
         ("--l2l-resident-stages 2", "--l2l-resident-stages 2 is about weights on the host"),
+        (f"{L2L} --l2l-fetch shares", "gathers a stage's weights from replicas on the node, and there is one replica"),
+        ("--l2l-fetch whole", "--l2l-fetch whole is about weights on the host"),
         ("--l2l-stash host", "--l2l-stash host is about weights on the host, and --pipeline-schedule flush has them"),
     ],
 )
@@ -71,7 +73,10 @@ def test_what_does_not_go_together_is_one_sentence(flags, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_gpus_are_refused():
-    """Chunks are built on the device there."""
-    with pytest.raises(ValueError, match=r"trains GPT and BERT on CPUs only so far.*use another schedule"):
-        platform.resolve_platform(arguments(L2L), GPU)
+def test_on_a_gpu_the_host_steps():
+    """With a kernel of torch's, and nothing adds to gradients beside what carries them to the host."""
+    args = arguments(f"{L2L} --optimizer-kernel fused")
+    args.gradient_accumulation_fusion = True  # as it is before a CPU is seen
+    notes = platform.resolve_platform(args, GPU)
+    assert not args.gradient_accumulation_fusion
+    assert "gradient_accumulation_fusion is off: l2l carries gradients to the host stage by stage" in notes

@@ -7,6 +7,7 @@ backend.install()
 import json
 
 from megatron.pipeline.costs import Costs
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
@@ -49,6 +50,23 @@ def test_plan_and_measurement_agree_on_predictions():
     timeline = simulate(schedule.build((3, 3, 3, 3), first_batch=4, first_microbatch=12), costs)
     found = measured_costs(timeline)
     assert (list(found.predict), list(found.hold), list(found.step)) == ([0.5, 0.75], [0.125, 0.0625], [0.25, 0.25])
+    plan = planned_timeline(schedule, timeline, range(5, 7), [4, 8])
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
+def test_plan_and_measurement_agree_on_the_lanes():
+    """What weights, gradients, inputs and updates took on their way is in the plan of a relay, stage by stage."""
+    schedule = Schedule.preset("l2l", num_stages=4, num_virtual_stages=4, residency=Residency(2, "deferred", "host"))
+    costs = Costs(fetch=[1.0, 2.0, 1.5, 1.0], store=[2.5, 0.5, 1.0, 1.5], update=[3.0, 1.0, 2.0, 5.0], offload=0.25,
+                  reload=0.5)  # fmt: skip
+    timeline = simulate(schedule.build((3, 3, 3, 3), first_batch=4, first_microbatch=12), costs)
+    found = measured_costs(timeline)
+    assert [list(each) for each in (found.fetch, found.store, found.update)] == [
+        list(each) for each in (costs.fetch, costs.store, costs.update)
+    ]
+    assert (max(found.offload), max(found.reload)) == (0.25, 0.5)
     plan = planned_timeline(schedule, timeline, range(5, 7), [4, 8])
     shown = timeline.of_batches(5, 2)
     assert plan.rows == shown.rows

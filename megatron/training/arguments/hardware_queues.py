@@ -4,6 +4,7 @@ Problem: Megatron's scripts export 1. Where reductions or moves of activations r
 share a hardware queue block one another, and the job may hang (see `megatron.pipeline.check.hardware_queues`).
 
 Solution: 1 is refused for such a schedule, and so is any number below that of a rank's streams where the job may hang.
+Where weights come and go it has to be CUDA's most.
 Which schedules these are is read off the program. Pure: the environment is handed in.
 """
 
@@ -42,18 +43,31 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
     }
     if args.pipeline_model_parallel_size * degrees["tensor"] * degrees["data"] == 1:
         return
-    program = _smallest_program(pipeline_schedule(args), args)
+    num_queues = _number(environment[VARIABLE]) if VARIABLE in environment else _DEFAULT
     implicit_order = environment.get(IMPLICIT_ORDER, "0")
+    in_one_order = (
+        f"{IMPLICIT_ORDER} is {implicit_order}, so that NCCL orders all communication as it is launched, but ranks "
+        "of this job launch it in different orders and may hang; unset it"
+    )
+    schedule = pipeline_schedule(args)
+    if schedule.residency is not None:
+        # Nothing proves which queues copies between device and host may share with reductions and transfers.
+        if implicit_order != "0":
+            raise ValueError(in_one_order)
+        if num_queues < MOST:
+            raise ValueError(
+                f"{VARIABLE} is {num_queues}, but --pipeline-schedule {args.pipeline_schedule} copies weights and "
+                "gradients beside computations, and streams that share a hardware queue block each other; export "
+                f"{MOST} ({_LOSS})"
+            )
+        return
+    program = _smallest_program(schedule, args)
     if implicit_order != "0" and (program.num_ranks > 1 or may_deadlock(program, **degrees)):
-        raise ValueError(
-            f"{IMPLICIT_ORDER} is {implicit_order}, so that NCCL orders all communication as it is launched, but ranks "
-            "of this job launch it in different orders and may hang; unset it"
-        )
+        raise ValueError(in_one_order)
     if not launches_beside(program):
         return
     beside = "moves of activations" if any(program.num_evictions) else "reductions"
     why = f"--pipeline-schedule {args.pipeline_schedule} runs {beside} beside computations"
-    num_queues = _number(environment[VARIABLE]) if VARIABLE in environment else _DEFAULT
     needed = max(num_streams(program, **degrees))
     if num_queues == 1:
         raise ValueError(

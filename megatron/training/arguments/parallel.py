@@ -85,6 +85,15 @@ PIPELINE = Group(
             choices=(DEVICE, HOST),
         ),
         option(
+            "--l2l-fetch",
+            str,
+            "whole",
+            "With l2l and replicas on a node, which share the host's store: what each copies to its device. whole: the "
+            "weights of a stage. shares: its part of them, and the devices gather the whole from one another, which is "
+            "for GPUs with NVLink or with one way to the host.",
+            choices=("whole", "shares"),
+        ),
+        option(
             "--pipeline-timeline",
             str,
             None,

@@ -60,12 +60,8 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         raise ValueError("--profile marks ranges for nsys, which needs CUDA; add --use-pytorch-profiler")
     if args.distributed_backend == "nccl" and not platform.is_cuda:
         raise ValueError("--distributed-backend nccl needs CUDA; use gloo or leave the flag out")
-    if PRESETS[args.pipeline_schedule].residency is not None and platform.is_cuda:
-        raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} trains GPT and BERT on CPUs only so far: on a GPU their "
-            "models are built on the device, and not on the host; use another schedule"
-        )
-    if args.optimizer_kernel == "fused" and platform.is_cuda:
+    is_stepped_on_host = PRESETS[args.pipeline_schedule].residency is not None
+    if args.optimizer_kernel == "fused" and platform.is_cuda and not is_stepped_on_host:
         raise ValueError(
             "--optimizer-kernel fused is for steps on a CPU; on a GPU Apex's and Transformer Engine's are fused "
             "where they are installed; leave the flag out"
@@ -84,6 +80,11 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         not (uses_engine and platform.engine_keeps_main_grad and _keeps_several_gradient_buffers(args)),
         f"with the gradient buffers of {args.pipeline_schedule} it needs Transformer Engine "
         f"{_LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer of its forward's time",
+    )
+    turn_off(
+        "gradient_accumulation_fusion",
+        not is_stepped_on_host,
+        f"{args.pipeline_schedule} carries gradients to the host stage by stage",
     )
     turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("masked_softmax_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")

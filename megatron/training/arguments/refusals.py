@@ -6,7 +6,11 @@ _EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
 _CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
-_OFFLOAD = "moving state to host memory is not supported; use --use-distributed-optimizer or recomputation."
+_OFFLOAD = "a part of the state is not moved to host memory; all of it is with --pipeline-schedule l2l, so use that."
+_SKIPS = (
+    "layers are not left out of single batches: what a batch runs is proved before the run, and a batch with other "
+    "stages is another program; leave the flag out."
+)
 _PRECISION = "the precision-aware optimizer is not supported; leave the flag out (FP32 masters)."
 _GRAPH = "CUDA graphs cannot follow the switch between weight versions; leave the flag out."
 _NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, the program places all transfers."
@@ -76,6 +80,7 @@ GROUP = Group(
         *_list(_CONTEXT, "--cp-comm-type", takes="+"),
         *_list(_FSDP, "--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
         *_list(_OFFLOAD, "--optimizer-cpu-offload", "--fine-grained-activation-offloading"),
+        refused("--l2l-skip-layers", _SKIPS, takes=None),
         refused("--optimizer-offload-fraction", _OFFLOAD, takes=None, kind=number, neutral=(0.0,)),
         refused("--cpu-offloading-num-layers", _OFFLOAD, takes=None, kind=integer, neutral=(0,)),
         *_list(_PRECISION, "--use-precision-aware-optimizer"),

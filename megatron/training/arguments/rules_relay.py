@@ -20,7 +20,7 @@ def relay(args: argparse.Namespace) -> None:
     """What the relay cannot do together, and its flags without it."""
     schedule = f"--pipeline-schedule {args.pipeline_schedule}"
     if PRESETS[args.pipeline_schedule].residency is None:
-        for name in ("l2l_update", "l2l_resident_stages", "l2l_stash"):
+        for name in ("l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch"):
             if name in args.given:
                 raise ValueError(
                     f"--{name.replace('_', '-')} {getattr(args, name)} is about weights on the host, and "
@@ -31,6 +31,11 @@ def relay(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--l2l-update eager updates a stage before all gradients are known, and {decides} depends on them all; "
             "use deferred, or leave out the latter (--clip-grad 0, --bf16)"
+        )
+    if args.l2l_fetch == "shares" and args.data_parallel_size == 1:
+        raise ValueError(
+            "--l2l-fetch shares gathers a stage's weights from replicas on the node, and there is one replica; leave "
+            "it out"
         )
     for name, (is_asked, reason) in {
         "--use-distributed-optimizer": (

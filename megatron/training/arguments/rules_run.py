@@ -6,6 +6,7 @@ import re
 from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
 from megatron.pipeline.weights import TWO_BW, WeightPolicy
 from megatron.planner.devices import device_gib
+from megatron.training.arguments.rules_optimizer import whole_tensors
 from megatron.training.arguments.rules_relay import relay, residency_of
 from megatron.training.batch_sizes import BatchSizes, parse_steps
 
@@ -220,6 +221,7 @@ def optimizer(args: argparse.Namespace) -> None:
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer")
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         raise ValueError("--overlap-param-gather needs --overlap-grad-reduce")
+    whole_tensors(args)
 
 
 def learning_rate(args: argparse.Namespace) -> None:

@@ -88,7 +88,13 @@ REGULARIZATION = Group(
     "optimizer",
     "Optimizer and regularization.",
     (
-        option("--optimizer", str, "adam", "Optimizer.", choices=("adam", "sgd")),
+        option(
+            "--optimizer",
+            str,
+            "adam",
+            "Optimizer. lamb: LAMB with --adam-beta1, --adam-beta2 and --adam-eps, without tensor parallelism.",
+            choices=("adam", "sgd", "lamb"),
+        ),
         option(
             "--optimizer-kernel",
             str,
@@ -108,9 +114,9 @@ REGULARIZATION = Group(
             choices=("constant", "linear", "cosine"),
         ),
         option("--clip-grad", number, 1.0, "Clip gradients to this global norm; 0: off."),
-        option("--adam-beta1", number, 0.9, "Adam's first coefficient."),
-        option("--adam-beta2", number, 0.999, "Adam's second coefficient."),
-        option("--adam-eps", number, 1e-8, "Adam's epsilon."),
+        option("--adam-beta1", number, 0.9, "First coefficient of Adam and LAMB."),
+        option("--adam-beta2", number, 0.999, "Second coefficient of Adam and LAMB."),
+        option("--adam-eps", number, 1e-8, "Epsilon of Adam and LAMB."),
         option("--sgd-momentum", number, 0.9, "Momentum of SGD."),
     ),
 )

@@ -4,7 +4,7 @@ Problem: megatron.core's two kinds of optimizer hold the same numbers under diff
 ('optimizer.state.exp_avg.<parameter>'), but FP32 masters are 'param' in the distributed optimizer, 'fp32_param' in the
 mixed-precision one, and the model's own tensors in the FP32 one; step counter and groups lie at different places.
 
-The step counter of torch's Adam is left out where it is 0, and then the load fails for want of it.
+The step counter of Adam and its kind is left out where it is 0, and then the load fails for want of it.
 
 Solution: ask for each master under the name that the checkpoint has, and rearrange the small common part afterwards.
 """
@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron.backend.fixes import has_adams_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
@@ -86,14 +87,23 @@ def convert_loaded(loaded: dict, optimizer: MegatronOptimizer) -> dict:
     return _to_distributed(loaded, optimizer) if is_distributed(optimizer) else _to_plain(loaded)
 
 
-def add_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
-    """Put the counter 0 into a loaded state of torch's Adam that was saved before its first update."""
+def convert_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
+    """Put the counter of a loaded state where the optimizer looks for it, 0 where it was saved before its first update:
+    torch's Adam and its kind have it beside the moments, Apex's and Transformer Engine's in their groups.
+    """
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [loaded] if len(chain) == 1 else [loaded[index] for index in range(len(chain))]
     for inner, state in zip(chain, states, strict=True):
         plain = state.get("optimizer", state)
-        if isinstance(inner.optimizer, torch.optim.Adam) and plain.get("state"):
-            plain["state"].setdefault("common_step", torch.tensor(0.0))
+        if not plain.get("state"):
+            continue
+        counts = [count for group in plain["param_groups"] if (count := group.pop("step", None)) is not None]
+        if has_adams_state(inner.optimizer):
+            plain["state"].setdefault("common_step", torch.tensor(float(counts[0] if counts else 0)))
+        elif type(inner.optimizer).__name__ == "FusedAdam":
+            count = plain["state"].pop("common_step", counts[0] if counts else 0)
+            for group in plain["param_groups"]:
+                group["step"] = int(count)
 
 
 def _to_distributed(loaded: dict, optimizer: MegatronOptimizer) -> dict:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from megatron import backend
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.weights import WeightPolicy
@@ -30,6 +29,7 @@ from megatron.training.data import FieldsProvider, MicrobatchIterator, gpt_field
 from megatron.training.logging import LOSS
 from megatron.training.models import build_chunks, num_parameters, wrap_for_training
 from megatron.training.optimizer_kernel import choose_kernel
+from megatron.training.optimizers import build_optimizer
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
 _NUM_STAGES = 3
@@ -83,9 +83,7 @@ def build_place(args: argparse.Namespace, program: Program, place: Place, weight
 
     chunks = build_chunks(provider_of, config.transformer_config(args))
     chunks = wrap_for_training(chunks, config.ddp_config(args))
-    optimizer_config = config.optimizer_config(args)
-    overrides = get_standard_config_overrides(optimizer_config)
-    optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
+    optimizer = build_optimizer(args, chunks)
     choose_kernel(optimizer, args.optimizer_kernel)
     update = MegatronWeightUpdate(
         chunks, optimizer, config.param_scheduler(args, optimizer), weights=weights, num_stages=num_stages,
