@@ -10,6 +10,8 @@ counts what they hold. A rank in the middle of a pipeline with replicas has, for
     link    F 0-1, B 1-0, F 1-2, B 2-1
     move    pair 1-2
     chain   data, world
+
+and, where weights come from the host in shares, `fetch` with the replicas on its node.
 """
 
 from collections.abc import Sequence
@@ -18,8 +20,9 @@ from itertools import pairwise
 
 from megatron.pipeline.moves import partner_of_rank
 
-COMMUNICATOR_CTAS = {"link": 2, "move": 4, "chain": 8}
-"""use -> CTAs at most. A link carries one activation at a time; a move many times that; a chain the gradients."""
+COMMUNICATOR_CTAS = {"link": 2, "move": 4, "chain": 8, "fetch": 8}
+"""use -> CTAs at most. A link carries one activation at a time; a move many times that; a chain the gradients, a fetch
+the weights of a stage."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ PerStage = float | Sequence[float]  # one number for all, or one for each stage 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds, bytes and bytes per second; a number for all stages, or a sequence with one for each. The edge e lies
-        between stages e and e+1.
+    """Seconds, bytes and bytes per second; a number for all stages, or a sequence with one for each. Edges are those of
+        the program, ascending; of a chain, edge e lies between stages e and e+1.
 
     Attributes:
         forward, backward: of one microbatch through one stage. The paper's figures take a backward for twice a
@@ -111,9 +111,8 @@ class Costs:
             Kind.REDUCE_PARTIAL_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
         }
 
-    def edges(self, num_stages: int) -> tuple[list[float], list[float], list[float]]:
+    def edges(self, num_edges: int) -> tuple[list[float], list[float], list[float]]:
         """Per edge: seconds that an activation occupies it, that a gradient does, and latency. Raises as `seconds`."""
-        num_edges = num_stages - 1
         bandwidth = self.bandwidth if isinstance(self.bandwidth, Sequence) else [self.bandwidth] * num_edges
         if len(bandwidth) != num_edges or not all(value > 0 for value in bandwidth):
             raise ValueError(

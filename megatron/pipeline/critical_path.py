@@ -9,7 +9,7 @@ ranks no more often than it has to.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron.pipeline.costs import Costs
@@ -18,6 +18,7 @@ from megatron.pipeline.instruction import (
     BUSY,
     HOST_WORDS,
     MOVES,
+    RECEIVES,
     REDUCTIONS,
     SEND_OF,
     SENDS,
@@ -33,6 +34,7 @@ from megatron.pipeline.residency import awaited_in_lanes
 from megatron.pipeline.timeline import Span, Timeline
 
 _TOLERANCE = 1e-9  # of the makespan
+_Channel = tuple[Kind, int, int]  # the kind that sends, the sending stage, the receiving stage
 
 
 def critical_path(timeline: Timeline, costs: Costs, *, synchronous_moves: bool = False) -> tuple[Span, ...]:
@@ -86,10 +88,12 @@ class _Waits:
     def __init__(self, timeline: Timeline, costs: Costs, *, synchronous_moves: bool) -> None:
         self.timeline, self.overlap, self.synchronous_moves = timeline, costs.overlap, synchronous_moves
         self.rows, self.starts, self.ends = timeline.rows, timeline.starts, timeline.ends
-        forward, backward, self.latency = costs.edges(timeline.num_stages)
+        self.graph = timeline.graph
+        forward, backward, self.latency = costs.edges(len(timeline.graph.edges))
         self.occupation = {Tensor.ACTIVATION: forward, Tensor.GRADIENT: backward}
         self.place: dict[tuple[Kind, int, int], tuple[int, int]] = {}  # of what has a microbatch: rank, position
-        self.sent: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # microbatches in the order of their channel
+        self.ends_of: dict[tuple[Kind, int, int, int], tuple[int, int]] = {}  # the same of transfers, by their peer
+        self.sent: dict[_Channel, list[int]] = defaultdict(list)  # microbatches in the order of their channel
         self.members: dict[tuple[Kind, int | None], list[tuple[int, int]]] = defaultdict(list)
         self.reductions: dict[tuple[int, bool], list[int]] = defaultdict(list)  # of a rank, after their STEP or not
         self.reductions_to: dict[tuple[int, int | None], list[int]] = defaultdict(list)  # of a rank, a version
@@ -110,7 +114,7 @@ class _Waits:
             for channel, microbatches in self.sent.items()
             for number, microbatch in enumerate(microbatches)
         }
-        self.transfer_starts: dict[tuple[Kind, int], list[float]] = {}
+        self.transfer_starts: dict[_Channel, list[float]] = {}
 
     def _read(self, rank: int) -> None:
         stepped, moves, row = set(), [], self.rows[rank]
@@ -127,13 +131,18 @@ class _Waits:
             elif kind in HOST_WORDS:
                 before_in_lane[position] = last_of_lane.get(kind.row.lane, -1)
                 last_of_lane[kind.row.lane] = position
+            elif kind in SENDS or kind in RECEIVES:
+                peer = self.graph.peer_of(each)
+                self.ends_of[kind, each.stage, peer, each.microbatch] = rank, position
+                if kind in SENDS:
+                    self.sent[kind, each.stage, peer].append(each.microbatch)
             else:
                 self.place[kind, each.stage, each.microbatch] = rank, position
                 if kind in MOVES:
                     moves.append(position)
-                channel = (kind if kind in SENDS else None) if self.sends else SEND_OF.get(kind.row.makes)
-                if channel is not None:
-                    self.sent[channel, each.stage].append(each.microbatch)
+                if kind.row.makes and not self.sends:
+                    for peer in self.graph.takers(kind.row.makes, each.stage):
+                        self.sent[SEND_OF[kind.row.makes], each.stage, peer].append(each.microbatch)
         self.moves.append(moves)
         self.awaited.append(awaited_moves(row, synchronous=self.synchronous_moves) if moves else {})
         self.before_in_lane.append(before_in_lane)
@@ -167,8 +176,8 @@ class _Waits:
         if instruction.kind in AWAITS_REDUCTIONS:
             yield from self._reductions_of(rank, position, instruction.version)
         needs = instruction.kind.row.needs
-        if needs is not None and 0 <= instruction.stage - needs.value < self.timeline.num_stages:
-            yield self._arrived(SEND_OF[needs], instruction.stage - needs.value, instruction.microbatch)
+        for maker in self.graph.makers(needs, instruction.stage) if needs else ():
+            yield self._arrived((SEND_OF[needs], maker, instruction.stage), instruction.microbatch)
         if position in self.awaited[rank]:
             yield self._moved(rank, self.awaited[rank][position] - 1)
         yield from self._awaited_in_lanes(rank, position)
@@ -182,7 +191,8 @@ class _Waits:
                 yield computed if self.overlap or self.sends else self._held(computed)
                 return
             if instruction.kind in SENDS and not self.overlap:
-                held = self._occupation(instruction.kind, instruction.stage)
+                channel = instruction.kind, instruction.stage, self.graph.peer_of(instruction)
+                held = self._occupation(channel)
                 posted = max((each.end for each in self._before(rank, earlier)), default=0.0)
                 yield _Cause(
                     posted, posted + held, rank, instruction, lambda place=earlier: self._before(rank, place)
@@ -191,63 +201,72 @@ class _Waits:
 
     def _held(self, computed: _Cause) -> _Cause:
         """Of a program without transfers: the computation, and the sending of what it made."""
-        made = computed.instruction
-        send = SEND_OF.get(made.kind.row.makes)
-        held = self._occupation(send, made.stage) if send else 0.0
-        if not held:
-            return computed
-        sending = Instruction(send, made.stage, made.microbatch)
-        return _Cause(computed.end, computed.end + held, computed.rank, sending, lambda: [computed])
+        made, tensor = computed.instruction, computed.instruction.kind.row.makes
+        cause = computed
+        for peer in self.graph.takers(tensor, made.stage) if tensor else ():
+            held = self._occupation((SEND_OF[tensor], made.stage, peer))
+            if held:
+                sending = Instruction(SEND_OF[tensor], made.stage, made.microbatch)
+                cause = _Cause(cause.end, cause.end + held, cause.rank, sending, lambda before=cause: [before])
+        return cause
 
     # --- transfers
 
-    def _occupation(self, send: Kind, stage: int) -> float:
-        """Seconds for which a transfer from a stage holds its channel; none within a rank."""
-        edge, ranks = _edge(send, stage), self.timeline.rank_of_stage
-        crosses = 0 <= edge < len(ranks) - 1 and ranks[edge] != ranks[edge + 1]
-        return self.occupation[send.row.sends][edge] if crosses else 0.0
+    def _occupation(self, channel: _Channel) -> float:
+        """Seconds for which a transfer holds its channel; none within a rank."""
+        send, source, target = channel
+        if not self._crosses(channel):
+            return 0.0
+        return self.occupation[send.row.sends][self.graph.edge_between(source, target)]
 
-    def _arrived(self, send: Kind, stage: int, microbatch: int) -> _Cause:
+    def _crosses(self, channel: _Channel) -> bool:
+        _, source, target = channel
+        return self.timeline.rank_of_stage[source] != self.timeline.rank_of_stage[target]
+
+    def _arrived(self, channel: _Channel, microbatch: int) -> _Cause:
         """The arrival of what a stage made."""
-        edge, ranks = _edge(send, stage), self.timeline.rank_of_stage
-        if ranks[edge] == ranks[edge + 1]:
-            return self._maker(send, stage, microbatch)
-        return self._transfer(send, stage, microbatch, self.latency[edge])
+        if not self._crosses(channel):
+            return self._maker(channel, microbatch)
+        return self._transfer(channel, microbatch, self.latency[self.graph.edge_between(*channel[1:])])
 
-    def _maker(self, send: Kind, stage: int, microbatch: int) -> _Cause:
-        made = ((kind, stage, microbatch) for kind in kinds(lambda word: word.makes is send.row.sends))
+    def _maker(self, channel: _Channel, microbatch: int) -> _Cause:
+        send, source, _ = channel
+        made = ((kind, source, microbatch) for kind in kinds(lambda word: word.makes is send.row.sends))
         return self._computed(*next(self.place[each] for each in made if each in self.place))
 
-    def _transfer(self, send: Kind, stage: int, microbatch: int, latency: float) -> _Cause:
+    def _transfer(self, channel: _Channel, microbatch: int, latency: float) -> _Cause:
         """A transfer over a channel, and `latency` behind it."""
-        number = self.channel_place[send, stage, microbatch]
-        start = self._transfer_start(send, stage, number)
-        end = start + self._occupation(send, stage) + latency
-        rank, instruction = self.timeline.rank_of_stage[stage], Instruction(send, stage, microbatch)
-        return _Cause(start, end, rank, instruction, lambda: self._before_transfer(send, stage, number))
+        send, source, target = channel
+        number = self.channel_place[(*channel, microbatch)]
+        start = self._transfer_start(channel, number)
+        end = start + self._occupation(channel) + latency
+        instruction = Instruction(send, source, microbatch)
+        instruction = replace(instruction, peer=self.graph.named_peer(instruction, target))
+        rank = self.timeline.rank_of_stage[source]
+        return _Cause(start, end, rank, instruction, lambda: self._before_transfer(channel, number))
 
-    def _before_transfer(self, send: Kind, stage: int, number: int) -> Iterator[_Cause]:
-        microbatch = self.sent[send, stage][number]
+    def _before_transfer(self, channel: _Channel, number: int) -> Iterator[_Cause]:
+        send, source, target = channel
+        microbatch = self.sent[channel][number]
         if self.sends:
-            destination = stage + send.row.neighbour
-            for end in ((send, stage, microbatch), (send.row.other_end, destination, microbatch)):
-                yield from self._before(*self.place[end])
+            for end in ((*channel, microbatch), (send.row.other_end, target, source, microbatch)):
+                yield from self._before(*self.ends_of[end])
         else:
-            yield self._maker(send, stage, microbatch)
+            yield self._maker(channel, microbatch)
         if number:
-            yield self._transfer(send, stage, self.sent[send, stage][number - 1], 0.0)
+            yield self._transfer(channel, self.sent[channel][number - 1], 0.0)
 
-    def _transfer_start(self, send: Kind, stage: int, number: int) -> float:
+    def _transfer_start(self, channel: _Channel, number: int) -> float:
         if self.sends:
-            rank, position = self.place[send, stage, self.sent[send, stage][number]]
+            rank, position = self.ends_of[(*channel, self.sent[channel][number])]
             return self.starts[rank][position]
-        if (send, stage) not in self.transfer_starts:
-            starts, free_at, occupation = [], 0.0, self._occupation(send, stage)
-            for microbatch in self.sent[send, stage]:
-                starts.append(max(self._maker(send, stage, microbatch).end, free_at))
+        if channel not in self.transfer_starts:
+            starts, free_at, occupation = [], 0.0, self._occupation(channel)
+            for microbatch in self.sent[channel]:
+                starts.append(max(self._maker(channel, microbatch).end, free_at))
                 free_at = starts[-1] + occupation
-            self.transfer_starts[send, stage] = starts
-        return self.transfer_starts[send, stage][number]
+            self.transfer_starts[channel] = starts
+        return self.transfer_starts[channel][number]
 
     # --- in the background
 
@@ -301,8 +320,3 @@ class _Waits:
             late, number = self.queue_place[rank, position]
             if number:
                 yield self._reduced(rank, self.reductions[rank, late][number - 1])
-
-
-def _edge(send: Kind, stage: int) -> int:
-    """The edge over which a stage sends: edge e joins stages e and e + 1."""
-    return min(stage, stage + send.row.neighbour)

@@ -25,9 +25,9 @@ class Kind(str, Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
     RECOMPUTE = "R"  # the forward again, from the stored input
-    SEND_F = "SEND_F"  # post the transfer of an activation to the next stage
+    SEND_F = "SEND_F"  # post the transfer of an activation to a stage that needs it
     RECV_F = "RECV_F"
-    SEND_B = "SEND_B"  # post the transfer of a gradient to the stage before
+    SEND_B = "SEND_B"  # post the transfer of a gradient to the stage that made the activation
     RECV_B = "RECV_B"
     EVICT = "EVICT"  # move the saved activations of a microbatch to the pair stage, and back
     ACCEPT = "ACCEPT"
@@ -90,10 +90,10 @@ class Lane(Enum):
 
 
 class Tensor(Enum):
-    """What travels between neighbouring stages; the value is how many stages on it goes."""
+    """What travels between stages that have an edge (see `edges`)."""
 
-    ACTIVATION = 1
-    GRADIENT = -1
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
 
 
 class Members(Enum):
@@ -111,12 +111,12 @@ class Word:
     Attributes:
         name: what a legend calls it.
         lane, subject: see the classes.
-        needs, makes: the tensor that a computation takes from a neighbour, and the one that it has for a neighbour.
+        needs, makes: what a computation takes from the stages before or behind it, and what it has for them.
         uses_saved: it reads the saved activations of its microbatch, which so have to be at the stage.
         adds_gradients: it adds its microbatch to the gradients of the weights, and ends the backward with that.
         saved: what it does to the number of microbatches that the stage saves: +1 from its start on, -1 at its end.
         of_pair: of a move, that what is saved belongs to the pair stage.
-        sends, receives: the tensor that a transfer takes to, or from, a neighbour.
+        sends, receives: what a transfer takes to, or from, another stage.
         other_end: of a transfer or a move, the word at the other stage.
         members: of a reduction.
         awaits: where weights live on the host, the words for which it waits in its lane: of its stage, and of its
@@ -145,13 +145,6 @@ class Word:
     def leaves(self) -> bool:
         """Of a move, whether activations leave their stage with it, seen from either end: EVICT and ACCEPT."""
         return (self.saved < 0) != self.of_pair
-
-    @property
-    def neighbour(self) -> int | None:
-        """How many stages on the other end of a SEND or RECV lies; None for other words: a move's is the pair stage."""
-        if self.sends is not None:
-            return self.sends.value
-        return None if self.receives is None else -self.receives.value
 
 
 _F, _B = Tensor.ACTIVATION, Tensor.GRADIENT
@@ -234,6 +227,7 @@ RECEIVES = kinds(lambda word: word.receives)
 REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
 HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # of one stage each
 STASH_WORDS = HOST_WORDS - UPDATES  # of one microbatch, too
+RESIDENCY_WORDS = UPDATES & kinds(lambda word: word.lane is Lane.H2D)  # their version is read, not made
 TRANSFERS = MOVES | SENDS | RECEIVES | STASH_WORDS
 AWAITED = frozenset(kind for word in WORDS.values() for kind in word.awaits)
 SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # stages wait for each other there
@@ -244,8 +238,9 @@ ENDS_BACKWARD = kinds(lambda word: word.adds_gradients)
 SEND_OF = {WORDS[kind].sends: kind for kind in SENDS}  # by the tensor that is sent
 RECEIVE_OF = {WORDS[kind].receives: kind for kind in RECEIVES}
 
+_ARROWS = dict.fromkeys(SENDS, ">") | dict.fromkeys(RECEIVES, "<")
 _WORDS = "|".join(kind.value for kind in Kind)
-_TEXT = re.compile(rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*))?")
+_TEXT = re.compile(rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*))?(?:([<>])(0|[1-9][0-9]*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +253,7 @@ class Instruction:
         microbatch: numbered on over the whole run; None for updates.
         version: the weight version that a computation uses or an update leads to; None for transfers, and where a
             program says nothing about versions.
-        peer: the other stage of a transfer; None where the kind implies it.
+        peer: the other stage of a transfer; None where only one can be meant.
     """
 
     kind: Kind
@@ -270,7 +265,8 @@ class Instruction:
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
         version = "" if self.version is None else f"@{self.version}"
-        return f"{self.stage}{self.kind.value}{microbatch}{version}"
+        peer = "" if self.peer is None or self.kind not in _ARROWS else f"{_ARROWS[self.kind]}{self.peer}"
+        return f"{self.stage}{self.kind.value}{microbatch}{version}{peer}"
 
     def shifted(self, *, microbatches: int, versions: int) -> Instruction:
         """The same instruction, later in the run."""
@@ -294,10 +290,12 @@ class Instruction:
         if match is None:
             raise ValueError(
                 f"{text!r} is not an instruction; the form is STAGE WORD MICROBATCH[@VERSION], "
-                "such as 2F5@1, 2SEND_F5 or 2STEP@4"
+                "such as 2F5@1, 2SEND_F5, 2SEND_F5>4 or 2STEP@4"
             )
-        stage, word, microbatch, version = match.groups()
+        stage, word, microbatch, version, arrow, peer = match.groups()
         kind = Kind(word)
+        if arrow is not None and _ARROWS.get(kind) != arrow:
+            raise ValueError(f"{text!r}: only SENDs go to a stage (>), and only RECVs come from one (<)")
         if kind.is_update:
             if microbatch is not None or version is None:
                 raise ValueError(f"{text!r}: {word} takes a version and no microbatch, such as {stage}{word}@1")
@@ -310,4 +308,5 @@ class Instruction:
             int(stage),
             None if microbatch is None else int(microbatch),
             None if version is None else int(version),
+            None if peer is None else int(peer),
         )

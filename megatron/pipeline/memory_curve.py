@@ -21,7 +21,7 @@ FREE, gradients of each from its first backward of a batch to the end of its STO
 
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -46,7 +46,7 @@ class MemorySizes:
         gradients: of one buffer of a stage's gradients.
         tied_gradients: of the part of it that is the tied embeddings', at the first and the last stage.
         optimizer: of a stage's optimizer state.
-        transfers: of an activation or its gradient, per edge.
+        transfers: of an activation or its gradient, per edge (as in `Costs`).
     """
 
     activations: PerStage = 0.0
@@ -88,7 +88,7 @@ def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy)
         ValueError: sizes of another length, negative or not finite.
     """
     num_stages = timeline.num_stages
-    counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": num_stages - 1}
+    counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": len(timeline.graph.edges)}
     by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
     start = timeline.start  # it looks at all spans
     return tuple(_Rank(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
@@ -218,16 +218,17 @@ class _Rank:
                 yield start if word.saved > 0 else end, word.saved * sizes[stage]
 
     def _transfers(self) -> Iterator[_Event]:
-        sizes, posted, now = self.sizes["transfers"], {}, self.start
+        sizes, posted, now = self.sizes["transfers"], Counter(), self.start
+        graph = self.timeline.graph
         for each, start, end in self.spans:
             word, key = WORDS[each.kind], (each.stage, each.microbatch)
-            if word.neighbour is not None:
-                size = sizes[min(each.stage, each.stage + word.neighbour)]
+            if word.sends or word.receives:
+                size = sizes[graph.edge_between(each.stage, graph.peer_of(each))]
                 yield now, size
                 if word.sends:
                     yield max(now, end), -size
                 else:
-                    posted[word.receives, key] = size
+                    posted[word.receives, key] += size
             elif word.needs and (size := posted.pop((word.needs, key), None)) is not None:
                 yield start, -size
             if each.kind in BUSY:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.stages import stages_of
@@ -31,6 +32,7 @@ class Program:
     Attributes:
         rows: the instructions of each pipeline rank.
         rank_of_stage: the rank of each stage.
+        edges: which stages hand tensors to which; none: a chain.
         batches: number of microbatches of each batch that the program spans.
         weights: the weight policy.
         first_batch, first_microbatch: index, over the whole run, of its first batch and first microbatch.
@@ -51,6 +53,7 @@ class Program:
     weights: WeightPolicy
     first_batch: int = 0
     first_microbatch: int = 0
+    edges: tuple[Edge, ...] = ()
     recompute: bool = False
     not_recomputed: tuple[int, ...] = ()
     tied_embeddings: bool = False
@@ -104,6 +107,11 @@ class Program:
         """The stages that live on a rank, ascending."""
         return stages_of(self.rank_of_stage, rank)
 
+    @cached_property
+    def graph(self) -> StageGraph:
+        """The stages with their edges. Raises ValueError where these make no pipeline."""
+        return StageGraph.of(self.num_stages, self.edges)
+
     def crosses(self, stage: int, other: int) -> bool:
         """Whether both stages exist and live on different ranks, so that tensors between them are sent."""
         last = self.num_stages - 1
@@ -112,6 +120,17 @@ class Program:
     def recomputes(self, stage: int) -> bool:
         """Whether backwards at the stage are preceded by a recompute."""
         return self.recompute and stage not in self.not_recomputed
+
+    def owners(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The stages of a rank, by what is updated at once: all of them, or each by itself."""
+        stages = self.stages_of(rank)
+        return tuple((stage,) for stage in stages) if self.weights.updates_alone else (stages,)
+
+    def version_of_forward(self, stage: int, microbatch: int) -> int:
+        """The version that the policy gives to a stage's forward of a microbatch, or of the one behind the last."""
+        behind = max(self.first_microbatch, microbatch - self.graph.depth(stage))
+        batch, newest = (self.first_batch + bisect_right(self._batch_starts, each) - 1 for each in (microbatch, behind))
+        return self.weights.version_of(batch, newest=newest)
 
     def reduces_embeddings(self, rank: int) -> bool:
         """Whether a rank has a REDUCE_EMBED in each chain.

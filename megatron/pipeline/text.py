@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program import Program, Row, Rows
 from megatron.pipeline.residency import Residency
@@ -62,12 +63,17 @@ def _flag(text: str) -> bool:
     return text == "yes"
 
 
+def _edges(text: str) -> tuple[Edge, ...]:
+    return tuple(map(Edge.parse, text.split()))
+
+
 _READ: dict[str, Callable[[str], Any]] = {
     "weights": _policy,
     "batches": _integers,
     "rank_of_stage": _integers,
     "first_batch": _integer,
     "first_microbatch": _integer,
+    "edges": _edges,
     "recompute": _flag,
     "not_recomputed": _integers,
     "tied_embeddings": _flag,
@@ -82,7 +88,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 
 
 # Written where there are any.
-_OF_FEW = ("not_recomputed", "residency", "unread", "provisional_microbatches", "reduce_partial")
+_OF_FEW = ("edges", "not_recomputed", "residency", "unread", "provisional_microbatches", "reduce_partial")
 
 
 def _write_value(value: Any) -> str:
@@ -112,7 +118,14 @@ def to_torch_csv(program: Program, *, communication: bool = False) -> str:
     Args:
         program: what to write.
         communication: write transfers and REDUCE_GRAD, too. Torch places its own where they are missing.
+
+    Raises:
+        ValueError: transfers of a program whose stages are no chain.
     """
+    if communication and not program.graph.is_chain:
+        raise ValueError(
+            "torch's text has no word for the stage at a transfer's other end; write the computations alone"
+        )
     kinds = _TORCH_KINDS if communication else _TORCH_COMPUTATIONS
 
     def cell(instruction: Instruction) -> str:
@@ -258,6 +271,8 @@ def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
     if not facts["batches"] or min(facts["batches"]) < 1:
         named = _write_value(facts["batches"]) or "none"
         raise ValueError(f"batches are {named}; give the number of microbatches of each, 1 and more")
+    graph = StageGraph.of(len(facts["rank_of_stage"]), facts.get("edges", ()))
+    facts["edges"] = () if graph.is_chain else graph.edges
     num_microbatches, num_instructions = sum(facts["batches"]), sum(map(len, rows))
     if num_microbatches > num_instructions:
         raise ValueError(

@@ -23,14 +23,17 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import (
     BUSY,
     ENDS_BACKWARD,
     HOST_WORDS,
     MOVES,
+    RESIDENCY_WORDS,
     STASH_WORDS,
     WORDS,
     Instruction,
@@ -64,6 +67,7 @@ class Timeline:
         first_batch, first_microbatch: index, over the whole training run, of the first batch and its first
             microbatch.
         name: what a legend calls it.
+        edges: which stages hand tensors to which; none: a chain.
 
     Raises:
         ValueError: lists of different lengths, or a span that ends before it starts.
@@ -77,6 +81,7 @@ class Timeline:
     first_batch: int = 0
     first_microbatch: int = 0
     name: str = ""
+    edges: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.rows) == len(self.starts) == len(self.ends):
@@ -92,6 +97,11 @@ class Timeline:
                 spans = zip(row, starts, ends, strict=True)
                 bad, start, end = next(span for span in spans if not span[1] <= span[2])
                 raise ValueError(f"rank {rank}: {bad} starts at {start} and ends at {end}; a span ends after it starts")
+
+    @cached_property
+    def graph(self) -> StageGraph:
+        """The stages with their edges."""
+        return StageGraph.of(self.num_stages, self.edges)
 
     # --- what it spans
 
@@ -256,8 +266,8 @@ class Timeline:
         return replace(self, starts=starts, ends=ends)
 
     def of_batches(self, first: int, count: int) -> "Timeline":
-        """What belongs to `count` batches from batch `first` on: their microbatches, and the reductions and STEPs
-            that apply their gradients.
+        """What belongs to `count` batches from batch `first` on: their microbatches, the weights that are fetched for
+        them, and the reductions, STEPs and UPDATEs that apply their gradients.
 
         Raises:
             ValueError: the timeline does not span these batches.
@@ -270,6 +280,8 @@ class Timeline:
         lowest, highest = (self.batch_borders()[batch - self.first_batch] for batch in (first, last))
 
         def belongs(instruction: Instruction) -> bool:
+            if instruction.kind in RESIDENCY_WORDS:
+                return first <= instruction.version < last
             if instruction.microbatch is None:
                 return first < (instruction.version or 0) <= last
             return lowest <= instruction.microbatch < highest
@@ -316,6 +328,7 @@ class Timeline:
             "batches": list(self.batches),
             "first_batch": self.first_batch,
             "first_microbatch": self.first_microbatch,
+            **({"edges": list(map(str, self.edges))} if self.edges else {}),
             "rows": [
                 [[str(instruction), start, end] for instruction, start, end in zip(*lists, strict=True)]
                 for lists in zip(self.rows, self.starts, self.ends, strict=True)
@@ -337,6 +350,7 @@ class Timeline:
             return cls(
                 rows, starts, ends, rank_of_stage, tuple(data["batches"]),
                 data["first_batch"], data["first_microbatch"], data["name"],
+                tuple(map(Edge.parse, data.get("edges", ()))),
             )  # fmt: skip
         except (KeyError, TypeError) as error:
             raise ValueError(

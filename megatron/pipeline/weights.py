@@ -9,11 +9,18 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     2bw      max(j-1, 0)                  the first forward of batch v+1        2                PipeDream-2BW, 3.1
     delay k  max(j-k, 0)                  the first forward of batch v+k        k+1              flush, 2bw: k = 0, 1
     stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
+    stale    the newest, each time        whatever follows the chain of v       1                FTPipe, Table 1
     2bw-provisional
              j, predicted                 the first forward of batch v+1        2, and the true  docs/provisional.md
 
-The last one is PipeDream's: it goes with orders that have p-s microbatches in flight at stage s, as 1F1B has, so that
-the newest version there is always p-s-1 batches old, which is what the checker proves.
+PipeDream's `stash` goes with orders that have p-s microbatches in flight at stage s, as 1F1B has, so that the newest
+version there is always p-s-1 batches old, which is what the checker proves.
+
+FTPipe's `stale` keeps one version: a forward uses the newest at its stage, and so do its recompute and its backward,
+when others have been made. A stage of depth k (edges to the end) has its forward of microbatch i behind its backward of
+microbatch i-k-1, and steps behind the last backward of a batch; so counted from the last drain it uses the version of
+the batch that microbatch i-k belongs to, and in the backward that of its own batch. Batches may have any size
+(accumulation).
 
 The last row steps as 2bw does, so its weights are 2bw's; but batch j is computed at an estimate of version j: PREDICT@j
 takes the step to it before the first forward of batch j, from the gradients of those microbatches of batch j-1 that are
@@ -40,6 +47,7 @@ class WeightPolicy:
             first forward that uses it is next. 0: a batch is through the pipeline before the next one begins. None:
             each stage uses its newest version, and steps as soon as it can.
         predicts: batch j uses a prediction of version j instead; with a delay of 1.
+        refreshes: a recompute and a backward use what is the newest then; with a delay of None.
 
     Raises:
         ValueError: a delay that is no number of batches, or one that nothing can be predicted over.
@@ -48,6 +56,7 @@ class WeightPolicy:
     name: str
     delay: int | None
     predicts: bool = False
+    refreshes: bool = False
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.delay, int) and not isinstance(self.delay, bool) and self.delay >= 0
@@ -58,6 +67,12 @@ class WeightPolicy:
         if self.predicts and self.delay != 1:
             raise ValueError(
                 f"weights {self.name} predict the step to come, which is one where the delay is 1, not {self.delay}"
+            )
+
+        if self.refreshes and self.delay is not None:
+            raise ValueError(
+                f"weights {self.name} refresh where each stage uses its newest version; give a delay of None, not "
+                f"{self.delay}"
             )
 
     def __str__(self) -> str:
@@ -89,6 +104,8 @@ class WeightPolicy:
 
     def max_live_versions(self, stage: int, num_stages: int) -> int:
         """The most versions that a stage holds at once."""
+        if self.refreshes:
+            return 1
         return num_stages - stage if self.delay is None else self.delay + 1
 
     @property
@@ -131,9 +148,10 @@ class WeightPolicy:
 FLUSH = WeightPolicy("flush", delay=0)
 TWO_BW = WeightPolicy("2bw", delay=1)
 STASH = WeightPolicy("stash", delay=None)
+STALE = WeightPolicy("stale", delay=None, refreshes=True)
 PROVISIONAL = WeightPolicy("2bw-provisional", delay=1, predicts=True)
 
-POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in (FLUSH, TWO_BW, STASH, PROVISIONAL)}
+POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in (FLUSH, TWO_BW, STASH, STALE, PROVISIONAL)}
 
 
 def predicting(policy: WeightPolicy) -> WeightPolicy:

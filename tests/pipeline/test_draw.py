@@ -5,6 +5,7 @@ import pytest
 from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline, timeline_text
 from megatron.pipeline.draw.cells import cells_of, predictions_of, steps_of
+from megatron.pipeline.edges import Edge
 from megatron.pipeline.memory_curve import MemorySizes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -44,6 +45,15 @@ def test_steps_and_borders_are_marked():
     assert [line.get_gid() for line in axes.lines] == ["batch"] * 3
     border = axes.lines[2]  # of batch 2, at each stage's first forward with new weights
     assert list(border.get_xdata()[::2]) == [24.0, 25.0, 26.0, 27.0]
+
+
+def test_transfers_past_other_ranks_are_arcs():
+    """Of three stages of which the first hands on to both others: four lines a microbatch, and two arcs."""
+    edges = (Edge(0, 1), Edge(0, 2), Edge(1, 2))
+    skips = timeline("flush", 3, batches=(2,), costs=Costs(latency=0.5), edges=edges)
+    axes = draw_timeline(skips, lanes=True).axes[0]
+    assert shapes(axes, "transfer past ranks") == 2 * 2
+    assert shapes(axes, "transfer") == 2 * 2 + 2 * 4
 
 
 def test_predictions_are_marked():

@@ -1,11 +1,13 @@
 """Drawings of weights on the host: lanes and slots, in pictures and in text, and the memory over time."""
 
+from itertools import pairwise
+
 import pytest
 
 from megatron.pipeline.check import check
 from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline, timeline_text
-from megatron.pipeline.draw.host import Resident, extent, has_host, residents_of
+from megatron.pipeline.draw.host import Accumulated, Resident, accumulated_of, extent, has_host, residents_of
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.memory_curve import MemorySizes, memory_curves
 from megatron.pipeline.schedules import Schedule
@@ -30,7 +32,11 @@ def test_lanes_and_slots_have_panels_of_their_own():
         "rank 0: to device", "to host", "optimizer", "rank 1: to device", "to host", "optimizer",
     ]  # fmt: skip
     assert (shapes(slots, "resident"), shapes(slots, "fetched")) == (8, 8)
-    assert len(slots.get_yticklabels()) == 4
+    assert (shapes(slots, "accumulated"), shapes(slots, "stored")) == (6, 6)
+    assert [label.get_text() for label in slots.get_yticklabels()] == [
+        *("rank 0: slot 0", "slot 1", "gradients 0", "gradients 1"),
+        *("rank 1: slot 0", "slot 1", "gradients 0", "gradients 1"),
+    ]
 
 
 def test_they_are_there_where_they_are_asked_for():
@@ -52,6 +58,28 @@ def test_slots_by_hand():
         Resident(0, 1, 1, 0, 1.0, 2.0, 9.0),
         Resident(0, 0, 0, 0, 6.0, 7.0, 12.0),
     ]
+
+
+def test_gradient_buffers_by_hand():
+    """Two buffers, three stages: each takes the one that was given back first, and none before it is free."""
+    one = timeline(1, 3, 1)
+    assert accumulated_of(one) == [  # rank, buffer, stage; from its backward on, when it begins to leave and has left
+        Accumulated(0, 0, 2, 4.0, 6.0, 8.0),
+        Accumulated(0, 1, 1, 7.0, 9.0, 11.0),
+        Accumulated(0, 0, 0, 10.0, 12.0, 14.0),
+    ]
+    slow = accumulated_of(timeline(1, 5, 2, 2, costs=Costs(store=9)))
+    assert len(slow) == 10
+    for buffer in (0, 1):
+        times = [(each.start, each.end) for each in slow if each.buffer == buffer]
+        assert all(end <= start for (_, end), (start, _) in pairwise(times)) and len(times) == 5
+
+
+def test_part_of_a_run_shows_the_weights_of_its_own_batches():
+    """Not those that are fetched for the next one."""
+    part = timeline(1, 3, 2, 2, 2).of_batches(1, 1)
+    assert {each.version for each in residents_of(part)} == {1}
+    assert len(residents_of(part)) == 2 * 3 - 2 and len(accumulated_of(part)) == 3
 
 
 def test_the_picture_begins_with_the_first_fetch_and_ends_with_the_last_update():

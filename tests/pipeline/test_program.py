@@ -40,6 +40,7 @@ def test_extent():
     assert not PROGRAM.crosses(3, 4)
     assert not PROGRAM.crosses(-1, 0)
     assert not PROGRAM.crosses(0, 2)
+    assert PROGRAM.graph.is_chain and [PROGRAM.graph.depth(stage) for stage in range(4)] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,16 @@ way, proves what concerns one instruction alone:
 - its kind is one that the checker knows (an instruction that a consumer does not handle is an error, never a no-op);
 - its stage exists and lives on the rank in whose row it stands;
 - it names a microbatch of the program exactly where its kind has one, and a version exactly where its kind has one;
-- the peer of a transfer, where it is given, is the neighbouring stage; that of a move, the pair stage.
+- the peer of a transfer, where it is given, is a stage with an edge, and it is given where several have one; that of
+  a move is the pair stage.
 
 Every instruction becomes a *code* (its kind) and a *place*: `stage * num_microbatches + (microbatch -
 first_microbatch)`. Places index flat arrays over (stage, microbatch). An instruction of an update has its stage's
-first place.
+first place. What an instruction means besides its microbatch and version is its *slot*, which indexes tables of rules:
+its code at its stage, and where a stage has several peers for a transfer, with that peer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -51,7 +53,27 @@ FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_UPDATE, FIRST_PREDICTION, FIRST_H
     FETCH, FREE, STORE_GRAD, UPDATE,
 ) = range(NUM_CODES)  # fmt: skip
 AWAITS = frozenset(CODE_OF_KIND[kind] for kind in AWAITS_REDUCTIONS)
-_PEER_OFFSET = [kind.row.neighbour for kind in KIND_OF_CODE]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a slot transfers: its code, at `stage` with `peer`, over the edge of that number."""
+
+    code: int
+    stage: int
+    peer: int
+    edge: int
+
+    @property
+    def is_send(self) -> bool:
+        return self.code in (SEND_F, SEND_B)
+
+    @property
+    def channel(self) -> tuple[int, int, int]:
+        """(code of the send, sending stage, receiving stage)."""
+        if self.is_send:
+            return self.code, self.stage, self.peer
+        return SEND_F if self.code == RECV_F else SEND_B, self.peer, self.stage
 
 
 @dataclass(frozen=True)
@@ -62,7 +84,10 @@ class CompactProgram:
         program: the program itself, for its words in messages.
         codes: per rank, the code of each instruction.
         places: per rank, the place of each instruction.
+        slots: per rank, the slot of each instruction: `stage * NUM_CODES + code`, or a number of `transfers` behind.
+        transfers: slot -> what it transfers, for every transfer that the edges between ranks allow.
         versions: per rank, the weight version that each instruction names, or None.
+        num_slots: one past the last slot.
         num_stages, num_microbatches: extents of the flat arrays.
         rank_of_stage: the rank of each stage.
         communicates: whether the program contains SENDs and RECVs. A compute-only program has none, and its tensors are
@@ -74,7 +99,10 @@ class CompactProgram:
     program: Program
     codes: tuple[list[int], ...]
     places: tuple[list[int], ...]
+    slots: tuple[list[int], ...]
+    transfers: dict[int, Transfer]
     versions: tuple[list[int | None], ...]
+    num_slots: int
     num_stages: int
     num_microbatches: int
     rank_of_stage: tuple[int, ...]
@@ -111,23 +139,32 @@ class CompactProgram:
     def num_instructions(self) -> int:
         return sum(map(len, self.codes))
 
-    def crosses(self, stage: int) -> bool:
-        """Whether tensors between `stage` and the next are sent: both exist, on two ranks, in a program that sends."""
-        return (
-            self.communicates
-            and 0 <= stage < self.num_stages - 1
-            and self.rank_of_stage[stage] != self.rank_of_stage[stage + 1]
-        )
+    @cached_property
+    def transfers_of(self) -> tuple[dict[int, Transfer], ...]:
+        """For each stage its transfers: slot -> transfer. None where the program sends nothing."""
+        of: tuple[dict[int, Transfer], ...] = tuple({} for _ in range(self.num_stages))
+        for slot, transfer in self.transfers.items() if self.communicates else ():
+            of[transfer.stage][slot] = transfer
+        return of
 
-    def word(self, code: int, place: int) -> str:
-        """The text form of an instruction on a microbatch, without its version, for messages."""
+    def crosses(self, stage: int, other: int) -> bool:
+        """Whether tensors between two stages are sent: they live on two ranks, in a program that sends."""
+        return self.communicates and self.program.crosses(stage, other)
+
+    def word(self, code: int, place: int, peer: int | None = None) -> str:
+        """The text form of an instruction on a microbatch, without its version, for messages. `peer`: of a transfer,
+        which is said where it has to be.
+        """
         stage, index = divmod(place, self.num_microbatches)
-        return f"{stage}{KIND_OF_CODE[code].value}{self.program.first_microbatch + index}"
+        instruction = Instruction(KIND_OF_CODE[code], stage, self.program.first_microbatch + index)
+        if peer is not None and FIRST_TRANSFER <= code < FIRST_MOVE:
+            instruction = replace(instruction, peer=self.program.graph.named_peer(instruction, peer))
+        return str(instruction)
 
-    def position(self, rank: int, code: int, place: int) -> int:
+    def position(self, rank: int, slot: int, place: int) -> int:
         """Where an instruction first stands in its row; its length if missing. For messages: it searches."""
-        pairs = zip(self.codes[rank], self.places[rank], strict=True)
-        return next((position for position, pair in enumerate(pairs) if pair == (code, place)), len(self.codes[rank]))
+        pairs = zip(self.slots[rank], self.places[rank], strict=True)
+        return next((position for position, pair in enumerate(pairs) if pair == (slot, place)), len(self.codes[rank]))
 
     def error(self, rank: int, position: int, reason: str) -> ProgramError:
         return error_at(self.program, rank, position, reason)
@@ -149,10 +186,11 @@ def compact(program: Program) -> CompactProgram:
     first = program.first_microbatch
     rank_of_stage = program.rank_of_stage
     num_stages = len(rank_of_stage)
-    all_codes, all_places, all_versions = [], [], []
+    transfers, slot_of_peer, num_slots = _transfers(program)
+    all_codes, all_places, all_slots, all_versions = [], [], [], []
     communicates = moves = versioned = False
     for rank, row in enumerate(program.rows):
-        codes, places, versions = [], [], []
+        codes, places, slots, versions = [], [], [], []
         for position, instruction in enumerate(row):
             code = CODE_OF_KIND.get(instruction.kind)
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version
@@ -162,17 +200,18 @@ def compact(program: Program) -> CompactProgram:
                 if microbatch is None or not 0 <= microbatch - first < num_microbatches:
                     raise error_at(program, rank, position, _explain_microbatch(microbatch, first, num_microbatches))
                 places.append(stage * num_microbatches + microbatch - first)
+                slot = stage * NUM_CODES + code
                 if code >= FIRST_TRANSFER:
                     if code < FIRST_MOVE:
                         communicates = True
-                        peer = stage + _PEER_OFFSET[code]
-                    elif code < FIRST_STASH:
-                        moves = True
-                        peer = pair_of(stage, num_stages)
+                        slot = slot_of_peer[slot].get(instruction.peer)
+                        if version is not None or slot is None:
+                            raise error_at(program, rank, position, _explain_transfer(program, instruction))
                     else:
-                        peer = None
-                    if version is not None or instruction.peer not in (None, peer):
-                        raise error_at(program, rank, position, _explain_transfer(instruction, peer))
+                        moves = moves or code < FIRST_STASH
+                        peer = pair_of(stage, num_stages) if code < FIRST_STASH else None
+                        if version is not None or instruction.peer not in (None, peer):
+                            raise error_at(program, rank, position, _explain_move(instruction, peer))
                 elif version is not None:
                     versioned = True
             else:
@@ -184,17 +223,23 @@ def compact(program: Program) -> CompactProgram:
                         f"{instruction.kind.value} belongs to a weight version and to no microbatch",
                     )
                 places.append(stage * num_microbatches)
+                slot = stage * NUM_CODES + code
                 versioned = True
             codes.append(code)
+            slots.append(slot)
             versions.append(version)
         all_codes.append(codes)
         all_places.append(places)
+        all_slots.append(slots)
         all_versions.append(versions)
     return CompactProgram(
         program=program,
         codes=tuple(all_codes),
         places=tuple(all_places),
+        slots=tuple(all_slots),
+        transfers=transfers,
         versions=tuple(all_versions),
+        num_slots=num_slots,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         rank_of_stage=tuple(rank_of_stage),
@@ -220,9 +265,40 @@ def _explain_microbatch(microbatch: int | None, first: int, num_microbatches: in
     )
 
 
-def _explain_transfer(instruction: Instruction, peer: int | None) -> str:
+def _explain_transfer(program: Program, instruction: Instruction) -> str:
+    if instruction.version is not None:
+        return "a transfer has no weight version"
+    try:
+        program.graph.peer_of(instruction)
+    except ValueError as error:
+        return str(error).removeprefix(str(instruction)).lstrip(": ")
+    raise AssertionError("its peer has a slot")
+
+
+def _explain_move(instruction: Instruction, peer: int | None) -> str:
     if instruction.version is not None:
         return "a transfer has no weight version"
     if peer is None:
         return f"its other end is the host, and not stage {instruction.peer}"
     return f"its peer is stage {peer}, not {instruction.peer}"
+
+
+def _transfers(program: Program) -> tuple[dict[int, Transfer], dict[int, dict[int | None, int]], int]:
+    """Slot -> transfer, for all between ranks; for the slot of a code at a stage, which slot each peer gives, which an
+    instruction need not name where there is one alone (a stage without peers has the slot, and no transfer); and one
+    past the last slot.
+    """
+    graph, found, slot_of_peer = program.graph, {}, {}
+    further = program.num_stages * NUM_CODES
+    for stage in range(program.num_stages):
+        for code in range(FIRST_TRANSFER, FIRST_MOVE):
+            word, slot = KIND_OF_CODE[code].row, stage * NUM_CODES + code
+            peers = graph.makers(word.receives, stage) if word.sends is None else graph.takers(word.sends, stage)
+            slots = slot_of_peer[slot] = {None: slot} if len(peers) < 2 else {}
+            for peer in peers:
+                if len(peers) > 1:
+                    slot, further = further, further + 1
+                slots[peer] = slot
+                if program.crosses(stage, peer):
+                    found[slot] = Transfer(code, stage, peer, graph.edge_between(stage, peer))
+    return found, slot_of_peer, further

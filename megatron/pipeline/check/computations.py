@@ -1,12 +1,12 @@
 """Proof: every microbatch passes every stage once, forward, then backward, with all that it needs standing before it.
 
-What has happened to a microbatch at a stage is a set of facts, eight bits in one byte. Each kind of instruction
-requires some facts, must not find others, and adds its own:
+What has happened to a microbatch at a stage is a set of facts, a bit each. Each kind of instruction requires some
+facts, must not find others, and adds its own; a transfer has a fact for each stage at its other end:
 
     kind     requires                                       must not find    adds
-    F        INPUT_POSTED (where the input is sent)         FORWARD          FORWARD
+    F        each INPUT_POSTED (of inputs that are sent)    FORWARD          FORWARD
     R        FORWARD                                        RECOMPUTED       RECOMPUTED
-    B        FORWARD, GRAD_POSTED (where it is sent),       INPUT_GRAD,      INPUT_GRAD,
+    B        FORWARD, each GRAD_POSTED (of those sent),     INPUT_GRAD,      INPUT_GRAD,
              RECOMPUTED (in a program that recomputes)      WEIGHT_GRAD      WEIGHT_GRAD
     I        as B                                           INPUT_GRAD       INPUT_GRAD
     W        INPUT_GRAD                                     WEIGHT_GRAD      WEIGHT_GRAD
@@ -15,14 +15,17 @@ requires some facts, must not find others, and adds its own:
     SEND_B   INPUT_GRAD                                     GRAD_SENT        GRAD_SENT
     RECV_B                                                  GRAD_POSTED      GRAD_POSTED
 
-A kind that a stage cannot have (the last stage sends no activations) has no rule. At the end every byte must hold every
-fact that its stage has rules for: so nothing is missing, nothing stays saved, and each needed transfer was posted at
-both ends.
+A kind that a stage cannot have (the last stage sends no activations) has no rule. At the end every microbatch must have
+every fact that its stage has rules for: so nothing is missing, nothing stays saved, and each needed transfer was posted
+at both ends.
 """
 
 from megatron.pipeline.check.compact import (
     ACCEPT,
     EVICT,
+    FIRST_MOVE,
+    FIRST_TRANSFER,
+    KIND_OF_CODE,
     LOAD,
     NUM_CODES,
     OFFLOAD,
@@ -40,14 +43,14 @@ from megatron.pipeline.check.compact import (
     W,
 )
 from megatron.pipeline.check.error import ProgramError
+from megatron.pipeline.instruction import Tensor
 
-FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, OUTPUT_SENT, INPUT_POSTED, GRAD_SENT, GRAD_POSTED = (
-    1 << bit for bit in range(8)
-)
+FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, _FIRST_OF_TRANSFERS = (1 << bit for bit in range(5))
 
 # (facts to look at, what they must be, facts added); one that concerns no microbatch changes nothing.
 _Rule = tuple[int, int, int]
 _NO_CONCERN: _Rule = (0, 0, 0)
+_ABSENT_WHERE_EVALUATED = (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD, OFFLOAD, RELOAD)
 
 # The instruction that brings a fact about, and what is wrong when the fact is missing or already there.
 _FACTS = {
@@ -55,11 +58,104 @@ _FACTS = {
     INPUT_GRAD: (B, "its backward has not run", "it had its backward already"),
     WEIGHT_GRAD: (W, "the gradients of its weights are not computed", "it had its backward already"),
     RECOMPUTED: (R, "its activations have not been recomputed", "it was recomputed already"),
-    INPUT_POSTED: (RECV_F, "its input has not been received", "its input is received twice"),
-    GRAD_POSTED: (RECV_B, "the gradient of its output has not been received", "that gradient is received twice"),
-    OUTPUT_SENT: (SEND_F, "its output is never sent", "its output is sent twice"),
-    GRAD_SENT: (SEND_B, "the gradient of its input is never sent", "that gradient is sent twice"),
 }
+_OF_TRANSFERS = {
+    RECV_F: ("its input has not been received", "its input is received twice"),
+    RECV_B: ("the gradient of its output has not been received", "that gradient is received twice"),
+    SEND_F: ("its output is never sent", "its output is sent twice"),
+    SEND_B: ("the gradient of its input is never sent", "that gradient is sent twice"),
+}
+
+
+class Facts:
+    """What is to be known of each microbatch at each stage.
+
+    Attributes:
+        rules: by slot; None where a stage cannot have such an instruction.
+        added: by slot, the facts that the instruction adds.
+        complete: for each stage, all facts that a microbatch must have at the end.
+    """
+
+    def __init__(self, compact: CompactProgram) -> None:
+        self._compact = compact
+        self.rules: list[_Rule | None] = [_NO_CONCERN] * compact.num_slots
+        self.complete = [0] * compact.num_stages
+        for stage in range(compact.num_stages):
+            rules = self._rules_of(stage)
+            for slot, rule in rules.items():
+                self.rules[slot] = rule
+            for rule in rules.values():
+                self.complete[stage] |= rule[2] if rule else 0
+        self.added = [rule[2] if rule else 0 for rule in self.rules]
+        self._fits_bytes = max(self.complete) < 256
+
+    def none_yet(self, num_microbatches: int) -> bytearray | list[int]:
+        """So many microbatches of which nothing is known."""
+        return bytearray(num_microbatches) if self._fits_bytes else [0] * num_microbatches
+
+    def of_transfers(self, stage: int) -> dict[int, int]:
+        """The slots of a stage's transfers: slot -> fact."""
+        return {slot: _FIRST_OF_TRANSFERS << number for number, slot in enumerate(self._compact.transfers_of[stage])}
+
+    def _rules_of(self, stage: int) -> dict[int, _Rule | None]:
+        compact, first = self._compact, stage * NUM_CODES
+        recompute = compact.program.recomputes(stage)
+        rules: dict[int, _Rule | None] = dict.fromkeys(range(first + FIRST_TRANSFER, first + FIRST_MOVE))
+        posted = {RECV_F: 0, RECV_B: 0}
+
+        def rule(requires: int, must_not_find: int, adds: int) -> _Rule:
+            return requires | must_not_find, requires, adds
+
+        for slot, fact in self.of_transfers(stage).items():
+            code = compact.transfers[slot].code
+            if code in posted:
+                posted[code] |= fact
+            rules[slot] = rule({SEND_F: FORWARD, SEND_B: INPUT_GRAD}.get(code, 0), fact, fact)
+            if compact.program.forward_only and code in _ABSENT_WHERE_EVALUATED:
+                rules[slot] = None
+        ready = FORWARD | posted[RECV_B] | (RECOMPUTED if recompute else 0)
+        of_code = {
+            F: rule(posted[RECV_F], FORWARD, FORWARD),
+            R: rule(FORWARD, RECOMPUTED, RECOMPUTED) if recompute else None,
+            B: rule(ready, INPUT_GRAD | WEIGHT_GRAD, INPUT_GRAD | WEIGHT_GRAD),
+            I: rule(ready, INPUT_GRAD, INPUT_GRAD),
+            W: rule(INPUT_GRAD, WEIGHT_GRAD, WEIGHT_GRAD),
+        }
+        if compact.program.forward_only:
+            of_code |= dict.fromkeys(set(_ABSENT_WHERE_EVALUATED) - set(range(FIRST_TRANSFER, FIRST_MOVE)))
+        return rules | {first + code: each for code, each in of_code.items()}
+
+    def explain(self, place: int, found: int, wanted: int) -> str:
+        """What is wrong where facts are not those that an instruction wants."""
+        unwanted = found & ~wanted
+        for fact, (word, missing, twice) in self._known(place).items():
+            if fact & unwanted:
+                return twice
+            if fact & wanted & ~found:
+                return f"{missing}: no {word} stands before it"
+        raise AssertionError("facts agree")
+
+    def incomplete(self, place: int, lacking: int) -> ProgramError:
+        """The error for a microbatch that lacks facts at the end; it points at its forward where there is one."""
+        compact = self._compact
+        word, missing, _ = next(known for fact, known in self._known(place).items() if fact & lacking)
+        stage = place // compact.num_microbatches
+        rank = compact.rank_of_stage[stage]
+        position = compact.position(rank, stage * NUM_CODES + F, place)
+        return compact.error(rank, position, f"{missing}: the row has no {word}")
+
+    def _known(self, place: int) -> dict[int, tuple[str, str, str]]:
+        """Fact -> (the word that brings it about, what is wrong without it, and with it)."""
+        compact = self._compact
+        known = {fact: (compact.word(code, place), *texts) for fact, (code, *texts) in _FACTS.items()}
+        stage = place // compact.num_microbatches
+        of_transfers = self.of_transfers(stage)
+        for code, texts in _OF_TRANSFERS.items():
+            for slot, fact in of_transfers.items():
+                transfer = compact.transfers[slot]
+                if transfer.code == code:
+                    known[fact] = (compact.word(code, place, transfer.peer), *texts)
+        return known
 
 
 def prove_computations(compact: CompactProgram) -> None:
@@ -73,84 +169,39 @@ def prove_computations(compact: CompactProgram) -> None:
             unfinished.
     """
     num_microbatches = compact.num_microbatches
-    rules = [rule for stage in range(compact.num_stages) for rule in stage_rules(compact, stage)]
-    facts = bytearray(compact.num_stages * num_microbatches)
-    for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
-        for position, (code, place) in enumerate(zip(codes, places, strict=True)):
-            rule = rules[place // num_microbatches * NUM_CODES + code]
+    known = Facts(compact)
+    rules, facts = known.rules, known.none_yet(compact.num_stages * num_microbatches)
+    for rank, (slots, places) in enumerate(zip(compact.slots, compact.places, strict=True)):
+        for position, (slot, place) in enumerate(zip(slots, places, strict=True)):
+            rule = rules[slot]
             if rule is None:
-                raise compact.error(rank, position, _explain_no_rule(compact, code, place // num_microbatches))
+                raise compact.error(rank, position, _explain_no_rule(compact, rank, position))
             looked_at, wanted, added = rule
             found = facts[place]
             if found & looked_at != wanted:
-                raise compact.error(rank, position, _explain_facts(compact, place, found & looked_at, wanted))
+                raise compact.error(rank, position, known.explain(place, found & looked_at, wanted))
             facts[place] = found | added
-    for stage in range(compact.num_stages):
-        complete = complete_facts(rules[stage * NUM_CODES : (stage + 1) * NUM_CODES])
+    for stage, complete in enumerate(known.complete):
         row = facts[stage * num_microbatches : (stage + 1) * num_microbatches]
-        if row != bytes([complete]) * num_microbatches:
+        if row.count(complete) != num_microbatches:
             index = next(index for index, found in enumerate(row) if found != complete)
-            raise _incomplete(compact, stage * num_microbatches + index, complete & ~row[index])
+            raise known.incomplete(stage * num_microbatches + index, complete & ~row[index])
 
 
-def stage_rules(compact: CompactProgram, stage: int) -> list[_Rule | None]:
-    """The rule of each code at a stage; None where the stage cannot have such an instruction."""
-    receives, sends = compact.crosses(stage - 1), compact.crosses(stage)
-    recompute = compact.program.recomputes(stage)
-    rules: list[_Rule | None] = [_NO_CONCERN] * NUM_CODES
-    ready = FORWARD | (GRAD_POSTED if sends else 0) | (RECOMPUTED if recompute else 0)
-
-    def rule(requires: int, must_not_find: int, adds: int) -> _Rule:
-        return requires | must_not_find, requires, adds
-
-    rules[F] = rule(INPUT_POSTED if receives else 0, FORWARD, FORWARD)
-    rules[R] = rule(FORWARD, RECOMPUTED, RECOMPUTED) if recompute else None
-    rules[B] = rule(ready, INPUT_GRAD | WEIGHT_GRAD, INPUT_GRAD | WEIGHT_GRAD)
-    rules[I] = rule(ready, INPUT_GRAD, INPUT_GRAD)
-    rules[W] = rule(INPUT_GRAD, WEIGHT_GRAD, WEIGHT_GRAD)
-    rules[SEND_F] = rule(FORWARD, OUTPUT_SENT, OUTPUT_SENT) if sends else None
-    rules[RECV_F] = rule(0, INPUT_POSTED, INPUT_POSTED) if receives else None
-    rules[SEND_B] = rule(INPUT_GRAD, GRAD_SENT, GRAD_SENT) if receives else None
-    rules[RECV_B] = rule(0, GRAD_POSTED, GRAD_POSTED) if sends else None
-    if compact.program.forward_only:
-        for code in (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD, OFFLOAD, RELOAD):
-            rules[code] = None
-    return rules
-
-
-def complete_facts(rules: list[_Rule | None]) -> int:
-    """All facts that a microbatch must have at the end."""
-    complete = 0
-    for rule in rules:
-        if rule is not None:
-            complete |= rule[2]
-    return complete
-
-
-def _explain_no_rule(compact: CompactProgram, code: int, stage: int) -> str:
+def _explain_no_rule(compact: CompactProgram, rank: int, position: int) -> str:
+    instruction, code = compact.program.rows[rank][position], compact.codes[rank][position]
+    stage, graph = instruction.stage, compact.program.graph
     if compact.program.forward_only and code not in (SEND_F, RECV_F):
         return "a program that evaluates has forwards only"
     if code == R:
         return "the program recomputes nothing" + " at this stage" * compact.program.recompute
-    neighbour = stage + 1 if code in (SEND_F, RECV_B) else stage - 1
-    if not 0 <= neighbour < compact.num_stages:
-        return f"stage {stage} has no neighbour there: the program has stages 0 to {compact.num_stages - 1}"
-    return f"stages {stage} and {neighbour} live on the same rank and exchange tensors without transfers"
+    word = KIND_OF_CODE[code].row
+    if not (graph.takers(word.sends, stage) if word.sends else graph.makers(word.receives, stage)):
+        there = "there" if graph.is_chain else f"that {'takes' if word.sends else 'makes'} that {_of(word).value}"
+        return f"stage {stage} has no neighbour {there}: the program has stages 0 to {compact.num_stages - 1}"
+    peer = graph.peer_of(instruction)
+    return f"stages {stage} and {peer} live on the same rank and exchange tensors without transfers"
 
 
-def _explain_facts(compact: CompactProgram, place: int, found: int, wanted: int) -> str:
-    unwanted = found & ~wanted
-    for fact, (code, missing, twice) in _FACTS.items():
-        if fact & unwanted:
-            return twice
-        if fact & wanted & ~found:
-            return f"{missing}: no {compact.word(code, place)} stands before it"
-    raise AssertionError("facts agree")
-
-
-def _incomplete(compact: CompactProgram, place: int, lacking: int) -> ProgramError:
-    """The error for a microbatch that lacks facts at the end; it points at its forward where there is one."""
-    code, missing, _ = next(_FACTS[fact] for fact in _FACTS if fact & lacking)
-    rank = compact.rank_of_stage[place // compact.num_microbatches]
-    position = compact.position(rank, F, place)
-    return compact.error(rank, position, f"{missing}: the row has no {compact.word(code, place)}")
+def _of(word) -> Tensor:
+    return word.sends or word.receives

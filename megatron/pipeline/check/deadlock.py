@@ -60,17 +60,15 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
         first = moves_of_rank(compact, rank)[execution.num_moves[partner]]
         other_end = counterpart(compact.program.rows[rank][first], compact.num_stages)
         return f"{here} for {other_end} of rank {partner}", (_ROW, partner)
-    place, is_input = execution.awaited_tensor[rank], True
-    num_places = len(execution.arrived) // 2
-    if place >= num_places:
-        place, is_input = place - num_places, False
-    stage, width = place // compact.num_microbatches, compact.num_microbatches
-    if is_input:
-        producer, code = stage - 1, SEND_F if compact.crosses(stage - 1) else F
-    else:
-        producer, code = stage + 1, SEND_B if compact.crosses(stage) else B
-    other = compact.rank_of_stage[producer]
-    return f"{here} for {compact.word(code, place + (producer - stage) * width)} of rank {other}", (_ROW, other)
+    number, microbatch = divmod(execution.awaited_tensor[rank], compact.num_microbatches)
+    edges = compact.program.graph.edges
+    edge, is_input = edges[number % len(edges)], number < len(edges)
+    producer, consumer = (edge.source, edge.target) if is_input else (edge.target, edge.source)
+    code = F if is_input else B
+    if compact.crosses(producer, consumer):
+        code = SEND_F if is_input else SEND_B
+    place, other = producer * compact.num_microbatches + microbatch, compact.rank_of_stage[producer]
+    return f"{here} for {compact.word(code, place, consumer)} of rank {other}", (_ROW, other)
 
 
 def _queue_waits_for(execution: Execution, queue: int) -> tuple[str, _Node | None]:

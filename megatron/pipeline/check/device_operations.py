@@ -55,7 +55,6 @@ from megatron.pipeline.check.compact import (
     FIRST_UPDATE,
     LOAD,
     PREDICT,
-    RECV_B,
     RECV_F,
     REDUCE_EMBED,
     REDUCE_GRAD,
@@ -63,13 +62,13 @@ from megatron.pipeline.check.compact import (
     REDUCE_PARTIAL,
     REDUCE_PARTIAL_EMBED,
     RETURN,
-    SEND_B,
     SEND_F,
     STEP,
     B,
     CompactProgram,
     F,
     I,
+    Transfer,
 )
 
 NONE = -1
@@ -139,7 +138,9 @@ class _Lowering:
         self._streams: dict[str, int] = {}
         self._last: list[int] = []  # per stream, its last operation
         self._num_joined: dict[tuple, int] = {}
-        self._received: dict[tuple[int, int], int] = {}  # what a computation needs -> the operation that brings it
+        self._received: dict[
+            tuple[int, int], list[int]
+        ] = {}  # what a computation needs -> the operations that bring it
         self._num_calls = [0] * len(THREADS)
         self._moved: list[int] = []  # per move, the operation that ends it
         self._loaded: set[int] = set()  # places whose backward reads from a buffer
@@ -154,7 +155,7 @@ class _Lowering:
             if code < FIRST_TRANSFER:
                 self._compute(code, place)
             elif code < FIRST_MOVE:
-                self._transfer(code, place)
+                self._transfer(code, place, compact.transfers[compact.slots[rank][self.position]])
             elif code < FIRST_UPDATE:
                 self._move(code, place)
             elif code in AWAITS:
@@ -213,10 +214,10 @@ class _Lowering:
 
     def _await_tensor(self, code: int, place: int) -> bool:
         """Whether compute waits for a receive."""
-        received = self._received.get((F if code == F else B, place), NONE) if code in (F, B, I) else NONE
-        if received != NONE:
-            self._launch(MAIN, "compute", self._launch(MAIN, "arrivals", received))
-        return received != NONE
+        received = self._received.get((F if code == F else B, place), ()) if code in (F, B, I) else ()
+        for each in received:
+            self._launch(MAIN, "compute", self._launch(MAIN, "arrivals", each))
+        return bool(received)
 
     def _await_moves(self, code: int, place: int) -> bool:
         """Whether compute waits for moves."""
@@ -226,20 +227,13 @@ class _Lowering:
             self._launch(MAIN, "compute", self._moved[count - 1])
         return count > 0
 
-    def _transfer(self, code: int, place: int) -> None:
-        stage = place // self.compact.num_microbatches
-        if code in (SEND_F, RECV_F):
-            source = stage if code == SEND_F else stage - 1
-            link = f"activations {source}-{source + 1}"
-        else:
-            source = stage if code == SEND_B else stage + 1
-            link = f"gradients {source}-{source - 1}"
+    def _transfer(self, code: int, place: int, transfer: Transfer) -> None:
+        send, source, target = transfer.channel
+        link = f"{'activations' if send == SEND_F else 'gradients'} {source}-{target}"
         key = (link, self._count(link))
         number = self._launch(MAIN, link, self._given("compute"), (SAME_PLACE, key, 2))
-        if code == RECV_F:
-            self._received[F, place] = number
-        elif code == RECV_B:
-            self._received[B, place] = number
+        if not transfer.is_send:
+            self._received.setdefault((F if code == RECV_F else B, place), []).append(number)
 
     def _post(self, thread: int) -> None:
         self._num_calls[thread] += 1

@@ -9,6 +9,7 @@ of v and in this order:
 
 Where the stage is an end of tied embeddings, the rank's REDUCE_EMBED@v stands between STORE_GRAD@v and UPDATE@v. An
 eager UPDATE may stand before REDUCE_NORM@v: the program says by `eager` that nothing in it depends on the norm.
+REDUCE_NORM@v stands behind the STORE_GRAD@v of each stage of the rank, as norms are taken when gradients leave.
 
 A backward that begins the gradients of a stage stands where at most one other stage's are begun and their STORE_GRAD
 is to come, and none of its own. It waits for STORE_GRADs before it until a buffer is free (see
@@ -19,6 +20,7 @@ from megatron.pipeline.check.compact import (
     KIND_OF_CODE,
     REDUCE_EMBED,
     REDUCE_GRAD,
+    REDUCE_NORM,
     STEP,
     STORE_GRAD,
     UPDATE,
@@ -79,6 +81,8 @@ class _Rank:
                 reason = self._post(code, stage, version - self.program.first_batch - 1)
             elif code == REDUCE_EMBED:
                 reason = self._embed()
+            elif code == REDUCE_NORM:
+                reason = self._take_norm(version - self.program.first_batch - 1)
             elif code == STEP:
                 self.num_stepped += 1
             if reason:
@@ -134,6 +138,12 @@ class _Rank:
             if self.posted[end][STORE_GRAD] <= self.num_embedded:
                 return f"it adds gradients on the host: no {self._word(end, STORE_GRAD, self.num_embedded)} before it"
         self.num_embedded += 1
+        return ""
+
+    def _take_norm(self, index: int) -> str:
+        for stage, posted in self.posted.items():
+            if posted[STORE_GRAD] <= index:
+                return f"norms are taken as gradients leave: no {self._word(stage, STORE_GRAD, index)} stands before it"
         return ""
 
     def _require_all(self) -> None:

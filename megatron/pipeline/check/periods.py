@@ -39,12 +39,12 @@ from megatron.pipeline.check.compact import (
     FIRST_UPDATE,
     HOLD,
     KIND_OF_CODE,
-    NUM_CODES,
     PREDICT,
+    REDUCE_NORM,
     CompactProgram,
     F,
 )
-from megatron.pipeline.check.computations import complete_facts, stage_rules
+from megatron.pipeline.check.computations import Facts
 from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.host_updates import codes_of_host_updates
 from megatron.pipeline.check.lanes import words_under_way
@@ -53,7 +53,6 @@ from megatron.pipeline.check.predictions import codes_of_predictions
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_rank
-from megatron.pipeline.check.versions import version_of_batch
 from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.moves import MoveOrder
 from megatron.pipeline.program import Program
@@ -138,7 +137,8 @@ def _shifted(instruction: Instruction, shift: Origin) -> Instruction:
 
 def _state(compact: CompactProgram, execution: Execution, ends: list[int], origin: Origin) -> list[_RankState]:
     """The state when every rank has executed `ends[rank]` instructions, counted from `origin`, rank by rank."""
-    states = [_rows_state(compact, rank, ends[rank], origin) for rank in range(len(ends))]
+    known = Facts(compact)
+    states = [_rows_state(compact, known, rank, ends[rank], origin) for rank in range(len(ends))]
     for rank, state in enumerate(states):
         for queue, what in (rank, "the chain"), (rank + len(ends), "the reports"):
             incomplete = execution.reductions.incomplete(queue)
@@ -153,38 +153,44 @@ def _state(compact: CompactProgram, execution: Execution, ends: list[int], origi
             state |= _moves_state(compact, rank, ends, origin)
     sent, received = list_channels(compact, ends)
     for channel in sent.keys() | received.keys():
-        code, sender = channel
+        code, sender, receiver = channel
         sends, receives = sent.get(channel, []), received.get(channel, [])
         common = min(len(sends), len(receives))
         for verb, end in ("sent and not received", sends), ("received and not sent", receives):
             tail = [microbatch - origin.microbatch for microbatch in end[common:]]
-            states[compact.rank_of_stage[sender]][f"what stage {sender} has {KIND_OF_CODE[code].value} {verb}"] = tail
+            what = f"what stage {sender} has {KIND_OF_CODE[code].value} to stage {receiver} {verb}"
+            states[compact.rank_of_stage[sender]][what] = tail
     return states
 
 
-def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) -> _RankState:
+def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, origin: Origin) -> _RankState:
     """What follows from the first `end` instructions of one row alone."""
     width = compact.num_microbatches
     stages = compact.stages_of(rank)
-    facts = {stage: bytearray(width) for stage in stages}
-    added = {stage: [rule[2] if rule else 0 for rule in stage_rules(compact, stage)] for stage in stages}
+    facts = {stage: known.none_yet(width) for stage in stages}
     forward_version: dict[int, int | None] = {}
-    posted = [0] * NUM_CODES
+    posted, made = Counter(), Counter()
+    maker, owners = CODE_OF_KIND[compact.program.weights.maker], compact.program.owners(rank)
     keeps = False
-    row = zip(compact.codes[rank][:end], compact.places[rank][:end], compact.versions[rank][:end], strict=True)
-    for code, place, version in row:
+    row = zip(
+        compact.codes[rank][:end], compact.slots[rank][:end], compact.places[rank][:end], compact.versions[rank][:end],
+        strict=True,
+    )  # fmt: skip
+    for code, slot, place, version in row:
         stage, index = divmod(place, width)
-        facts[stage][index] |= added[stage][code]
+        facts[stage][index] |= known.added[slot]
         if code == F:
             forward_version[place] = version
         elif code >= FIRST_UPDATE:
-            posted[code] += 1
+            posted[code, stage] += 1
+            if code == maker:
+                made.update(next(owned for owned in owners if stage in owned))
             if code in (HOLD, PREDICT):
                 keeps = code == HOLD
     state: _RankState = {"whether gradients are kept for a prediction": keeps}
     for stage in stages:
-        complete = complete_facts(stage_rules(compact, stage))
-        begun = len(facts[stage].rstrip(b"\0"))
+        complete = known.complete[stage]
+        begun = next((width - back for back, found in enumerate(reversed(facts[stage])) if found), 0)
         state[f"how many microbatches are begun at stage {stage}"] = begun - origin.microbatch
         state[f"what is under way at stage {stage} (microbatch, facts, version)"] = [
             (index - origin.microbatch, found, _minus(forward_version.get(stage * width + index), origin.batch))
@@ -193,13 +199,14 @@ def _rows_state(compact: CompactProgram, rank: int, end: int, origin: Origin) ->
         ]
         if not compact.versioned:
             continue
-        num_made = posted[CODE_OF_KIND[compact.program.weights.maker]]
-        oldest, next_version = _versions_at(compact, stage, facts[stage], num_made)
+        oldest, next_version = _versions_at(compact, stage, facts[stage], made[stage])
         state[f"the oldest version of stage {stage}"] = oldest - origin.batch
         state[f"the version of the next batch at stage {stage}"] = next_version - origin.batch
     codes = (*chain_of_rank(compact, rank), *codes_of_predictions(compact, rank))
     for code in codes if compact.versioned else ():
-        state[f"how many {KIND_OF_CODE[code].value} stand on the rank"] = posted[code] - origin.batch
+        for owned in owners[:1] if code == REDUCE_NORM else owners:
+            where = "stand on the rank" if len(owners) == 1 else f"stage {owned[0]} has"
+            state[f"how many {KIND_OF_CODE[code].value} {where}"] = posted[code, owned[0]] - origin.batch
     return state
 
 
@@ -274,14 +281,14 @@ def _minus(version: int | None, batches: int) -> int | None:
     return None if version is None else version - batches
 
 
-def _versions_at(compact: CompactProgram, stage: int, facts: bytearray, num_made: int) -> tuple[int, int]:
+def _versions_at(compact: CompactProgram, stage: int, facts: Sequence[int], num_made: int) -> tuple[int, int]:
     """The oldest version that a stage keeps after so many were made, and the one that the policy gives its next batch.
 
     Where stages use their newest version, it is also the oldest; what else is kept is what is under way.
     """
-    program, index = compact.program, facts.find(0)
+    program, index = compact.program, facts.index(0) if 0 in facts else -1
     newest = program.first_batch + num_made
     delay = program.weights.delay or 0
-    end = program.first_batch + len(program.batches)
-    next_batch = end if index < 0 else program.batch_of(program.first_microbatch + index)
-    return max(newest - delay, min(program.entry_versions)), version_of_batch(program, stage, next_batch)
+    index = len(facts) if index < 0 else index
+    following = program.version_of_forward(stage, program.first_microbatch + index)
+    return max(newest - delay, min(program.entry_versions)), following

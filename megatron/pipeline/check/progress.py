@@ -24,9 +24,8 @@ from megatron.pipeline.check.compact import (
     FIRST_MOVE,
     FIRST_STASH,
     FIRST_UPDATE,
-    KIND_OF_CODE,
+    NUM_CODES,
     SEND_B,
-    SEND_F,
     B,
     CompactProgram,
     F,
@@ -54,16 +53,16 @@ def prove_progress(compact: CompactProgram) -> None:
 class Execution:
     """One execution of a program.
 
-    Tensors that computations wait for are numbered: the input of place i is i, the gradient of the output of place i is
-    N + i, where N is the number of places.
+    Tensors that computations wait for are numbered: the activations that microbatch i takes over edge e are e * M + i,
+    their gradients (E + e) * M + i, where M is the number of microbatches, and E that of edges.
     """
 
     def __init__(self, compact: CompactProgram) -> None:
-        num_ranks, num_places = len(compact.codes), compact.num_stages * compact.num_microbatches
+        num_ranks, num_edges = len(compact.codes), len(compact.program.graph.edges)
         self.compact = compact
         self.position = [0] * num_ranks
         self.ends = [0] * num_ranks
-        self.arrived = bytearray(2 * num_places)
+        self.arrived = bytearray(2 * num_edges * compact.num_microbatches)
         self.awaited_tensor = [NOTHING] * num_ranks
         self.reductions = Reductions(compact)
         self.num_moves = [0] * num_ranks  # that each rank has requested
@@ -75,22 +74,32 @@ class Execution:
         ]
         self.partners = compact.partners if compact.moves else range(num_ranks)
         self._rank_awaiting: dict[int, int] = {}  # tensor -> rank
-        self._waits, self._brings = self._offsets(num_places)
+        self._waits, self._brings = self._offsets()
         self._runnable: list[int] = []
 
-    def _offsets(self, num_places: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Per code and stage, what to add to a place for the tensor waited for, and for the one brought."""
+    def _offsets(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Per slot, what to add to a place for the tensors waited for, and for those brought."""
         compact, width = self.compact, self.compact.num_microbatches
-        waits = [[NOTHING] * compact.num_stages for _ in KIND_OF_CODE]
-        brings = [[NOTHING] * compact.num_stages for _ in KIND_OF_CODE]
-        for stage in range(compact.num_stages):
-            if stage > 0:
-                waits[F][stage] = 0
-                for code in [SEND_B] if compact.crosses(stage - 1) else [B, I]:
-                    brings[code][stage] = num_places - width
-            if stage < compact.num_stages - 1:
-                waits[B][stage] = waits[I][stage] = num_places
-                brings[SEND_F if compact.crosses(stage) else F][stage] = width
+        edges = compact.program.graph.edges
+        waits: list[tuple[int, ...]] = [()] * compact.num_slots
+        brings: list[tuple[int, ...]] = [()] * compact.num_slots
+
+        def add(table: list[tuple[int, ...]], slot: int, tensor: int, stage: int) -> None:
+            table[slot] = (*table[slot], (tensor - stage) * width)
+
+        for number, edge in enumerate(edges):
+            source, target, back = edge.source, edge.target, number + len(edges)
+            add(waits, target * NUM_CODES + F, number, target)
+            for code in (B, I) if edge.gradient else ():
+                add(waits, source * NUM_CODES + code, back, source)
+            if not compact.crosses(source, target):
+                add(brings, source * NUM_CODES + F, number, source)
+                for code in (B, I) if edge.gradient else ():
+                    add(brings, target * NUM_CODES + code, back, target)
+        for slot, transfer in compact.transfers.items() if compact.communicates else ():
+            if transfer.is_send:
+                tensor = transfer.edge + (len(edges) if transfer.code == SEND_B else 0)
+                add(brings, slot, tensor, transfer.stage)
         return waits, brings
 
     def run(self, ends: list[int]) -> None:
@@ -110,7 +119,7 @@ class Execution:
         """Execute a rank's row until it waits or ends."""
         compact, arrived, rank_awaiting, runnable = self.compact, self.arrived, self._rank_awaiting, self._runnable
         codes, places, versions = compact.codes[rank], compact.places[rank], compact.versions[rank]
-        waits, brings, width = self._waits, self._brings, compact.num_microbatches
+        slots, waits, brings = compact.slots[rank], self._waits, self._brings
         self.awaited_tensor[rank] = NOTHING
         held = self._held[rank]
         for position in range(self.position[rank], self.ends[rank]):
@@ -123,15 +132,14 @@ class Execution:
                 if held and position in held and self._is_held(rank, position):
                     self.position[rank] = position
                     return
-                stage = place // width
-                offset = waits[code][stage]
-                if offset != NOTHING and not arrived[place + offset]:
-                    self.awaited_tensor[rank] = place + offset
-                    rank_awaiting[place + offset] = rank
-                    self.position[rank] = position
-                    return
-                offset = brings[code][stage]
-                if offset != NOTHING:
+                slot = slots[position]
+                for offset in waits[slot]:
+                    if not arrived[place + offset]:
+                        self.awaited_tensor[rank] = place + offset
+                        rank_awaiting[place + offset] = rank
+                        self.position[rank] = position
+                        return
+                for offset in brings[slot]:
                     arrived[place + offset] = True
                     if place + offset in rank_awaiting:
                         runnable.append(rank_awaiting.pop(place + offset))

@@ -22,6 +22,7 @@ from megatron.pipeline.check.compact import (
     FIRST_TRANSFER,
     FIRST_UPDATE,
     KIND_OF_CODE,
+    NUM_CODES,
     OFFLOAD,
     RELOAD,
     B,
@@ -30,6 +31,7 @@ from megatron.pipeline.check.compact import (
     R,
     W,
 )
+from megatron.pipeline.check.waiting import handed_on
 from megatron.pipeline.instruction import Lane
 from megatron.pipeline.residency import most_boundaries
 
@@ -109,17 +111,15 @@ def prove_boundaries(compact: CompactProgram) -> tuple[int, ...]:
 
 
 def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
-    stages, width = set(compact.stages_of(rank)), compact.num_microbatches
+    width, change = compact.num_microbatches, handed_on(compact, rank)
     away = offloaded_before(compact, rank)
-    words = [KIND_OF_CODE[code].row for code in range(FIRST_TRANSFER)]
     keeps = not compact.program.forward_only
     held = peak = 0
     for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
         held -= len(away.get(position, ()))
         if code < FIRST_TRANSFER:
-            word, stage = words[code], place // width
-            held -= word.needs is not None and stage - word.needs.value in stages
-            held += word.makes is not None and stage + word.makes.value in stages
+            stage = place // width
+            held += change[stage * NUM_CODES + code]
             held += keeps and code == F and stage > 0
         held += code == RELOAD
         if held > peak:

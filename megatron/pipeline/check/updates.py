@@ -8,6 +8,9 @@ it stands at the lowest of them. Its links are
     REDUCE_NORM@v    over all ranks                                             where the program takes a global norm
     STEP@v           makes the version
 
+Where stages update alone (`stash`, `stale`) each has a chain of its own, but for the norm: that stands once on each
+rank, behind the STEPs of all its stages.
+
 Where weights live on the host, gradients leave the device stage by stage. Then REDUCE_GRAD is of one stage, and the
 ends of tied embeddings have a REDUCE_EMBED even on one rank, which may stand before backwards of other stages. After
 what these two stand is proved in `host_updates`.
@@ -19,6 +22,8 @@ REDUCE_NORM comes last, for it only reports.
 So every member of a group posts the group's reductions in order of v: their order agrees. That members of different
 groups do not wait for one another in a circle is proved with the progress.
 """
+
+from collections.abc import Sequence
 
 from megatron.pipeline.check.compact import (
     FIRST_PREDICTION,
@@ -59,49 +64,67 @@ def prove_updates(compact: CompactProgram) -> None:
 
     Raises:
         ProgramError: naming the link that is out of place, or the end of the row that lacks one.
-        ValueError: a batch has several microbatches, or a rank several stages, under a policy that updates each stage
-            after every microbatch.
+        ValueError: a batch has several microbatches, or a rank several stages, under a policy that keeps a version for
+            each microbatch.
     """
     program = compact.program
-    if program.weights.updates_alone and set(program.batches) != {1}:
+    keeps_each = program.weights.updates_alone and not program.weights.refreshes
+    if keeps_each and set(program.batches) != {1}:
         raise ValueError(
             f"{program.weights.name} updates after each microbatch: give batches of 1, not {program.batches}"
         )
-    if program.weights.updates_alone and len(compact.codes) < compact.num_stages:
+    if keeps_each and len(compact.codes) < compact.num_stages:
         raise ValueError(f"{program.weights.name} updates each stage by itself: give each rank one stage")
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
-        num_stages = len(compact.stages_of(rank))
-        unfinished = [size * num_stages for size in program.batches]  # per batch, the backwards still to come
-        posted = [0] * NUM_CODES  # per code, how many batches have this link
+        owners = [_Owner(stages, program.batches) for stages in program.owners(rank)]
+        owner_of = {stage: owner for owner in owners for stage in owner.stages}
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             if code in (B, W):
-                unfinished[batch_of[place % num_microbatches]] -= 1
+                owner_of[place // num_microbatches].unfinished[batch_of[place % num_microbatches]] -= 1
             elif FIRST_UPDATE <= code < FIRST_PREDICTION and code not in of_stages:
                 stage, index = place // num_microbatches, version - program.first_batch - 1
-                reason = ""
-                if stage != lowest:
+                owner, reason = owner_of[stage], ""
+                before = owners if code == REDUCE_NORM else [owner]  # whose links it stands behind
+                if stage != (lowest if code == REDUCE_NORM else owner.stages[0]):
                     reason = f"the chain of rank {rank} is for all its stages and stands at the lowest, stage {lowest}"
                 elif code not in chain:
                     reason = f"by the program's flags the chain of stage {stage} has no {KIND_OF_CODE[code].value}"
-                elif index != posted[code] or index >= num_batches:
-                    reason = _explain_order(compact, stage, code, posted[code])
-                elif unfinished[index] and code not in of_ends:
+                elif index != owner.posted[code] or index >= num_batches:
+                    reason = _explain_order(compact, stage, code, owner.posted[code])
+                elif any(each.unfinished[index] for each in before) and code not in of_ends:
                     reason = f"batch {version - 1}, whose gradients it takes, has backwards to come on this rank"
                 else:
-                    missing = [link for link in chain[: chain.index(code)] if posted[link] <= index]
-                    reason = f"no {_word(stage, missing[0], version)} stands before it" if missing else ""
+                    missing = [
+                        _word(each.stages[0], link, version)
+                        for each in before
+                        for link in chain[: chain.index(code)]
+                        if each.posted[link] <= index
+                    ]
+                    reason = f"no {missing[0]} stands before it" if missing else ""
                 if reason:
                     raise compact.error(rank, position, reason)
-                posted[code] += 1
-        for code in chain:
-            if posted[code] < num_batches:
-                batch = program.first_batch + posted[code]
-                reason = f"{_word(lowest, code, batch + 1)} is missing: batch {batch} needs it"
-                raise compact.error(rank, len(codes), reason)
+                owner.posted[code] += 1
+        for owner in owners:
+            for code in chain:
+                if owner.posted[code] < num_batches and (code != REDUCE_NORM or owner is owners[0]):
+                    batch = program.first_batch + owner.posted[code]
+                    reason = f"{_word(owner.stages[0], code, batch + 1)} is missing: batch {batch} needs it"
+                    raise compact.error(rank, len(codes), reason)
+
+
+class _Owner:
+    """Stages that are updated at once. `unfinished`: per batch, the backwards still to come; `posted`: per code, how
+    many batches have this link.
+    """
+
+    def __init__(self, stages: Sequence[int], batches: Sequence[int]) -> None:
+        self.stages = stages
+        self.unfinished = [size * len(stages) for size in batches]
+        self.posted = [0] * NUM_CODES
 
 
 def _explain_order(compact: CompactProgram, stage: int, code: int, due: int) -> str:

@@ -8,17 +8,22 @@ its rank have made since, less those that the policy has retired.
     2bw      max(j - 1, 0)                      the newest and the one before: STEP@(t+1) retires t-1
     delay k  max(j - k, 0)                      the newest and the k before: STEP@(t+1) retires t-k
     stash    the newest at this stage, which    the newest, and each that a microbatch saved here ran its forward with
-             is max(first batch, j - (p-1-s))
+             is that of microbatch i - k
+    stale    the same                           the newest
 
 Where the weights predict, these are predicted versions, which PREDICT makes in place of STEP; batch j uses j, and the
 newest and the one before are live. The true version is one more value, that nothing computes with.
 
-Recompute and backward use the version of their forward. They find it live, because STEP@v comes after all backwards of
-batch v-1 (which is proved with the updates), and no other batch in flight uses a version that it retires.
+Recompute and backward use the version of their forward; under `stale` that of their own batch, the newest by then. They
+find it live, because STEP@v comes after all backwards of batch v-1 (which is proved with the updates), and no other
+batch in flight uses a version that it retires.
 
-Under `stash` the delay p-1-s of each stage is PipeDream's, and is proved along with "the newest": so what a program
-computes follows from the policy alone, here as for the others.
+Under `stash` and `stale` microbatch i finds at a stage of depth k (edges to the end; in a chain p-1-s) what was made
+from batches before that of microbatch i - k, counted from the program's first. That is proved along with "the newest":
+so what a program computes follows from the policy and the graph alone, here as for the others.
 """
+
+from collections.abc import Sequence
 
 from megatron.pipeline.check.compact import (
     CODE_OF_KIND,
@@ -50,34 +55,31 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
     batch_of = [batch for batch, size in enumerate(program.batches, start=program.first_batch) for _ in range(size)]
     maker = CODE_OF_KIND[program.weights.maker]
     forward_version = [0] * (compact.num_stages * num_microbatches)
-    stages = [_StageVersions(program, stage) for stage in range(compact.num_stages)]
+    stages = [_StageVersions(program, stage, batch_of) for stage in range(compact.num_stages)]
+    refreshes = program.weights.refreshes
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
-        stages_here = [stages[stage] for stage in compact.stages_of(rank)]
+        made_for = {owned[0]: [stages[stage] for stage in owned] for owned in program.owners(rank)}
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
             reason = ""
             if version is None:
                 if code < FIRST_TRANSFER:
                     reason = "it names no weight version, though the program does elsewhere"
             elif code == F:
-                reason = stages[place // num_microbatches].forward(version, batch_of[place % num_microbatches])
+                reason = stages[place // num_microbatches].forward(version, place % num_microbatches)
                 forward_version[place] = version
+            elif code < FIRST_TRANSFER and refreshes:
+                reason = stages[place // num_microbatches].refreshed(version, batch_of[place % num_microbatches])
             elif code < FIRST_TRANSFER:
                 if version != forward_version[place]:
                     reason = f"its forward ran with version {forward_version[place]}, so it has to use that one too"
                 elif code in (B, W):
                     stages[place // num_microbatches].release(version)
             elif code == maker:
-                reason = next(filter(None, [stage.step(version) for stage in stages_here]), "")
+                made = made_for[place // num_microbatches]
+                reason = next(filter(None, [stage.step(version) for stage in made]), "")
             if reason:
                 raise compact.error(rank, position, reason)
     return tuple(stage.peak for stage in stages)
-
-
-def version_of_batch(program: Program, stage: int, batch: int) -> int:
-    """The version that the policy gives to the forward of a batch at a stage."""
-    rule = program.weights
-    newest = max(program.first_batch, batch - (program.num_stages - 1 - stage))
-    return rule.version_of(batch, newest=newest)
 
 
 class _StageVersions:
@@ -86,28 +88,39 @@ class _StageVersions:
     Its methods return what is wrong, or nothing.
     """
 
-    def __init__(self, program: Program, stage: int) -> None:
+    def __init__(self, program: Program, stage: int, batch_of: Sequence[int]) -> None:
         rule = program.weights
         self.program, self.stage = program, stage
+        self.batch_of, self.depth = batch_of, program.graph.depth(stage)
         self.maker = rule.maker.value
-        self.stashes = rule.updates_alone
+        self.stashes, self.refreshes = rule.updates_alone, rule.refreshes
         self.bound = rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)
 
-    def forward(self, version: int, batch: int) -> str:
-        """Use a version."""
-        wanted = version_of_batch(self.program, self.stage, batch)
+    def forward(self, version: int, index: int) -> str:
+        """Use a version, for the microbatch of that index."""
+        batch = self.batch_of[index]
+        wanted = self.program.weights.version_of(batch, newest=self.batch_of[max(0, index - self.depth)])
         if version != wanted:
             return f"{self.program.weights.name} runs batch {batch} here with version {wanted}"
         if version > self.newest:
-            lowest = self.program.stages_of(self.program.rank_of_stage[self.stage])[0]
+            owners = self.program.owners(self.program.rank_of_stage[self.stage])
+            lowest = next(stages[0] for stages in owners if self.stage in stages)
             made = f"{lowest}{self.maker}@{version}"
             return f"version {version} does not exist yet at this stage: no {made} stands before it"
         if self.stashes and version < self.newest:
             return f"the newest version at this stage is {self.newest} already"
-        self.live[version] += 1
+        self.live[version] += not self.refreshes
+        return ""
+
+    def refreshed(self, version: int, batch: int) -> str:
+        """Use the version of a microbatch's own batch, in its recompute or its backward."""
+        if version != batch:
+            return f"{self.program.weights.name} computes this of batch {batch} with version {batch}"
+        if version != self.newest:
+            return f"the newest version at this stage is {self.newest}, and nothing older is kept"
         return ""
 
     def release(self, version: int) -> None:

@@ -6,7 +6,7 @@ takes a whole batch through a stage first, a whole batch does, of activations on
 down. That follows from the row alone, under any timing.
 """
 
-from megatron.pipeline.check.compact import FIRST_TRANSFER, KIND_OF_CODE, CompactProgram
+from megatron.pipeline.check.compact import FIRST_TRANSFER, KIND_OF_CODE, NUM_CODES, CompactProgram
 
 
 def count_waiting(compact: CompactProgram) -> tuple[int, ...]:
@@ -19,15 +19,24 @@ def count_waiting(compact: CompactProgram) -> tuple[int, ...]:
 
 
 def _on_rank(compact: CompactProgram, rank: int) -> int:
-    stages = set(compact.stages_of(rank))
-    if not any(stage + 1 in stages for stage in stages):
+    change = handed_on(compact, rank)
+    if not any(change.values()):
         return 0
-    words = [KIND_OF_CODE[code].row for code in range(FIRST_TRANSFER)]
-    width, waiting, peak = compact.num_microbatches, 0, 0
-    for code, place in zip(compact.codes[rank], compact.places[rank], strict=True):
-        if code < FIRST_TRANSFER:
-            word, stage = words[code], place // width
-            waiting -= word.needs is not None and stage - word.needs.value in stages
-            waiting += word.makes is not None and stage + word.makes.value in stages
-            peak = max(peak, waiting)
+    waiting = peak = 0
+    for slot in compact.slots[rank]:
+        waiting += change.get(slot, 0)
+        peak = max(peak, waiting)
     return peak
+
+
+def handed_on(compact: CompactProgram, rank: int) -> dict[int, int]:
+    """For the slot of each computation of a rank: how many more tensors wait between its own stages behind it."""
+    graph, stages = compact.program.graph, set(compact.stages_of(rank))
+    change = {}
+    for stage in stages:
+        for code in range(FIRST_TRANSFER):
+            word = KIND_OF_CODE[code].row
+            taken = graph.makers(word.needs, stage) if word.needs else ()
+            made = graph.takers(word.makes, stage) if word.makes else ()
+            change[stage * NUM_CODES + code] = len(stages.intersection(made)) - len(stages.intersection(taken))
+    return change

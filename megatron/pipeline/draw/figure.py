@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROW, _SAVED_ROW, _MEMORY_ROW = 0.40, 0.24, 0.36  # inches
-_LANES_ROW, _RESIDENT_ROW = 0.45, 0.32
+_LANES_ROW, _RESIDENT_ROW = 0.45, 0.6
 _LEFT, _RIGHT = 0.85, 0.3  # inches beside the panels
 _DOTS_PER_INCH = 140
 _LARGEST = 400  # inches; a side of an image has fewer than 2^16 dots
@@ -72,7 +72,7 @@ def draw_timeline(
         title: above the picture.
         one_based: number microbatches from 1, as the paper does; programs number from 0.
         saved_microbatches: below each timeline, how many microbatches' activations each rank holds, and whose weights
-            are on the device where they live on the host.
+            and gradients are on the device where weights live on the host.
         lanes: draw transfers as lines between the rows, and reductions as bars below them, where they take time; below
             each timeline, what runs between device and host.
         critical_path: of the first timeline (`critical_path.critical_path`), to be marked there.

@@ -2,15 +2,18 @@
 
 Below the ranks stand two panels. The first has three lines for each rank, one for each lane, with the stage that a word
 is about. The second has a line for each of the rank's slots, with the stage whose weights are there: pale while they
-are fetched, and up to their FREE.
+are fetched, and up to their FREE; and one for each of its gradient buffers, with the stage that adds to it: from its
+first backward of a batch until STORE_GRAD has brought them to the host, pale meanwhile.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.cells import names_of_rows
-from megatron.pipeline.instruction import HOST_WORDS, Instruction, Kind, Lane
+from megatron.pipeline.instruction import BEGINS_BACKWARD, HOST_WORDS, Instruction, Kind, Lane
+from megatron.pipeline.residency import GRADIENT_BUFFERS
 from megatron.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -44,6 +47,18 @@ class Resident:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """The gradients of a stage in a buffer of a rank: added up from `start` on, and leaving from `stored` to `end`."""
+
+    rank: int
+    buffer: int
+    stage: int
+    start: float
+    stored: float
+    end: float
+
+
 def carried_of(timeline: Timeline) -> list[Carried]:
     """The words that take time, rank by rank in the order of the rows."""
     return [
@@ -66,6 +81,22 @@ def residents_of(timeline: Timeline) -> list[Resident]:
         elif span.instruction.kind is Kind.FREE:
             slot, start, fetched = taken.pop(place)
             found.append(Resident(span.rank, slot, place[1], span.instruction.version, start, fetched, span.end))
+    return found
+
+
+def accumulated_of(timeline: Timeline) -> list[Accumulated]:
+    """What is in the gradient buffers of each rank, counted from 0: a stage takes the one that was given back first."""
+    found: list[Accumulated] = []
+    free = [deque(range(min(GRADIENT_BUFFERS, len(timeline.stages_of(rank))))) for rank in range(timeline.num_ranks)]
+    taken: dict[int, tuple[int, float]] = {}  # stage -> buffer, start
+    for span in timeline.spans:
+        kind, stage = span.instruction.kind, span.instruction.stage
+        if kind in BEGINS_BACKWARD and stage not in taken:
+            taken[stage] = free[span.rank].popleft(), span.start
+        elif kind is Kind.STORE_GRAD:
+            buffer, start = taken.pop(stage)
+            free[span.rank].append(buffer)
+            found.append(Accumulated(span.rank, buffer, stage, start, span.start, span.end))
     return found
 
 
@@ -104,22 +135,27 @@ def draw_resident(axes: "Axes", timeline: Timeline, *, points: float) -> None:
     """Bars in a line for each slot. `points`: as above."""
     from matplotlib.collections import PolyCollection
 
-    residents = residents_of(timeline)
-    slots = [1 + max((each.slot for each in residents if each.rank == rank), default=0) for rank in
-             range(timeline.num_ranks)]  # fmt: skip
-    foot = [sum(slots[:rank]) for rank in range(timeline.num_ranks)]
-    lines = [foot[each.rank] + each.slot for each in residents]
-    for gid, colour, bounds in (
-        ("resident", legend.RESIDENT, [(each.fetched, each.end) for each in residents]),
-        ("fetched", legend.FETCHED, [(each.start, each.fetched) for each in residents]),
+    residents, gradients, ranks = residents_of(timeline), accumulated_of(timeline), range(timeline.num_ranks)
+    slots = [1 + max((each.slot for each in residents if each.rank == rank), default=0) for rank in ranks]
+    buffers = [1 + max((each.buffer for each in gradients if each.rank == rank), default=0) for rank in ranks]
+    foot = [sum(slots[:rank]) + sum(buffers[:rank]) for rank in ranks]
+    lines_of_weights = [foot[each.rank] + each.slot for each in residents]
+    lines_of_gradients = [foot[each.rank] + slots[each.rank] + each.buffer for each in gradients]
+    for gid, colour, lines, bounds in (
+        ("resident", legend.RESIDENT, lines_of_weights, [(each.fetched, each.end) for each in residents]),
+        ("fetched", legend.FETCHED, lines_of_weights, [(each.start, each.fetched) for each in residents]),
+        ("accumulated", legend.ACCUMULATED, lines_of_gradients, [(each.start, each.stored) for each in gradients]),
+        ("stored", legend.STORED, lines_of_gradients, [(each.stored, each.end) for each in gradients]),
     ):
         boxes = [_bar(*times, line) for times, line in zip(bounds, lines, strict=True)]
         axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors=legend.EDGE, linewidths=0.4, gid=gid))
-    for each, line in zip(residents, lines, strict=True):
+    for each, line in zip([*residents, *gradients], [*lines_of_weights, *lines_of_gradients], strict=True):
         _label(axes, str(each.stage), each.start, each.end, line, points)
-    names = [f"{name}: slot 0" if not slot else f"slot {slot}" for name, count in
-             zip(names_of_rows(timeline), slots, strict=True) for slot in range(count)]  # fmt: skip
-    _finish(axes, names, "stages whose weights are on the device; pale while they are fetched")
+    names = []
+    for name, num_slots, num_buffers in zip(names_of_rows(timeline), slots, buffers, strict=True):
+        places = [f"slot {slot}" for slot in range(num_slots)] + [f"gradients {each}" for each in range(num_buffers)]
+        names += [f"{name}: {places[0]}", *places[1:]]
+    _finish(axes, names, "stages whose weights and gradients are on the device; pale while they come or leave")
 
 
 def _bar(start: float, end: float, line: int) -> list[tuple[float, float]]:

@@ -36,6 +36,7 @@ CRITICAL = "#a3009a"
 HOST_LANES = {Lane.H2D: "#8fb9e6", Lane.D2H: "#98d08c", Lane.HOST: "#e9a3a3"}
 STASHED = {Lane.H2D: "#3f6fa8", Lane.D2H: "#4b8a3d"}  # inputs in the same lanes
 RESIDENT, FETCHED = "#b9a3d6", "#e2d3ee"
+ACCUMULATED, STORED = "#98d08c", "#dcefd7"
 MEMORY = {  # by the part of a memory curve
     "optimizer": "#b9b9b9",
     "weights": "#7c97c4",

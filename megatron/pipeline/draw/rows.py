@@ -119,22 +119,32 @@ def draw_predictions(axes: "Axes", predictions: list[Update], holds: list[Update
 
 
 def draw_lanes(axes: "Axes", timeline: Timeline) -> None:
-    """Transfers as lines from sender to receiver, reductions as bars at the foot of a row; only what takes time."""
-    from matplotlib.collections import LineCollection, PolyCollection
+    """Transfers as lines from sender to receiver, arcs where they pass the rows of other ranks; reductions as bars at
+    the foot of a row; only what takes time.
+    """
+    from matplotlib.collections import LineCollection, PathCollection, PolyCollection
+    from matplotlib.path import Path
 
-    lines, bars = [], []
+    lines, arcs, bars = [], [], []
     for span in timeline.spans:
         kind, start, end = span.instruction.kind, span.start, span.end
         if end <= start:
             continue
         if kind in SENDS:
-            to = timeline.rank_of_stage[span.instruction.stage + kind.row.neighbour]
+            to = timeline.rank_of_stage[timeline.graph.peer_of(span.instruction)]
             toward = 0.46 if to > span.rank else -0.46
-            lines.append([(start, span.rank + toward), (end, to - toward)])
+            ends = (start, span.rank + toward), (end, to - toward)
+            if abs(to - span.rank) == 1:
+                lines.append(ends)
+            else:
+                arcs.append(Path([ends[0], (ends[1][0], (ends[0][1] + ends[1][1]) / 2), ends[1]], [1, 3, 3]))
         elif kind in REDUCTIONS:
             low, high = span.rank + 0.38, span.rank + 0.46
             bars.append([(start, low), (end, low), (end, high), (start, high)])
     axes.add_collection(LineCollection(lines, colors=legend.TRANSFER, linewidths=0.7, gid="transfer", zorder=4))
+    if arcs:
+        style = {"facecolors": "none", "edgecolors": legend.TRANSFER, "linewidths": 0.7, "gid": "transfer past ranks"}
+        axes.add_collection(PathCollection(arcs, zorder=4, **style))
     axes.add_collection(PolyCollection(bars, facecolors=legend.REDUCTION, edgecolors="none", gid="reduction", zorder=4))
 
 

@@ -12,6 +12,7 @@ is posted.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron.pipeline.instruction import RECEIVE_OF, SEND_OF, Instruction, Tensor
 from megatron.pipeline.passes import Leg, Legs
@@ -23,7 +24,7 @@ class _Draft:
 
     def __init__(self, leg: Leg) -> None:
         self.leg = leg
-        self._sends: dict[int, Instruction] = {}  # by the position of what makes the tensor
+        self._sends: dict[int, list[Instruction]] = {}  # by the position of what makes the tensor
         self._receives: dict[int, list[tuple[int, Instruction]]] = {}  # by where to post: (needed where, receive)
 
     def needs(self) -> Iterator[tuple[int, int]]:
@@ -40,20 +41,21 @@ class _Draft:
                 before, current = current, None
 
     def send(self, instruction: Instruction, *, made: int) -> None:
-        self._sends[made] = instruction
+        self._sends.setdefault(made, []).append(instruction)
 
     def receive(self, instruction: Instruction, *, needed: int, posted: int) -> None:
         self._receives.setdefault(posted, []).append((needed, instruction))
 
     def joined(self) -> Leg:
-        """The leg with its transfers; of receives at one place, what is needed first stands first."""
+        """The leg with its transfers; of receives at one place, what is needed first stands first; of sends, that to
+        the nearest stage.
+        """
         result: Leg = []
         for position, instruction in enumerate(self.leg):
             if position in self._receives:
                 result += [receive for _, receive in sorted(self._receives[position], key=lambda pair: pair[0])]
             result.append(instruction)
-            if position in self._sends:
-                result.append(self._sends[position])
+            result += self._sends.get(position, ())
         return result
 
 
@@ -65,6 +67,7 @@ def add_communication(legs_of_rank: Sequence[Legs], outline: Program) -> list[Le
     """
     drafts_of_rank = [[_Draft(leg) for leg in legs] for legs in legs_of_rank]
     drafts = [draft for drafts in drafts_of_rank for draft in drafts]
+    graph = outline.graph
     needs: dict[tuple[Tensor, int, int], tuple[_Draft, int, int]] = {}  # (tensor, stage, microbatch) -> where
     for draft in drafts:
         for needed, posted in draft.needs():
@@ -76,13 +79,19 @@ def add_communication(legs_of_rank: Sequence[Legs], outline: Program) -> list[Le
             tensor = instruction.kind.row.makes
             if tensor is None:
                 continue
-            stage, target, microbatch = instruction.stage, instruction.stage + tensor.value, instruction.microbatch
-            if not outline.crosses(stage, target):
-                continue
-            need = tensor, target, microbatch
-            if need not in needs:
-                raise ValueError(f"{instruction} makes a tensor for stage {target}, where nothing needs it")
-            receiver, needed, posted = needs[need]
-            draft.send(Instruction(SEND_OF[tensor], stage, microbatch), made=made)
-            receiver.receive(Instruction(RECEIVE_OF[tensor], target, microbatch), needed=needed, posted=posted)
+            stage, microbatch = instruction.stage, instruction.microbatch
+            for target in sorted(graph.takers(tensor, stage), key=lambda each: abs(each - stage)):
+                if not outline.crosses(stage, target):
+                    continue
+                need = tensor, target, microbatch
+                if need not in needs:
+                    raise ValueError(f"{instruction} makes a tensor for stage {target}, where nothing needs it")
+                receiver, needed, posted = needs[need]
+                send, receive = (
+                    Instruction(SEND_OF[tensor], stage, microbatch),
+                    Instruction(RECEIVE_OF[tensor], target, microbatch),
+                )
+                draft.send(replace(send, peer=graph.named_peer(send, target)), made=made)
+                receive = replace(receive, peer=graph.named_peer(receive, stage))
+                receiver.receive(receive, needed=needed, posted=posted)
     return [[draft.joined() for draft in drafts] for drafts in drafts_of_rank]

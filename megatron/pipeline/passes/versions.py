@@ -1,6 +1,7 @@
 """Give every computation the weight version that the policy says.
 
-The forward decides; recompute and backward use what their forward used, whatever has been stepped since.
+The forward decides; recompute and backward use what their forward used, whatever has been stepped since. Where weights
+refresh they use the newest of their stage instead.
 """
 
 from megatron.pipeline.instruction import Instruction, Kind
@@ -11,7 +12,7 @@ from megatron.pipeline.program import Program
 def set_versions(legs: Legs, outline: Program) -> Legs:
     """The legs of a rank, which hold their updates already, with a version for each computation."""
     rule = outline.weights
-    newest = max(outline.entry_versions)  # of the rank: what makes a version makes it for all its stages
+    newest = dict.fromkeys(range(outline.num_stages), max(outline.entry_versions))
     version_of: dict[tuple[int, int], int] = {}
     result = []
     for leg in legs:
@@ -19,9 +20,13 @@ def set_versions(legs: Legs, outline: Program) -> Legs:
         for instruction in leg:
             kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
             if kind is rule.maker:
-                newest = instruction.version
+                rank = outline.rank_of_stage[stage]
+                made_for = next(stages for stages in outline.owners(rank) if stage in stages)
+                newest |= dict.fromkeys(made_for, instruction.version)
             elif kind is Kind.FORWARD:
-                version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest)
+                version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest[stage])
+            elif rule.refreshes and kind.is_computation:
+                version_of[stage, microbatch] = newest[stage]
             if kind.is_computation:
                 instruction = Instruction(kind, stage, microbatch, version_of[stage, microbatch])
             versioned.append(instruction)

@@ -24,6 +24,8 @@ class EmulatedRelayUpdate(EmulatedUpdate):
     `job_group`: all ranks of the job, for the norm reduction; None skips it.
     """
 
+    residency = None
+
     def __init__(
         self, seconds: Mapping[Kind, Sequence[float]], *, stages: Sequence[int], job_group: Any = None
     ) -> None:

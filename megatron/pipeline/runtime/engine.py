@@ -16,18 +16,31 @@ from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.moves import MoveOrder
-from megatron.pipeline.residency import LaneOrder
+from megatron.pipeline.residency import LaneOrder, Residency
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
+from megatron.pipeline.runtime.blame import annotate
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
-from megatron.pipeline.runtime.executor import Executor, annotate
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.graph_executor import GraphExecutor
 from megatron.pipeline.runtime.input_stash import InputStash
 from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.move_queue import MoveQueue
+from megatron.pipeline.runtime.relay_ledger import RelayLedger
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, BatchReport, RelayUpdate, Stage, WeightUpdate
+from megatron.pipeline.runtime.stage import (
+    EVALUATION_BATCH,
+    BatchInfo,
+    BatchReport,
+    GraphStage,
+    RelayUpdate,
+    Stage,
+    StagewiseUpdate,
+    WeightUpdate,
+)
+from megatron.pipeline.runtime.stagewise_executor import StagewiseExecutor
 from megatron.pipeline.runtime.trace import BatchExtent, RankTrace, Tracer
 from megatron.pipeline.schedules import Schedule
 
@@ -41,7 +54,8 @@ class PipelineEngine:
     evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
     `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one that this rank's
     stages were built with, if their activations are to be counted and moved between pairs. `synchronous_moves`: only to
-    measure what it costs if computations do not overlap with moves.
+    measure what it costs if computations do not overlap with moves. `ledger`: the update's, where weights live on the
+    host and bytes are counted.
 
     Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `wishes` (bits) to have them travel with the
     next norm reduction; `BatchReport.wishes` is their union over all ranks.
@@ -64,6 +78,7 @@ class PipelineEngine:
         first_microbatch: int = 0,
         activation_memory: ActivationMemory | None = None,
         synchronous_moves: bool = False,
+        ledger: RelayLedger | None = None,
     ) -> None:
         self.schedule = schedule
         self.tracer = tracer
@@ -77,6 +92,13 @@ class PipelineEngine:
         if global_rank not in ranks:
             raise ValueError(f"rank {global_rank} is not one of the pipeline's ranks {ranks}")
         self._rank = ranks.index(global_rank)
+        if schedule.weights.refreshes and not (
+            isinstance(update, StagewiseUpdate) and all(isinstance(each, GraphStage) for each in self._stages)
+        ):
+            raise ValueError(
+                f"under {schedule.weights.name} each stage steps by itself; give stages of a graph, such as "
+                "GraphModuleStage, and an update for each, such as StageUpdates"
+            )
         rank_of_stage = schedule.rank_of_stage
         if schedule.num_ranks != len(ranks):
             raise ValueError(
@@ -91,6 +113,8 @@ class PipelineEngine:
                 f"the schedule keeps weights on the host, and {type(update).__name__} has them on the device; give a "
                 "RelayUpdate, such as ModuleRelayUpdate"
             )
+        if schedule.residency is not None and update.residency is not None:
+            _require_same(schedule.residency, update.residency)
         if schedule.residency is not None and schedule.residency.stashes_on_host and activation_memory is not None:
             raise ValueError(
                 "inputs are stashed on the host, and an activation_memory counts and moves what it takes to be on the "
@@ -100,6 +124,7 @@ class PipelineEngine:
         self._channels = Channels(
             ranks=ranks,
             rank_of_stage=rank_of_stage,
+            edges=schedule.edges,
             rank=self._rank,
             stages=self._stages,
             timeout=timeout,
@@ -115,7 +140,7 @@ class PipelineEngine:
         self._lanes = self._stash = None
         if schedule.residency is not None:
             if schedule.residency.stashes_on_host:
-                self._stash = InputStash(self._saved, device=self._device)
+                self._stash = InputStash(self._saved, device=self._device, ledger=ledger)
             self._lanes = Lanes(
                 LaneOrder(schedule.num_stages),
                 device=self._device,
@@ -152,7 +177,16 @@ class PipelineEngine:
                 num_stages=schedule.num_stages,
                 timeout=timeout,
             )
-        self._executor = Executor(
+        executor, of_graph = Executor, {}
+        if isinstance(self._stages[0], GraphStage):
+            executor = StagewiseExecutor if schedule.weights.refreshes else GraphExecutor
+            of_graph = {"graph": schedule.graph}
+        elif schedule.edges:
+            raise ValueError(
+                f"the stages of the schedule have the edges {' '.join(map(str, schedule.edges))}, and "
+                f"{type(self._stages[0]).__name__} is for a chain; give stages of a graph, such as GraphModuleStage"
+            )
+        self._executor = executor(
             self._stages,
             update,
             self._channels,
@@ -164,6 +198,8 @@ class PipelineEngine:
             stash=self._stash,
             tracer=tracer,
             wishes=lambda: self.wishes,
+            **of_graph,
+            **({} if ledger is None else {"on_boundary": ledger.note_on_device}),
         )
         self._stream = schedule.stream(first_batch=first_batch, first_microbatch=first_microbatch)
         self._drained = True
@@ -258,6 +294,7 @@ class PipelineEngine:
             rank_of_stage=self._rank_of_stage,
             batches=self.tracer.batches(),
             spans=self.tracer.spans(),
+            edges=self.schedule.edges,
         )
 
     def close(self) -> None:
@@ -308,5 +345,13 @@ class PipelineEngine:
             if instruction.kind in AWAITS_REDUCTIONS and reduction is not None:
                 return f"{instruction} waiting for {reduction}", None
             return str(instruction), None
-        kind, stage, microbatch = waiting
-        return f"{instruction} waiting for {stage}{kind.value}{microbatch}", self._channels.peer_of(kind, stage)
+        return f"{instruction} waiting for {waiting}", self._channels.peer_of(waiting)
+
+
+def _require_same(schedule: Residency, update: Residency) -> None:
+    """What the update does depends on when it is called, and how many stages it has room for."""
+    if (schedule.stages, schedule.update) != (update.stages, update.update):
+        raise ValueError(
+            f"the schedule's residency is {schedule}, and its update was made for {update}; make it with "
+            "`residency=schedule.residency`"
+        )

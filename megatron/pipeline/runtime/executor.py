@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
+from megatron.pipeline.runtime.blame import annotate
 from megatron.pipeline.runtime.chain import Chain
 from megatron.pipeline.runtime.channels import Channels
 from megatron.pipeline.runtime.input_stash import InputStash
@@ -35,24 +36,13 @@ from megatron.pipeline.runtime.stage import (
 from megatron.pipeline.runtime.trace import Tracer
 
 
-def annotate(error: BaseException, instruction: Instruction, where: str) -> None:
-    """Leave on `error` which instruction raised it, once: `error.pipeline_instruction`, `error.pipeline_where`, a
-    note.
-    """
-    if getattr(error, "pipeline_instruction", None) is None:
-        error.pipeline_instruction = instruction
-        error.pipeline_where = where
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"raised in instruction {instruction} on {where}")
-
-
 class Executor:
     """Executes rows on the stages of one rank.
 
     After a row: `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
     microbatches that are saved; `transfers`, which counts there, too, moves them, and None refuses to. `lanes` carry
     weights and gradients between device and host, for an update that is a `RelayUpdate`, and what is in the `stash`;
-    None refuses to.
+    None refuses to. `on_boundary` is told each tensor that stages exchange when it is there, or None where none is.
     """
 
     def __init__(
@@ -69,6 +59,7 @@ class Executor:
         stash: InputStash | None = None,
         tracer: Tracer | None = None,
         wishes: Callable[[], int] = lambda: 0,
+        on_boundary: Callable[[Tensor | None], None] = lambda tensor: None,
     ) -> None:
         self._stages = {stage.index: stage for stage in stages}
         self._update = update
@@ -82,6 +73,7 @@ class Executor:
         self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
         self._wishes = wishes
+        self._on_boundary = on_boundary
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._with_forwards: set[int] = set()  # batches that have begun
@@ -202,12 +194,14 @@ class Executor:
     # -- computation --------------------------------------------------------------------------------------------------
 
     def _input_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
+        """What a forward needs, of the stage before."""
         if stage.input_spec is None:
             return None
         if instruction.stage - 1 in self._stages:
             return self._outputs.pop((instruction.stage - 1, instruction.microbatch))
         tensor = self._channels.wait(Kind.RECV_F, instruction.stage, instruction.microbatch, instruction)
         self._waited()
+        self._on_boundary(tensor)
         return tensor
 
     def _forward(self, instruction: Instruction) -> None:
@@ -222,15 +216,17 @@ class Executor:
         input = self._input_of(stage, instruction)
         self._wait_for_moves(instruction)
         self._saved.add(index)
-        output = stage.forward(microbatch, input)
-        if output is not None:
-            self._outputs[index, instruction.microbatch] = output
+        self._hand_on(instruction, stage.forward(microbatch, input))
 
     def _forward_only(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
         microbatch = self._microbatches[instruction.microbatch]
         self._wait_for_lanes(instruction)
-        output = stage.forward_only(microbatch, self._input_of(stage, instruction))
+        self._hand_on(instruction, stage.forward_only(microbatch, self._input_of(stage, instruction)))
+
+    def _hand_on(self, instruction: Instruction, output: Tensor | None) -> None:
+        """What a forward made, to be sent or taken by the next stage."""
+        self._on_boundary(output)
         if output is not None:
             self._outputs[instruction.stage, instruction.microbatch] = output
 
@@ -254,19 +250,30 @@ class Executor:
             self._update.accumulate(index)
         self._finish_load(stage, instruction)
         stage.load_version(instruction.version)
-        output_grad = None
-        if index + 1 in self._stages:
-            output_grad = self._input_grads.pop((index + 1, instruction.microbatch))
-        elif stage.output_spec is not None:
-            output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
-            self._waited()
-        input_grad = stage.backward(microbatch, output_grad)
+        input_grad = stage.backward(microbatch, self._output_grad_of(stage, instruction))
         self._num_backwards[microbatch.batch] += 1
         self._saved.remove(index)
         if self._transfers is not None:
             self._transfers.end_backward(index, instruction.microbatch)
+        self._hand_back(instruction, input_grad)
+
+    def _output_grad_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
+        """What a backward needs, of the next stage."""
+        index = instruction.stage
+        if index + 1 in self._stages:
+            return self._input_grads.pop((index + 1, instruction.microbatch))
+        if stage.output_spec is None:
+            return None
+        output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
+        self._waited()
+        self._on_boundary(output_grad)
+        return output_grad
+
+    def _hand_back(self, instruction: Instruction, input_grad: Tensor | None) -> None:
+        """What a backward made, to be sent or taken by the stage before."""
+        self._on_boundary(input_grad)
         if input_grad is not None:
-            self._input_grads[index, instruction.microbatch] = input_grad
+            self._input_grads[instruction.stage, instruction.microbatch] = input_grad
 
     def _accumulate_for(self, batch: int) -> None:
         """Have the backwards that follow add to the gradients of `batch`, which others may have interrupted."""

@@ -19,13 +19,14 @@ Flat = Mapping[torch.dtype, Tensor]
 
 
 class FlatLayout:
-    """The places of tensors of these names and shapes. `dtype`: of all of them; None: each one's own.
+    """The places of tensors of these names and shapes. `dtype`: of all of them; None: each one's own. `parts`: into how
+    many equal, aligned parts each flat tensor can be cut; it is padded to that.
 
     Attributes:
         num_elements: dtype -> length of the flat tensor.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, parts: int = 1) -> None:
         self.num_elements: dict[torch.dtype, int] = {}
         self._places: dict[str, tuple[torch.dtype, int, torch.Size]] = {}
         for name, tensor in tensors.items():
@@ -34,6 +35,9 @@ class FlatLayout:
             self._places[name] = its, start, tensor.shape
             step = ALIGNMENT // its.itemsize
             self.num_elements[its] = start + -(-tensor.numel() // step) * step
+        for its, count in self.num_elements.items():
+            step = parts * ALIGNMENT // its.itemsize
+            self.num_elements[its] = -(-count // step) * step
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,8 @@ updates of all stages the optimizer is as if it had stepped once.
 
 What the groups say (learning rate, weight decay, ...) is taken when a batch begins (`settings`), since a schedule has
 advanced them by the time of a deferred update. A value that the step itself changes, such as a counter of steps, is
-written back to the optimizer's group. Moments lie in the store's memory (`host_moments`).
+written back to the optimizer's group. The next batch may begin before that, so it is read with the first update of the
+batch, which stands behind all updates of the one before. Moments lie in the store's memory (`host_moments`).
 
 Where replicas share the store, each steps its share of each parameter: a 1-d view of it, with views of the moments,
 as an optimizer that works element by element cannot tell. A share may have no elements; then the step counts, and
@@ -28,7 +29,7 @@ from torch import Tensor
 from megatron.pipeline.runtime.elementwise_step import RULES
 from megatron.pipeline.runtime.host_moments import HostMoments, Key, is_of_each_element
 from megatron.pipeline.runtime.host_store import HostStage, HostStore
-from megatron.pipeline.runtime.optimizer_stand_in import HOOKS, settings_of, stand_in, take_step
+from megatron.pipeline.runtime.optimizer_stand_in import HOOKS, copied, settings_of, stand_in, take_step
 
 Settings = list[dict[str, Any]]
 """Of each group, what it says beside its parameters."""
@@ -61,8 +62,13 @@ class HostOptimizer:
         if store.is_shared and type(optimizer) not in RULES:
             raise ValueError(
                 f"replicas on {store.replicas.host} share one store, of which each steps a part, and "
-                f"{type(optimizer).__name__} may not step each element by itself; use Adam, AdamW or SGD of torch.optim"
+                f"{type(optimizer).__name__} may not step each element by itself; use Adam, AdamW or SGD of "
+                "torch.optim, or give each a host name of its own (PIPELINE_HOST_NAME in training), with which each "
+                "keeps a copy"
             )
+        self._settings: Settings | None = None  # of the batch whose updates are made
+        self._counters: Settings = []  # what they begin with, of what steps change
+        self._changed_by_steps: list[set[str]] = [set() for _ in optimizer.param_groups]
         self._groups: dict[int, list[list[Tensor]]] = {stage: [] for stage in store.stages}  # of the optimizer's
         for group in optimizer.param_groups:
             if not all(self._on_host(parameter) in stage_of for parameter in group["params"]):
@@ -84,7 +90,7 @@ class HostOptimizer:
     @torch.no_grad()
     def update(self, stage: int, settings: Settings, *, factor: float = 1.0) -> None:
         """Step the parameters of a stage with the gradients that it has on the host, times `factor`, and write its
-        weights.
+        weights. `settings`: of the batch, the same object for all stages.
         """
         if any(getattr(self.optimizer, name, None) for name in HOOKS):
             raise ValueError(
@@ -98,6 +104,7 @@ class HostOptimizer:
             part.grad = gradient.to(part.dtype)
             if factor != 1.0:
                 part.grad.mul_(factor)
+        settings = self._counted_on(settings)
         groups = [
             {**settings_of(said), "params": [parts[each] for each in mine]}
             for said, mine in zip(settings, self._groups[stage], strict=True)
@@ -109,10 +116,22 @@ class HostOptimizer:
         for part in parts.values():
             part.grad = None
         self._store.write_weights(stage)
-        for group, said, stepped in zip(self.optimizer.param_groups, settings, groups, strict=True):
-            group.update(_changed(said, stepped))
+        for index, group in enumerate(self.optimizer.param_groups):
+            changed = _changed(settings[index], groups[index])
+            self._changed_by_steps[index].update(changed)
+            group.update(changed)
         if self._store.is_shared:
             self._store.replicas.barrier()
+
+    def _counted_on(self, settings: Settings) -> Settings:
+        """These, and what steps change as the batch before has left it."""
+        if settings is not self._settings:
+            self._settings = settings
+            self._counters = [
+                {key: copied(group[key]) for key in changed if key in group}
+                for group, changed in zip(self.optimizer.param_groups, self._changed_by_steps, strict=True)
+            ]
+        return [said | counters for said, counters in zip(settings, self._counters, strict=True)]
 
     def _state_of(self, place: HostStage, parts: Mapping[Tensor, Tensor]) -> defaultdict[Tensor, dict[str, Any]]:
         """What the optimizer has of these parameters, for their parts; what was loaded comes to its place."""

@@ -1,10 +1,11 @@
 """The host's copy of a rank's stages: their weights, and where their gradients arrive.
 
 Problem: where weights live on the host, the device has those of a few stages, and the host's optimizer steps what it
-has itself. Copies have to be one call a stage, and on CUDA memory from which the device copies while the host goes on.
+has itself. Copies have to be one call a stage, and on CUDA of memory from which the device copies while the host goes
+on.
 
-Solution: for each stage flat weights and flat gradients in such memory (`Streams.host_buffer`: pinned on CUDA; a CPU's
-"device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
+Solution: for each stage flat weights and flat gradients in such memory (`Streams.kept_host_buffer`: pinned on CUDA; a
+CPU's "device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
 apart). `parameters` are the host's own, which an optimizer steps. They are views of the weights, or, with masters, FP32
 tensors in such memory beside weights of lower precision, which are written from them behind each step. What an
 optimizer keeps of each element comes to lie there, too (`host_moments`).
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.backend.host_memory import host_mapping
 from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.element_shares import share_of
 from megatron.pipeline.runtime.flat_layout import FlatLayout
@@ -74,12 +76,13 @@ class HostStore:
     stages. `masters`: FP32 parameters stand for weights of lower precision: new ones, or by name those that there are,
     which move into the host's memory. `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what
     the values are. `replicas`: those with which the store is shared; then making it is collective, and the values of
-    the first one count.
+    the first one count. `gathers`: they fetch shares of weights, of which their devices gather the whole.
 
     Attributes:
         stages: stage -> its place on the host.
         parameters: name -> the host's parameter: what an optimizer is to be made of.
         is_shared, replicas: whether other replicas have it, too, and with this one which (else None).
+        gathers: whether there are any to gather from.
         versions: stage -> the version that its weights have.
 
     Raises:
@@ -95,17 +98,20 @@ class HostStore:
         gradient_dtype: torch.dtype | None = None,
         first_version: int = 0,
         replicas: NodeReplicas | None = None,
+        gathers: bool = False,
     ) -> None:
         _require_own(stages)
         self.is_shared = replicas is not None and replicas.size > 1
+        self.gathers = gathers and self.is_shared
         self.replicas = replicas if self.is_shared else None
-        self.make = replicas.buffer if self.is_shared else streams_of(torch.device(device)).host_buffer
+        self.make = replicas.buffer if self.is_shared else streams_of(torch.device(device)).kept_host_buffer
         self.stages: dict[int, HostStage] = {}
         self.parameters: dict[str, Tensor] = {}
         self.versions = dict.fromkeys(stages, first_version)
         for stage, parameters in stages.items():
             share = share_of(parameters, replicas.index, replicas.size) if self.is_shared else None
-            place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make, share)
+            parts = replicas.size if self.gathers else 1
+            place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make, share, parts)
             for name, parameter in parameters.items():
                 weight, master = place.weights[name], place.masters.get(name)
                 if not self.is_shared or replicas.index == 0:
@@ -155,11 +161,12 @@ def _place_of(
     masters: bool | Mapping[str, Tensor],
     make: Callable[[tuple[int, ...], torch.dtype], Tensor],
     share: dict[str, slice] | None,
+    parts: int,
 ) -> HostStage:
     def has_master(name: str) -> bool:
         return name in masters if isinstance(masters, Mapping) else masters and parameters[name].dtype in LOW_PRECISION
 
-    layout, gradient_layout = FlatLayout(parameters), FlatLayout(parameters, dtype=gradient_dtype)
+    layout, gradient_layout = FlatLayout(parameters, parts=parts), FlatLayout(parameters, dtype=gradient_dtype)
     master_layout = FlatLayout({name: parameters[name] for name in parameters if has_master(name)}, dtype=torch.float32)
     flat, flat_gradients = layout.allocate(make), gradient_layout.allocate(make)
     return HostStage(
@@ -175,15 +182,15 @@ def _place_of(
     )
 
 
-def to_host_memory(module: torch.nn.Module, *, device: torch.device | str = "cpu") -> None:
-    """Move the parameters of a stage that has just been built to the kind of memory that a `HostStore` has.
+def to_host_memory(module: torch.nn.Module) -> None:
+    """Move the parameters of a stage that has just been built to the host, until a `HostStore` copies them.
 
     A rank that does so stage by stage never has more than one of them where they are built, be it the device or, on a
     CPU, the process's private memory.
     """
     parameters = dict(module.named_parameters())
     layout = FlatLayout(parameters)
-    for name, view in layout.views(layout.allocate(streams_of(torch.device(device)).host_buffer)).items():
+    for name, view in layout.views(layout.allocate(host_mapping)).items():
         parameters[name].data = view.copy_(parameters[name].data)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.backend.streams import streams_of
 from megatron.pipeline.instruction import STASH_WORDS, Instruction
+from megatron.pipeline.runtime.relay_ledger import RelayLedger
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.stage import Microbatch, Stage
 
@@ -29,18 +30,21 @@ _Key = tuple[int, int]  # stage, microbatch
 
 class InputStash:
     """The stash of one rank. All calls come from the thread that computes, but for what `offload` and `reload` return,
-    which the lanes call. `saved` counts what is on the device.
+    which the lanes call. `saved` counts what is on the device, `ledger` its bytes and those of the buffers.
 
     Attributes:
         num_offloaded, num_bytes_offloaded: how many inputs have left, and what that has copied; as much comes back.
         num_buffers: of host memory, each for one input.
     """
 
-    def __init__(self, saved: SavedMicrobatches, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, saved: SavedMicrobatches, *, device: torch.device | str = "cpu", ledger: RelayLedger | None = None
+    ) -> None:
         self.num_offloaded = self.num_bytes_offloaded = self.num_buffers = 0
         self._saved = saved
         self._device = torch.device(device)
         self._make = streams_of(self._device).host_buffer
+        self._ledger = ledger
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # host buffers
         self._away: dict[_Key, Tensor] = {}  # host buffers
         # On the device, each in a list of its own, so that the thread of a lane holds none of them beyond its copy.
@@ -65,6 +69,8 @@ class InputStash:
         buffer = self._away[key]
         self._saved.add(stage.index)
         place = self._coming[key] = [torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)]
+        if self._ledger is not None:
+            self._ledger.note_on_device(place[0])
         return lambda: _copy(buffer, place[0])
 
     def note_awaited(self, word: Instruction) -> None:
@@ -94,7 +100,10 @@ class InputStash:
         free = self._free.setdefault((input.shape, input.dtype), [])
         if not free:
             self.num_buffers += 1
-            return self._make(tuple(input.shape), input.dtype)
+            buffer = self._make(tuple(input.shape), input.dtype)
+            if self._ledger is not None:
+                self._ledger.note_on_host(buffer)
+            return buffer
         return free.pop()
 
 

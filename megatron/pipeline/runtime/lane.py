@@ -40,7 +40,7 @@ class Lane:
         on_error: Callable[[Exception], None] = lambda error: None,
         annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
     ) -> None:
-        self.num_complete = 0
+        self.num_requested = self.num_complete = 0
         self.error: Exception | None = None
         self._track = track
         self._streams = streams_of(device)
@@ -76,6 +76,7 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"pipeline {self._track}", daemon=True)
             self._thread.start()
+        self.num_requested += 1
         self._incomplete.append(instruction)
         self._calls.put((instruction, call, ready, traced))
 

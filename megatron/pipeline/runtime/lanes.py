@@ -133,9 +133,11 @@ class Lanes:
         return waits
 
     def settle(self) -> None:
-        """When drained: wait until all that was requested is complete."""
+        """When drained: wait until all that was requested is complete, and the lanes hold and note nothing more."""
         self._join(list(self._last.values()), timeout=self._timeout, on_host=True)
         self._last.clear()
+        for lane in self._lanes.values():
+            lane.wait(lane.num_requested, self._timeout)
 
     def fail(self, error: Exception) -> None:
         """What a lane or the chain raised ends all waits; the first is told."""

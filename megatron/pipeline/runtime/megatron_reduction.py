@@ -131,9 +131,9 @@ class GradientReduction:
         return dict(zip(parts, norms_of(parts.values()), strict=True))
 
     @property
-    def num_counted(self) -> int:
-        """How many parameters this rank counts in the norm."""
-        return len(self._counted)
+    def counted(self) -> Sequence[Parameter]:
+        """The parameters that this rank counts in the norm, in the order of the sum."""
+        return self._counted
 
     def norm_squared(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
         """The square of the rank's norm from `local_norms` of all its parameters, however these were come by."""

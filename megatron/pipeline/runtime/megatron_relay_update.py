@@ -15,13 +15,11 @@ last bit. Tied embeddings, of which both gradients have left by then, come back 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import Parameter
 
 from megatron import backend
 from megatron.core import parallel_state
@@ -35,12 +33,15 @@ from megatron.pipeline.runtime.host_store import HostStore
 from megatron.pipeline.runtime.host_versions import HostVersions
 from megatron.pipeline.runtime.megatron_decisions import Decisions
 from megatron.pipeline.runtime.megatron_gradients import GradientSlot
-from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
+from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups, uses_nccl
 from megatron.pipeline.runtime.megatron_optimizers import masters_of, single_optimizer
 from megatron.pipeline.runtime.megatron_place import tied_embeddings
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.megatron_relay_chunk import RelayChunk, show_as_main_grad
+from megatron.pipeline.runtime.megatron_warm_up import warm_up_common
 from megatron.pipeline.runtime.node_replicas import NodeReplicas
+from megatron.pipeline.runtime.norms_on_host import NormsOnHost
+from megatron.pipeline.runtime.relay_ledger import RelayLedger
 from megatron.pipeline.runtime.resident_weights import ResidentWeights, StageWeights
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stage_gradients import StageGradients, copied_back
@@ -51,14 +52,12 @@ from megatron.pipeline.weights import FLUSH, weight_policy
 class _Batch:
     """A batch between its first forward and the last of its updates.
 
-    `settings`: what the optimizer's groups said when it began. `norms`: of the gradients that have left, FP32 scalars.
-    `coefficient`: what STEP decided to multiply them by.
+    `settings`: what the optimizer's groups said when it began. `coefficient`: what STEP decided to multiply them by.
     """
 
     report: BatchReport
     settings: Settings
     num_updates_left: int
-    norms: dict[Parameter, Tensor] = field(default_factory=dict)
     coefficient: float = 1.0
     stepped: bool = False
 
@@ -69,10 +68,11 @@ class MegatronRelayUpdate:
     Args:
         chunks: the rank's model chunks, in the order of their stages.
         optimizer: what `get_megatron_optimizer` returned for them; not the distributed optimizer.
-        scheduler, loss_names, timeout, gauges: as for `MegatronWeightUpdate`.
+        scheduler, loss_names, timeout, gauges: as for `MegatronWeightUpdate`; `ledger` adds its own.
         stages: those of the chunks.
         residency: of the schedule.
         host: what to call this host; replicas that say the same share one store. None: its host name.
+        gathers: they fetch shares of weights, of which their devices gather the whole.
 
     Raises:
         ValueError: an optimizer or chunks that this update cannot drive exactly.
@@ -93,15 +93,14 @@ class MegatronRelayUpdate:
         timeout: timedelta | None = None,
         gauges: Mapping[str, Callable[[], float]] | None = None,
         host: str | None = None,
+        gathers: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.residency = residency
         self._is_eager = residency.is_eager
         self._inner = single_optimizer(optimizer)
         self._groups = ChainGroups.create(timeout=timeout or DEFAULT_TIMEOUT)
-        self._decisions = Decisions(
-            optimizer, scheduler, delay=0, world=self._groups.world, loss_names=loss_names, gauges=gauges
-        )  # fmt: skip
         self._check(chunks)
         models = dict(zip(stages, map(unwrap_model, chunks), strict=True))
         self._parameters = {
@@ -121,17 +120,42 @@ class MegatronRelayUpdate:
                 dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
                 host=host, device=device, timeout=timeout or DEFAULT_TIMEOUT,
             ),
+            gathers=gathers,
         )  # fmt: skip
+        if gathers:
+            self._check_gather()
         stands_for = {each: self.store.parameters[name] for name, each in named.items() if each not in masters}
         self._host = HostOptimizer(self._inner.optimizer, self.store, stands_for=stands_for)
         self.resident = ResidentWeights(models, self.store, num_resident=residency.stages, device=device)
         self.versions = HostVersions(self.store, self.resident)
         self.gradients = StageGradients(self.store.stages, self._parameters, show=show_as_main_grad, device=device)
+        self.ledger = RelayLedger(
+            always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
+            on_host=lambda: self.store.num_bytes + self._host.moments.num_bytes,
+        )
+        self._decisions = Decisions(
+            optimizer, scheduler, delay=0, world=self._groups.world, loss_names=loss_names,
+            gauges={**(gauges or {}), **self.ledger.gauges},
+        )  # fmt: skip
         self._reduction = GradientReduction(list(chunks), self._inner, (), self._groups)
+        self._norms = NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device)
         self._tied = tied_embeddings(chunks)
         self._tied_replicas = self.store.replicas.again() if self.store.is_shared and self._tied else None
         self._batches: dict[int, _Batch] = {}  # by the version that each leads to
         self._last_norm: float | None = None
+        self._warm_up(chunks)
+
+    @torch.no_grad()
+    def _warm_up(self, chunks: Sequence[RelayChunk]) -> None:
+        """Every collective of training, once, on gradients that are zero (see `megatron_warm_up`)."""
+        for stage in self.store.stages:
+            self.gradients.accumulate(stage)
+            slot = self._slot(stage)
+            self._reduce(slot)
+            if any(each in slot.views for each in self._tied):
+                self._reduction.over_embedding(slot)
+            self.gradients.store(stage)  # which leaves the buffer; nothing is copied
+        warm_up_common(chunks, self._groups.world)
 
     def _check(self, chunks: Sequence[RelayChunk]) -> None:
         if isinstance(self._inner, DistributedOptimizer):
@@ -147,11 +171,20 @@ class MegatronRelayUpdate:
                     "gradient_accumulation_fusion adds to gradients behind the back of what carries them to the host: "
                     "turn it off."
                 )
-        if self._is_eager and (self._decisions.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None)):
+        if self._is_eager and (self._inner.config.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None)):
             raise ValueError(
                 "An eager update is made before the norm of all gradients and any overflow are known: use deferred "
                 "updates, or neither clip nor scale the loss."
             )
+
+    def _check_gather(self) -> None:
+        if not self.store.gathers:
+            raise ValueError(
+                "a fetch of shares is gathered from replicas on the node, and this rank's are on others: fetch whole "
+                "stages, or place replicas together."
+            )
+        if backend.is_cuda() and not uses_nccl():
+            raise ValueError("GPUs gather shares of a fetch over NCCL: use it, or fetch whole stages.")
 
     # Called on the main thread while a batch runs.
 
@@ -178,12 +211,16 @@ class MegatronRelayUpdate:
 
     def reduce_grad(self, version: int, stage: int) -> None:
         """Average a stage's gradients over the replicas, and sum up what tensor ranks have seen a part of."""
-        group, slot = self._groups.data, self._slot(stage)
+        slot = self._slot(stage)
+        self._reduce(slot)
+        self._norms.note(version, self._reduction.local_norms(slot))
+
+    def _reduce(self, slot: GradientSlot) -> None:
+        group = self._groups.data
         for flat in slot.flats if group is not None else ():
             flat.mul_(1.0 / group.size)
             group.all_reduce(flat)
         self._reduction.over_tensor(slot)
-        self._batches[version].norms |= self._reduction.local_norms(slot)
 
     @torch.no_grad()
     def reduce_embed(self, version: int) -> None:
@@ -196,18 +233,21 @@ class MegatronRelayUpdate:
         }
         on_host = {each: place.gradients[name] for each, (name, place) in places.items()}
         back = copied_back(on_host, self._tied_replicas, device=backend.device())
+        for each in back.values():
+            self.ledger.note_on_device(each)
         slot = GradientSlot([], back)
         self._reduction.over_embedding(slot)
         self._reduction.over_embedding_copies(slot)
-        self._batches[version].norms |= self._reduction.local_norms(slot)
+        self._norms.note(version, self._reduction.local_norms(slot))
         for each, (name, place) in places.items():
             place.own(name, on_host[each]).copy_(place.own(name, back[each]))
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
-        batch = self._batches[version]
-        assert len(batch.norms) == self._reduction.num_counted, "the program has a REDUCE_GRAD for each stage or none"
-        self._decisions.complete(batch.report, self._reduction.norm_squared(batch.norms).item(), wishes, losses)
+        norms = self._norms.take(version)
+        assert len(norms) == len(self._reduction.counted), "the program has a REDUCE_GRAD for each stage or none"
+        report = self._batches[version].report
+        self._decisions.complete(report, self._reduction.norm_squared(norms).item(), wishes, losses)
 
     def _slot(self, stage: int) -> GradientSlot:
         """What the stage has added up, on the device."""
@@ -247,7 +287,7 @@ class MegatronRelayUpdate:
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
         """Bring the stage's gradients to the host."""
         if not self.reduces_stages:
-            self._batches[version].norms |= self._reduction.local_norms(self._slot(stage))
+            self._norms.note(version, self._reduction.local_norms(self._slot(stage)))
         return self.gradients.store(stage)
 
     def update(self, stage: int, version: int) -> Callable[[], None]:
@@ -293,6 +333,7 @@ class MegatronRelayUpdate:
         """End the groups of the chain. Collective: every rank of the job calls it, after the engine's."""
         dist.barrier()  # a group that one member has left may fail another that is still at its last reduction
         self._groups.close()
+        self.resident.close()
 
     def state_dict(self) -> dict:
         """What is beyond megatron.core's optimizer, scheduler and the weights, in `MegatronWeightUpdate`'s form."""

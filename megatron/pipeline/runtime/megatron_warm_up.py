@@ -11,6 +11,8 @@ All ranks go through the groups in one order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,13 +49,19 @@ def warm_up(
     reduction.over_tensor(zeros)
     if reduces_partial:
         reduction.over_partial_embedding(zeros, over_data=True)
-    if world is not None:
-        world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
-    _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
     for chunk in chunks if distributed_optimizer else ():
         chunk.start_param_sync()  # what a step ends with
         if reduces_partial:
             dist.all_reduce(_probe(_BYTES[0], 1), group=chunk.intra_dp_cp_group)
+    warm_up_common(chunks, world)
+
+
+@torch.no_grad()
+def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup | None) -> None:
+    """Use the groups that every update's batches use, and wait until all is done. Collective."""
+    if world is not None:
+        world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
+    _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
     dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and wishes between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())

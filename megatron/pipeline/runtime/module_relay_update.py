@@ -2,9 +2,10 @@
 
 It computes what `ModuleUpdate` does: the mean over the microbatches and the replicas, tied parameters added up, the
 exact global norm, clipping, and a batch without a step where a gradient is not finite anywhere. But gradients leave
-stage by stage, so what the norm needs of a stage is taken before, on the device: the norm of each of its parameters,
-of which the sum over a rank is taken in the order in which one stage with all these parameters would take it. The
-gradients of tied parameters, which have both left by then, come back for a moment to be added up, and give their norms.
+stage by stage, so what the norm needs of a stage is taken before, on the device, and leaves, too (`NormsOnHost`): the
+norm of each of its parameters, of which the sum over a rank is taken in the order in which one stage with all these
+parameters would take it. The gradients of tied parameters, which have both left by then, come back for a moment to be
+added up, and give their norms.
 
 STEP decides for all stages: how to clip, whether to step at all. UPDATE of a stage follows that, with what the
 optimizer's groups said when the batch began. Where updates are eager they are made before, so nothing may be decided:
@@ -14,16 +15,16 @@ a gradient that is not finite ends the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime.host_optimizer import HostOptimizer, Settings
 from megatron.pipeline.runtime.host_store import HostStore
 from megatron.pipeline.runtime.module_reduction import ModuleReduction, TiedParameter, clip_factor
+from megatron.pipeline.runtime.norms_on_host import NormsOnHost
 from megatron.pipeline.runtime.resident_weights import ResidentWeights
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stage_gradients import StageGradients, copied_back
@@ -33,13 +34,12 @@ from megatron.pipeline.runtime.stage_gradients import StageGradients, copied_bac
 class _Pending:
     """A batch between its first forward and the last of its updates.
 
-    `factor`, `skipped`: what STEP decided. `norms`: name -> norm of the gradient, FP64 scalar on the device.
+    `factor`, `skipped`: what STEP decided.
     """
 
     report: BatchReport
     settings: Settings
     num_updates_left: int
-    norms: dict[str, Tensor] = field(default_factory=dict)
     factor: float = 1.0
     skipped: bool = False
     stepped: bool = False
@@ -85,13 +85,15 @@ class ModuleRelayUpdate:
         self.store = store
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.residency = residency
         self._is_eager = residency.is_eager
         self._clip_grad = clip_grad
         self._host = HostOptimizer(optimizer, store)
         parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
         self.weights = ResidentWeights(modules, store, num_resident=residency.stages, device=device)
         self.gradients = StageGradients(store.stages, parameters, device=device)
-        self._names = [name for named in parameters.values() for name in named]
+        names = [name for named in parameters.values() for name in named]
+        self._norms = NormsOnHost(names, dtype=torch.float64, device=device)
         self._tied = tied
         self._reduction = ModuleReduction(
             data_parallel_group=data_parallel_group,
@@ -119,7 +121,7 @@ class ModuleRelayUpdate:
 
     def reduce_grad(self, version: int, stage: int) -> None:
         self._reduction.average(self.gradients.flat(stage).values())
-        self._pending[version].norms |= self.gradients.norms(stage)
+        self._norms.note(version, self.gradients.norms(stage))
 
     def reduce_embed(self, version: int) -> None:
         if self._tied is None:
@@ -129,13 +131,14 @@ class ModuleRelayUpdate:
         back = copied_back(on_host, self._tied_replicas, device=self._reduction.device)
         self._reduction.add_copies(back)  # on the device, which groups join
         for name, each in back.items():
-            self._pending[version].norms[name] = torch.linalg.vector_norm(each, dtype=torch.float64)
+            self._norms.note(version, {name: torch.linalg.vector_norm(each, dtype=torch.float64)})
             place = places[name]
             place.own(name, place.gradients[name]).copy_(place.own(name, each))
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]
-        norms = [pending.norms[name] for name in self._names if name not in self._reduction.uncounted]
+        taken = self._norms.take(version)
+        norms = [norm for name, norm in taken.items() if name not in self._reduction.uncounted]
         local = torch.stack(norms).square().sum().item() if norms else 0.0
         self._reduction.reduce_norm(pending.report, local, wishes, losses)
 
@@ -166,7 +169,7 @@ class ModuleRelayUpdate:
 
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
         if self._reduction.data_parallel_group is None:  # else when they are reduced
-            self._pending[version].norms |= self.gradients.norms(stage)
+            self._norms.note(version, self.gradients.norms(stage))
         return self.gradients.store(stage)
 
     def update(self, stage: int, version: int) -> Callable[[], None]:

@@ -134,6 +134,10 @@ class ModuleUpdate:
         if stepped:
             del self._pending[version]
 
+    def take_norm_squared(self, version: int) -> float:
+        """Of the gradients of a batch that is stepped, in place of `reduce_norm`, where others add up norms."""
+        return self._pending.pop(version).norm_squared.item()
+
     def step(self, version: int) -> BatchReport:
         pending = self._pending[version]
         report = pending.report

@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron.backend.streams import streams_of
 
 _num_made: Counter[tuple[int, ...]] = Counter()  # part of the names, so that later ones meet apart from these
+_OF_THE_TIMEOUT = 0.8  # computations that wait for what stands behind a barrier give up later: it knows who is late
 _STEP = 8  # int64s from one replica's counter to the next one's: a cache line
 
 
@@ -41,6 +42,7 @@ class NodeReplicas:
 
     Attributes:
         ranks: those on this host, ascending; `index`: of this one among them.
+        group: of these, over gloo; None where there is one. timeout: how long one waits for all.
 
     Raises:
         ValueError: processes that say they are on one host cannot map each other's memory.
@@ -56,10 +58,10 @@ class NodeReplicas:
     ) -> None:
         self.host = host or socket.gethostname()
         self._streams = streams_of(torch.device(device))
-        self._timeout = timeout
+        self.timeout = timeout
         self.ranks = _on_one_host(sorted(ranks), self.host, timeout)
         self.index = self.ranks.index(_rank())
-        self._group = self._connect()
+        self.group = self._connect()
         self._entered = self.buffer((len(self.ranks) * _STEP,), torch.int64)[::_STEP]  # by replica: its barriers
 
     @property
@@ -68,13 +70,13 @@ class NodeReplicas:
 
     def again(self) -> NodeReplicas:
         """The same replicas over another connection, for another thread. Collective."""
-        return NodeReplicas(self.ranks, host=self.host, device=self._streams.device, timeout=self._timeout)
+        return NodeReplicas(self.ranks, host=self.host, device=self._streams.device, timeout=self.timeout)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory, zeroed, which all replicas have mapped; of this process alone where there is one. Collective."""
         count = torch.Size(shape).numel()
         if self.size == 1 or not count:
-            return self._streams.host_buffer(shape, dtype)
+            return self._streams.kept_host_buffer(shape, dtype)
         return self._streams.pin_mapping(self._map(count, dtype).view(shape))
 
     def barrier(self) -> None:
@@ -83,11 +85,14 @@ class NodeReplicas:
         Raises:
             RuntimeError: one is gone, or has not come in time; says which.
         """
-        if self._group is None:
-            return
+        if self.group is not None:
+            self.together(lambda: self.group.barrier().wait())
+
+    def together(self, collective: Callable[[], object]) -> None:
+        """Have `collective` called, which all replicas join, in the same order as any others. Raises as `barrier`."""
         self._entered[self.index] += 1
         try:
-            self._group.barrier().wait()
+            collective()
         except RuntimeError as error:
             mine, entered = self._entered[self.index].item(), self._entered.tolist()
             late = [str(rank) for rank, count in zip(self.ranks, entered, strict=True) if count < mine]
@@ -97,8 +102,8 @@ class NodeReplicas:
     def _connect(self) -> dist.ProcessGroupGloo | None:
         if self.size == 1:
             return None
-        store = _meeting("group", self.ranks)
-        return dist.ProcessGroupGloo(store, self.index, self.size, self._timeout)
+        store = meeting_of("group", self.ranks)
+        return dist.ProcessGroupGloo(store, self.index, self.size, _OF_THE_TIMEOUT * self.timeout)
 
     def _map(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory of the first replica, in all. Its descriptor is closed when all have mapped it."""
@@ -113,7 +118,7 @@ class NodeReplicas:
                 said = torch.tensor([os.getpid(), file, token])
         except (OSError, RuntimeError) as error:
             problem = f"{num_bytes / 2**30:.3g} GiB cannot be mapped ({error})"
-        self._group.broadcast([said], _root(0)).wait()
+        self.group.broadcast([said], _root(0)).wait()
         try:
             if self.index > 0 and said[0] > 0:
                 memory = _mapped(*said.tolist(), count, dtype)
@@ -121,7 +126,7 @@ class NodeReplicas:
             problem = f"the memory of rank {self.ranks[0]} cannot be opened ({error})"
         failed = torch.zeros(self.size, dtype=torch.int64)
         failed[self.index] = problem is not None
-        self._group.allreduce([failed]).wait()  # the first replica's descriptor is not needed any more, either
+        self.group.allreduce([failed]).wait()  # the first replica's descriptor is not needed any more, either
         if file >= 0:
             os.close(file)
         if failed.any():
@@ -156,15 +161,15 @@ def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:
     """Those of `ranks` that say they are on `host`."""
     if len(ranks) == 1:
         return ranks
-    store = _meeting("host", ranks)
+    store = meeting_of("host", ranks)
     store.set(str(_rank()), host)
     keys = [str(rank) for rank in ranks]
     store.wait(keys, timeout)
     return [rank for rank, its in zip(ranks, store.multi_get(keys), strict=True) if its.decode() == host]
 
 
-def _meeting(what: str, ranks: Sequence[int]) -> dist.PrefixStore:
-    """Where these ranks meet, for this purpose, this time."""
+def meeting_of(what: str, ranks: Sequence[int]) -> dist.PrefixStore:
+    """Where these ranks meet, for this purpose, this time: each asks for it as often as the others."""
     key = (what, *ranks)
     _num_made[key] += 1
     prefix = f"node_replicas/{what}/{'-'.join(map(str, ranks))}/{_num_made[key]}"

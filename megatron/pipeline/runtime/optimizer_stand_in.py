@@ -50,7 +50,8 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of what a group says beside its parameters."""
-    return {key: copied(value) for key, value in group.items() if key != "params"}
+    said = list(group.items())  # at once: another thread's step may add a counter meanwhile
+    return {key: copied(value) for key, value in said if key != "params"}
 
 
 def copied(value: Any) -> Any:

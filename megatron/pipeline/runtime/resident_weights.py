@@ -20,8 +20,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from megatron.backend.streams import streams_of
 from megatron.pipeline.arena import places
 from megatron.pipeline.runtime.host_store import HostStore
+from megatron.pipeline.runtime.weight_gather import WeightGather
 
 
 class ResidentWeights:
@@ -33,7 +35,7 @@ class ResidentWeights:
     what `fetch` and `free` return, which the lane to the device calls.
 
     Attributes:
-        num_fetched, num_bytes_fetched: how many fetches there were, and what they have copied.
+        num_fetched, num_bytes_fetched: how many fetches there were, and what they have copied from the host.
     """
 
     def __init__(
@@ -67,10 +69,23 @@ class ResidentWeights:
                 if size:
                     self._flat[stage][dtype] = arena[start : start + size]
         self._views = {stage: store.stages[stage].layout.views(flat) for stage, flat in self._flat.items()}
+        self._gather = WeightGather(store.replicas, device=device) if store.gathers else None
+        self._warm_up(device)
         for module in modules.values():
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(device)
         self._take_all_away()
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Gather each stage's place once while nothing else runs: NCCL connects a group where it is first used, and
+        again where a size takes another algorithm.
+        """
+        if self._gather is not None:
+            for flats in self._flat.values():
+                for flat in flats.values():
+                    self._gather.gather(flat)
+            streams = streams_of(device)
+            streams.finish(streams.record())
 
     @property
     def num_bytes(self) -> int:
@@ -95,8 +110,11 @@ class ResidentWeights:
             found = self._store.versions[stage]
             assert found == version, f"the host has version {found} of stage {stage}, and {version} is fetched"
             for dtype, host in self._store.stages[stage].flat.items():
-                flat[dtype].copy_(host, non_blocking=True)
-                self.num_bytes_fetched += host.nbytes
+                span = slice(None) if self._gather is None else self._gather.share(len(host))
+                flat[dtype][span].copy_(host[span], non_blocking=True)
+                self.num_bytes_fetched += host[span].nbytes
+                if self._gather is not None:
+                    self._gather.gather(flat[dtype])
             for name, parameter in self._parameters[stage].items():
                 parameter.data = self._views[stage][name]
             self.num_fetched += 1
@@ -110,6 +128,11 @@ class ResidentWeights:
         del self._resident[stage]
         self._take_away(stage)
         return lambda: None
+
+    def close(self) -> None:
+        """End what fetches gather with. Collective over the replicas that do."""
+        if self._gather is not None:
+            self._gather.close()
 
     def load(self, stage: int, version: int) -> None:
         """A computation with `version` of the stage follows, whose FETCH is complete."""

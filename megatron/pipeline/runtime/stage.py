@@ -41,10 +41,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from megatron.pipeline.residency import Residency
+
+if TYPE_CHECKING:
+    from megatron.pipeline.runtime.edge_tensors import EdgeTensors
 
 EVALUATION_BATCH = -1
 """Batch number of the microbatches of an evaluation: ``take_losses(EVALUATION_BATCH)`` returns their sums."""
@@ -176,6 +181,39 @@ class Stage(Protocol):
 
 
 @runtime_checkable
+class GraphStage(Protocol):
+    """A stage of a graph: what it gets and hands on are several tensors for each stage that it has an edge with. The
+    rest is as for `Stage`; nothing of it moves. Gradients are those of the tensors of floating dtype, in their order.
+    """
+
+    index: int
+    num_stages: int
+    edges: Mapping[int, EdgeTensors]
+    """The other stage -> what travels between them, in both directions."""
+    loss_names: tuple[str, ...]
+
+    def forward(
+        self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
+    ) -> Mapping[int, tuple[Tensor, ...]]:
+        """Forward with what backward needs saved; stage -> tensors, in and out. What leaves is detached."""
+
+    def recompute(self, microbatch: Microbatch) -> None: ...
+
+    def backward(
+        self, microbatch: Microbatch, output_grads: Mapping[int, tuple[Tensor, ...]]
+    ) -> Mapping[int, tuple[Tensor, ...]]:
+        """Accumulate weight gradients; return those of the inputs, for the stages that want them."""
+
+    def load_version(self, version: int) -> None: ...
+
+    def forward_only(
+        self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
+    ) -> Mapping[int, tuple[Tensor, ...]]: ...
+
+    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]: ...
+
+
+@runtime_checkable
 class WeightUpdate(Protocol):
     """The path from a batch's gradients to the next weight version, one per rank."""
 
@@ -217,6 +255,25 @@ class WeightUpdate(Protocol):
 
 
 @runtime_checkable
+class StagewiseUpdate(Protocol):
+    """The weight update of a rank whose stages step each by itself; the rest is as for `WeightUpdate`."""
+
+    def begin_batch(self, info: BatchInfo) -> None: ...
+
+    def step(self, version: int) -> BatchReport:
+        """All stages have made `version`."""
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None: ...
+
+    def begin_evaluation(self) -> None: ...
+
+    def show_newest(self) -> None: ...
+
+    def of_stage(self, stage: int) -> WeightUpdate:
+        """The update of one stage: `begin_backward` and `step` of it are called."""
+
+
+@runtime_checkable
 class PredictingUpdate(WeightUpdate, Protocol):
     """A weight update that also predicts. The gradients of the first n of m microbatches, whose backwards are done,
     stand for the whole batch: what was added up, times m/n.
@@ -244,8 +301,10 @@ class PredictingUpdate(WeightUpdate, Protocol):
 @runtime_checkable
 class RelayUpdate(WeightUpdate, Protocol):
     """A weight update on the host, which brings the device the weights of few stages. `begin_backward` and
-    `resume_backward` say nothing to it, `accumulate` does.
+    `resume_backward` say nothing to it, `accumulate` does. `residency`: the schedule's for which it is made; None: any.
     """
+
+    residency: Residency | None
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
         """Have `version` of the stage on the device. Returns what copies it, in the lane to the device."""

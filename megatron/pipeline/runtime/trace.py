@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import Instruction, Lane, Tensor
 from megatron.pipeline.timeline import Span, Timeline
 
@@ -48,8 +49,8 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank traced: its global rank, the global ranks of its pipeline, and of which batches every span is
-    there.
+    """What one rank traced: its global rank, the global ranks of its pipeline, of which batches every span is there,
+    and the edges between stages (none: a chain).
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankTrace:
     rank_of_stage: tuple[int, ...]
     batches: tuple[BatchExtent, ...]
     spans: tuple[TraceSpan, ...]
+    edges: tuple[Edge, ...] = ()
 
 
 class HostClock:
@@ -161,7 +163,8 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
         )
     extents = traces[0].batches
     first = extents[0]
-    exposed = _exposed_transfers([of_rank[rank] for rank in pipeline])
+    graph = StageGraph.of(len(traces[0].rank_of_stage), traces[0].edges)
+    exposed = _exposed_transfers([of_rank[rank] for rank in pipeline], graph)
     spans = []
     for pipeline_rank, rank in enumerate(pipeline):
         background = _by_posting(of_rank[rank].spans)
@@ -169,7 +172,7 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
             instruction = span.instruction
             if span.track == COMPUTE and _is_from(first, instruction):
                 shown = background.get(id(span), span)
-                start, end = exposed.get(_tensor(instruction), (shown.start, shown.end))
+                start, end = exposed.get(_tensor(instruction, graph), (shown.start, shown.end))
                 spans.append(Span(pipeline_rank, instruction, start, end))
     origin = min((span.start for span in spans), default=0.0)
     return Timeline.from_spans(
@@ -178,6 +181,7 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
         batches=[extent.num_microbatches for extent in extents],
         first_batch=first.batch,
         first_microbatch=first.first_microbatch,
+        edges=traces[0].edges,
         name=name,
     ).shifted(-origin)
 
@@ -202,15 +206,14 @@ def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
 _Brought = tuple[Tensor, int, int]  # what a transfer brings: the stage that needs it, the microbatch
 
 
-def _tensor(instruction: Instruction) -> _Brought | None:
+def _tensor(instruction: Instruction, graph: StageGraph) -> _Brought | None:
     word = instruction.kind.row
-    if word.neighbour is None:
-        return None
-    needed_at = instruction.stage + (word.neighbour if word.sends else 0)
-    return word.sends or word.receives, needed_at, instruction.microbatch
+    if word.sends:
+        return word.sends, graph.peer_of(instruction), instruction.microbatch
+    return (word.receives, instruction.stage, instruction.microbatch) if word.receives else None
 
 
-def _exposed_transfers(traces: Sequence[RankTrace]) -> dict[_Brought | None, tuple[float, float]]:
+def _exposed_transfers(traces: Sequence[RankTrace], graph: StageGraph) -> dict[_Brought | None, tuple[float, float]]:
     """Start and end of the transfers that a computation waited for: posted by both ends, until it could go on."""
     posted: dict[_Brought, float] = {}
     waited: dict[_Brought, float] = {}
@@ -218,7 +221,7 @@ def _exposed_transfers(traces: Sequence[RankTrace]) -> dict[_Brought | None, tup
         instruction = span.instruction
         if span.track == WAIT and (needs := instruction.kind.row.needs) is not None:
             waited[needs, instruction.stage, instruction.microbatch] = span.end
-        elif span.track == COMPUTE and (tensor := _tensor(instruction)) is not None:
+        elif span.track == COMPUTE and (tensor := _tensor(instruction, graph)) is not None:
             posted[tensor] = max(span.end, posted.get(tensor, span.end))
     return {tensor: (posted[tensor], end) for tensor, end in waited.items() if posted.get(tensor, end) < end}
 

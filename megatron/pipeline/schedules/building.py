@@ -60,6 +60,7 @@ def build_evaluation(
     outline = Program(
         rows=((),) * schedule.num_ranks,
         rank_of_stage=schedule.rank_of_stage,
+        edges=schedule.edges,
         batches=(num_microbatches,),
         weights=schedule.weights,
         first_batch=version,
@@ -103,6 +104,7 @@ def _outline(
     return Program(
         rows=((),) * schedule.num_ranks,
         rank_of_stage=schedule.rank_of_stage,
+        edges=schedule.edges,
         batches=tuple(batches),
         weights=schedule.weights,
         first_batch=first_batch,

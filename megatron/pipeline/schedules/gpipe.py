@@ -15,6 +15,7 @@ from megatron.pipeline.schedules.order import Order, backward, forward
 
 class GPipe(Order):
     drains = True
+    follows_edges = True
 
     def legs(self, stage: int, batches: Sequence[range]) -> Legs:
         forwards = [[forward(stage, microbatch) for microbatch in batch] for batch in batches]

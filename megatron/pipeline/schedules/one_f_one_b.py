@@ -5,8 +5,9 @@
     stage 2    .  . F0 B0  F1 B1    F2 B2    ...
 
 Stage s is p-s-1 forwards ahead, as many as it takes for the last stage's first gradient to come back, so it saves the
-activations of p-s microbatches. The turns go on across the borders of batches. With `extra_warmup` it is twice as far
-ahead: a gradient may then come that much later, which hides its transfers, at the price of 2(p-s)-1 saved microbatches.
+activations of p-s microbatches. Where stages are no chain it is as many as edges lead from it to the end. The turns go
+on across the borders of batches. With `extra_warmup` it is twice as far ahead: a gradient may then come that much
+later, which hides its transfers, at the price of 2(p-s)-1 saved microbatches.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from megatron.pipeline.schedules.order import Order, backward, forward
 
 class OneForwardOneBackward(Order):
     extends_warmup = True
+    follows_edges = True
 
     def legs(self, stage: int, batches: Sequence[range]) -> Legs:
         ahead = self._ahead(stage)
@@ -37,4 +39,4 @@ class OneForwardOneBackward(Order):
 
     def _ahead(self, stage: int) -> int:
         """Forwards that a stage runs before the one that is followed by its first backward."""
-        return (self.num_stages - stage - 1) * (2 if self.extra_warmup else 1)
+        return self.graph.depth(stage) * (2 if self.extra_warmup else 1)

@@ -8,8 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.passes import Legs
+
+Work = Sequence[tuple[float, float]]  # seconds of a forward and of a backward, recompute included, of each stage
 
 
 class Order(ABC):
@@ -19,8 +22,12 @@ class Order(ABC):
         drains: no stage begins a batch before the one before it is through the pipeline.
         extends_warmup: the order knows how to start further ahead (`extra_warmup`).
         interleaves: the order knows what to do with several stages on a rank.
+        follows_edges: the order goes by the edges between stages, whichever these are.
+        merges: the order is for the stages of any placement, one batch at a time.
         relays: a rank takes a whole batch through one of its stages before it turns to the next, up and down again.
         num_stages: of the whole pipeline.
+        graph: the stages with their edges; default: a chain.
+        work: seconds of a forward and of a backward of each stage, for orders that go by them; none: all alike.
         rank_of_stage: the rank of each stage; default: each has its own.
         num_ranks: of the pipeline.
         num_virtual_stages: the most stages of any rank.
@@ -31,6 +38,8 @@ class Order(ABC):
     drains: ClassVar[bool] = False
     extends_warmup: ClassVar[bool] = False
     interleaves: ClassVar[bool] = False
+    follows_edges: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
     relays: ClassVar[bool] = False
 
     def __init__(
@@ -40,8 +49,12 @@ class Order(ABC):
         rank_of_stage: Sequence[int] | None = None,
         microbatch_group_size: int | None = None,
         extra_warmup: bool = False,
+        edges: Sequence[Edge] = (),
+        work: Work = (),
     ) -> None:
         self.num_stages = num_stages
+        self.work = tuple(work)
+        self.graph = StageGraph.of(num_stages, edges)
         self.rank_of_stage = tuple(range(num_stages) if rank_of_stage is None else rank_of_stage)
         self.num_ranks = max(self.rank_of_stage) + 1
         self.num_virtual_stages = max(map(self.rank_of_stage.count, self.rank_of_stage))
@@ -66,6 +79,13 @@ class Order(ABC):
     def max_in_flight_on_rank(self, rank: int) -> int | None:
         """The same over all stages of a rank together; a microbatch counts once at each stage."""
         return self.max_in_flight(self.rank_of_stage.index(rank))
+
+    @property
+    def most_behind(self) -> int | None:
+        """The most microbatches that anything stands behind the newest one that the first stage has begun, where that
+        can be said for any number of microbatches.
+        """
+        return None
 
     def recomputes(self, stage: int) -> bool:
         """Whether a backward at the stage needs a recompute, where the program recomputes."""

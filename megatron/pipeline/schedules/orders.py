@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from megatron.pipeline.residency import Residency
+from megatron.pipeline.schedules.asynchronous import Asynchronous
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
+from megatron.pipeline.schedules.merged import MergedGPipe, MergedOneForwardOneBackward
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.placements import PLACEMENTS
@@ -16,7 +18,14 @@ ORDERS: dict[str, type[Order]] = {
     "1f1b": OneForwardOneBackward,
     "interleaved": Interleaved,
     "relay": Relay,
+    "async": Asynchronous,
+    "merged-gpipe": MergedGPipe,
+    "merged-1f1b": MergedOneForwardOneBackward,
 }
+
+
+MERGED = {"gpipe": "merged-gpipe", "1f1b": "merged-1f1b"}
+"""The order of one stage on each rank -> the one that merges it where ranks have several, in any placement."""
 
 
 @dataclass(frozen=True)

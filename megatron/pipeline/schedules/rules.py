@@ -15,10 +15,37 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
     """Raises ValueError where the choices of a schedule of this order do not go together."""
     _validate_virtual_stages(schedule, order)
     order.validate_placement()
+    if not order.graph.is_chain:
+        _validate_edges(schedule, order)
     if order.drains and not schedule.weights.drains:
         raise ValueError(
             f"{schedule.order} drains in every batch, so the versions of {schedule.weights.name} would buy nothing; "
             "use weights flush, or order 1f1b"
+        )
+    if order.merges and not schedule.weights.drains:
+        raise ValueError(
+            f"{schedule.order} takes one batch at a time, and under {schedule.name_of_weights} batches follow one "
+            "another without a drain; use weights flush, or one stage on each rank"
+        )
+    if order.most_behind is not None and schedule.weights.delay:
+        raise ValueError(
+            f"{schedule.order} has stages of a rank at different batches, and {schedule.name_of_weights} updates them "
+            "together; use weights stale or flush"
+        )
+    if schedule.weights.refreshes and not (order.follows_edges and order.max_in_flight(0)):
+        raise ValueError(
+            f"weights {schedule.weights.name} go with stages that are as far ahead as edges lead to the end, and "
+            f"{schedule.order} has others in flight; use order async, or 1f1b with one stage on each rank"
+        )
+    if schedule.weights.refreshes and schedule.data_parallel:
+        raise ValueError(
+            "replicas would reduce the gradients of each stage behind every batch, and weights "
+            f"{schedule.weights.name} step at once; use flush, or one replica"
+        )
+    if order.merges and (schedule.balance or schedule.residency is not None):
+        what = "balance" if schedule.balance else "weights on the host"
+        raise ValueError(
+            f"{schedule.order} places stages freely, and {what} goes with stages dealt out in turn; drop it"
         )
     if schedule.extra_warmup and not order.extends_warmup:
         raise ValueError(f"{schedule.order} has no warm-up that could be extended; drop extra_warmup")
@@ -68,6 +95,25 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             f"under {schedule.name_of_weights} every stage updates at its own time, so the first and the last one "
             "cannot share an embedding; untie the embeddings, or use flush or 2bw"
         )
+
+
+def _validate_edges(schedule: Schedule, order: Order) -> None:
+    for is_asked, what, why in (
+        (not order.follows_edges, schedule.order, "passes each stage's output to the next one"),
+        (
+            not schedule.weights.drains and not schedule.weights.refreshes,
+            schedule.name_of_weights,
+            "counts how far ahead a stage of a chain is",
+        ),
+        (schedule.balance, "balance", "pairs the stages of a chain"),
+        (schedule.residency is not None, "weights on the host", "come and go by the order of a chain"),
+        (schedule.tied_embeddings, "tied embeddings", "are the first and the last stage's of a chain"),
+    ):
+        if is_asked:
+            raise ValueError(
+                f"{what} {why}, and these stages have other edges ({' '.join(map(str, order.graph.edges))}); use "
+                "gpipe, flush or ftpipe, without it"
+            )
 
 
 class TooManyRead(ValueError):

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.periodic import PeriodicProgram
 from megatron.pipeline.program import Program
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules.building import build_evaluation, build_in_legs, build_periodic
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.orders import ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.rules import validate_choices, validate_predictions
 from megatron.pipeline.schedules.saved import SavedActivations
@@ -35,6 +36,9 @@ class Schedule:
         num_stages: stages of the whole pipeline, over all ranks, as in `Program`.
         num_virtual_stages: stages on each rank, Megatron's v (orders that interleave only). Where `rank_of_stage` is
             given it is the most of any rank.
+        edges: which stages hand tensors to which; none: a chain.
+        work: seconds of a forward and of a backward, recompute included, of each stage (order async only); none: all
+            alike.
         rank_of_stage: the rank of each stage. None: dealt out in turn, `num_virtual_stages` to each rank.
         microbatch_group_size: microbatches that a rank takes through one of its stages before it turns to the next,
             num_ranks and more (interleaved only). None: num_ranks, as in Megatron.
@@ -59,6 +63,8 @@ class Schedule:
     num_stages: int
     num_virtual_stages: int = 1
     rank_of_stage: tuple[int, ...] | None = None
+    edges: tuple[Edge, ...] = ()
+    work: tuple[tuple[float, float], ...] = ()
     microbatch_group_size: int | None = None
     recompute: bool = False
     extra_warmup: bool = False
@@ -78,6 +84,8 @@ class Schedule:
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
         object.__setattr__(self, "order_class", ORDERS[self.order])
+        graph = StageGraph.of(self.num_stages, self.edges)
+        object.__setattr__(self, "edges", () if graph.is_chain else graph.edges)
         self._place()
         validate_choices(self, self._order)
 
@@ -109,6 +117,9 @@ class Schedule:
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
+        order = preset.order
+        if (placement := choices.get("rank_of_stage")) and len(placement) > len(set(placement)):
+            order = MERGED.get(order, order)
         choices["balance"] = choices.get("balance", False) or preset.balance
         choices["recompute"] = choices.get("recompute", False) or preset.recompute
         choices["residency"] = choices.get("residency") or preset.residency
@@ -117,7 +128,7 @@ class Schedule:
             num_ranks = num_stages // num_virtual_stages
             choices["rank_of_stage"] = rank_of_stage(preset.placement, num_ranks, num_virtual_stages)
         weights = predicting(preset.policy) if predict else preset.weights
-        return cls(order=preset.order, weights=weights, num_stages=num_stages, **choices)
+        return cls(order=order, weights=weights, num_stages=num_stages, **choices)
 
     # --- what it demands and takes
 
@@ -125,6 +136,11 @@ class Schedule:
     def num_ranks(self) -> int:
         """Ranks of the pipeline, Megatron's p."""
         return max(self.rank_of_stage) + 1
+
+    @property
+    def graph(self) -> StageGraph:
+        """The stages with their edges."""
+        return StageGraph.of(self.num_stages, self.edges)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""
@@ -143,7 +159,7 @@ class Schedule:
         if num_microbatches < 1:
             raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
         rule = self.weights
-        if rule.updates_alone and num_microbatches != 1:
+        if rule.updates_alone and not rule.refreshes and num_microbatches != 1:
             raise ValueError(
                 f"{self.name_of_weights} updates after every microbatch, so a batch is one microbatch, not "
                 f"{num_microbatches}; give each batch one (in training: global batch size = micro batch size x data "
@@ -215,12 +231,16 @@ class Schedule:
     @property
     def report_lag(self) -> int:
         """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
-        return self.weights.report_lag(self.num_stages)
+        behind = self._order.most_behind
+        return self.weights.report_lag(self.num_stages if behind is None else behind + 1)
 
     @property
     def settling_batches(self) -> int:
         """How many of the batches before a batch can matter to its leg, and to a drain after it."""
-        return self.weights.settling_batches(self._order.max_in_flight(0) or 0)
+        order = self._order
+        if self.weights.updates_alone and order.most_behind is not None:
+            return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
+        return self.weights.settling_batches(order.max_in_flight(0) or 0)
 
     @property
     def first_settled_batch(self) -> int:
@@ -270,8 +290,9 @@ class Schedule:
     @property
     def _order(self) -> Order:
         return _order_of(
-            self.order_class, self.num_stages, self.rank_of_stage, self.microbatch_group_size, self.extra_warmup
-        )
+            self.order_class, self.num_stages, self.rank_of_stage, self.microbatch_group_size, self.extra_warmup,
+            self.edges, self.work,
+        )  # fmt: skip
 
     @property
     def _saved(self) -> SavedActivations:
@@ -281,9 +302,18 @@ class Schedule:
 
 @lru_cache(maxsize=256)
 def _order_of(
-    order: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], group_size: int | None, extra_warmup: bool
+    order: type[Order],
+    num_stages: int,
+    rank_of_stage: tuple[int, ...],
+    group_size: int | None,
+    extra_warmup: bool,
+    edges: tuple[Edge, ...],
+    work: tuple[tuple[float, float], ...],
 ) -> Order:
-    return order(num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup)
+    return order(
+        num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup,
+        edges=edges, work=work,
+    )  # fmt: skip
 
 
 def _shared(batches: int) -> str:

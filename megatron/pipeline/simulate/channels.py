@@ -3,7 +3,7 @@
 from collections import deque
 
 from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import RECEIVES, SENDS, Kind, Tensor
+from megatron.pipeline.instruction import RECEIVE_OF, RECEIVES, SEND_OF, SENDS, Instruction, Kind, Tensor
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
 NOBODY = -1
@@ -47,33 +47,39 @@ class Channel:
 
 
 class Channels:
-    """All channels, by what they mean to the instructions of each stage; None where there is none.
+    """All channels, by what they mean to the instructions of each stage.
 
     Attributes:
-        inputs: the channel that brings the input of a stage.
-        gradients: the channel that brings the gradient of its output.
-        posted: for each kind of transfer, where a stage posts it.
-        delivered: for each tensor, the channel that takes it from the stage that makes it without being told: within a
-            rank, and in a program without transfers.
+        needed: for each tensor and stage, the channels that bring it.
+        posted: for each kind of transfer and stage, where it is posted, by the peer that the instruction names.
+        delivered: for each tensor and stage, the channels that take it from the stage that makes it without being told:
+            within a rank, and in a program without transfers.
     """
 
     def __init__(self, state: State, costs: Costs) -> None:
         program = state.program
-        ranks, num_stages = program.rank_of_stage, len(program.rank_of_stage)
-        self.inputs: list[Channel | None] = [None] * num_stages
-        self.gradients: list[Channel | None] = [None] * num_stages
-        self.posted: dict[Kind, list[Channel | None]] = {kind: [None] * num_stages for kind in SENDS | RECEIVES}
-        self.delivered: dict[Tensor, list[Channel | None]] = {tensor: [None] * num_stages for tensor in Tensor}
+        graph, ranks, num_stages = program.graph, program.rank_of_stage, len(program.rank_of_stage)
+        self.needed: dict[Tensor, list[tuple[Channel, ...]]] = {tensor: [()] * num_stages for tensor in Tensor}
+        self.delivered: dict[Tensor, list[tuple[Channel, ...]]] = {tensor: [()] * num_stages for tensor in Tensor}
+        self.posted: dict[Kind, list[dict[int | None, Channel]]] = {
+            kind: [{} for _ in range(num_stages)] for kind in SENDS | RECEIVES
+        }
         transfers = any(instruction.kind in self.posted for row in state.rows for instruction in row)
         fields = {"num_microbatches": sum(program.batches), "state": state}
-        for edge, (up, down, latency) in enumerate(zip(*costs.edges(num_stages), strict=True)):
-            low, high, crosses = ranks[edge], ranks[edge + 1], ranks[edge] != ranks[edge + 1]
-            forward = Channel(low, high, occupation=up * crosses, latency=latency * crosses, **fields)
-            backward = Channel(high, low, occupation=down * crosses, latency=latency * crosses, **fields)
-            self.inputs[edge + 1], self.gradients[edge] = forward, backward
-            if transfers and crosses:
-                self.posted[Kind.SEND_F][edge] = self.posted[Kind.RECV_F][edge + 1] = forward
-                self.posted[Kind.SEND_B][edge + 1] = self.posted[Kind.RECV_B][edge] = backward
-            else:
-                self.delivered[Tensor.ACTIVATION][edge] = forward
-                self.delivered[Tensor.GRADIENT][edge + 1] = backward
+        for edge, up, down, latency in zip(graph.edges, *costs.edges(len(graph.edges)), strict=True):
+            crosses = ranks[edge.source] != ranks[edge.target]
+            ways = [
+                (Tensor.ACTIVATION, edge.source, edge.target, up),
+                (Tensor.GRADIENT, edge.target, edge.source, down),
+            ]
+            for tensor, maker, taker, occupation in ways[: 1 + edge.gradient]:
+                channel = Channel(
+                    ranks[maker], ranks[taker], occupation=occupation * crosses, latency=latency * crosses, **fields
+                )
+                self.needed[tensor][taker] += (channel,)
+                if transfers and crosses:
+                    for kind, stage, peer in ((SEND_OF[tensor], maker, taker), (RECEIVE_OF[tensor], taker, maker)):
+                        named = graph.named_peer(Instruction(kind, stage), peer)
+                        self.posted[kind][stage] |= {named: channel, peer: channel}
+                else:
+                    self.delivered[tensor][maker] += (channel,)

@@ -11,7 +11,6 @@ from megatron.pipeline.instruction import (
     Kind,
     Lane,
     Subject,
-    Tensor,
 )
 from megatron.pipeline.program import Program
 from megatron.pipeline.simulate.channels import Channels
@@ -47,6 +46,8 @@ class Simulation:
         num_stages = len(program.rank_of_stage)
         seconds = costs.seconds(num_stages)
         of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
+        if program.weights.updates_alone:
+            of_stages = UPDATES
         for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # a rank's, for all its stages; it stands at the lowest
             times = seconds[kind]
             seconds[kind] = [
@@ -67,17 +68,20 @@ class Simulation:
     def _meanings(self, seconds: dict[Kind, list[float]]) -> dict[Kind, tuple[int, list]]:
         """What each kind does, and of each stage what it takes: one look-up for each instruction.
 
-        A computation takes seconds, the channel that brings what it needs and the one that takes what it makes; a
-        transfer its channel; a STEP seconds.
+        A computation takes seconds, the channels that bring what it needs and those that take what it makes; a
+        transfer its channels by peer; a STEP seconds.
         """
-        channels, nothing = self.channels, [None] * len(self.state.program.rank_of_stage)
-        needs = {Tensor.ACTIVATION: channels.inputs, Tensor.GRADIENT: channels.gradients}
+        channels, nothing = self.channels, [()] * len(self.state.program.rank_of_stage)
         meanings = {}
         for kind, action in _ACTIONS.items():
             of_stage = nothing
             if action == _COMPUTE:
                 word = kind.row
-                parts = (seconds[kind], needs.get(word.needs, nothing), channels.delivered.get(word.makes, nothing))
+                parts = (
+                    seconds[kind],
+                    channels.needed.get(word.needs, nothing),
+                    channels.delivered.get(word.makes, nothing),
+                )
                 of_stage = list(zip(*parts, strict=True))
             elif action == _STEP:
                 of_stage = seconds[kind]
@@ -96,7 +100,7 @@ class Simulation:
         program = state.program
         return Timeline(
             program.rows, tuple(state.starts), tuple(state.ends), tuple(program.rank_of_stage), tuple(program.batches),
-            program.first_batch, program.first_microbatch, "simulated",
+            program.first_batch, program.first_microbatch, "simulated", program.edges,
         )  # fmt: skip
 
     def _run_rank(self, rank: int) -> None:
@@ -121,22 +125,26 @@ class Simulation:
                         if until == UNKNOWN:
                             break
                         now = max(now, until)
-                    if needs is not None:
-                        arrival = needs.arrivals[microbatch]
-                        if arrival == UNKNOWN:
-                            needs.awaited = microbatch
+                    arrival = now
+                    for channel in needs:
+                        arrived = channel.arrivals[microbatch]
+                        if arrived == UNKNOWN:
+                            channel.awaited = microbatch
+                            arrival = UNKNOWN
                             break
-                        if arrival > now:
-                            now = arrival
-                    starts[position] = now
+                        if arrived > arrival:
+                            arrival = arrived
+                    if arrival == UNKNOWN:
+                        break
+                    starts[position] = now = arrival
                     now += seconds
                     ends[position] = now
-                    if makes is not None:
-                        makes.transfer(now, microbatch)
+                    for channel in makes:
+                        channel.transfer(now, microbatch)
                         if not overlap:
-                            now += makes.occupation
+                            now += channel.occupation
                 else:
-                    channel = of_stage[instruction.stage]
+                    channel = of_stage[instruction.stage].get(instruction.peer)
                     if channel is None:
                         raise state.error(rank, position, "no channel leads there")
                     sends = action == _SEND

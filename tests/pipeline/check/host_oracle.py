@@ -125,6 +125,9 @@ class HostMachine:
         if kind is Kind.REDUCE_EMBED:
             stored = ((Kind.STORE_GRAD, end, instruction.version) in self.posted for end in self.ends)
             require(all(stored), "an end of the embedding has not left")
+        if kind is Kind.REDUCE_NORM:
+            stored = ((Kind.STORE_GRAD, each, instruction.version) in self.posted for each in self.rank.stages)
+            require(all(stored), "gradients whose norms count have not left")
         if kind not in COMPUTATIONS:
             return True
         item = (stage, instruction.microbatch)

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
+from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.hardware_queues import prove_hardware_queues
+from megatron.pipeline.check.lanes import awaited_reductions
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.program import Program
 from megatron.pipeline.residency import Residency
@@ -70,6 +72,7 @@ def test_the_row_is_right():
         (ROW.replace("1STORE_GRAD@1", "1STORE_GRAD@1 1STORE_GRAD@1"), "1STORE_GRAD@1", "the STORE_GRAD of every batch"),
         (ROW.replace("1STORE_GRAD@1", "1STORE_GRAD@2"), "1STORE_GRAD@2", "in order, and 1STORE_GRAD@1 is due"),
         (ROW.replace("1STORE_GRAD@1", "1REDUCE_GRAD@1 1STORE_GRAD@1"), "1REDUCE_GRAD@1", "a stage has no REDUCE_GRAD"),
+        (moved(ROW, "0REDUCE_NORM@1", behind="0B0@0"), "0REDUCE_NORM@1", "as gradients leave: no 0STORE_GRAD@1 stands"),
     ],
 )
 def test_reasons(row: str, word: str, reason: str):
@@ -90,11 +93,23 @@ def test_a_third_gradient_waits_for_nothing_that_comes():
     assert error.reason == "the 2 gradient buffers are those of stage 2 and stage 1, whose STORE_GRADs are to come"
 
 
+def test_a_batch_computes_with_what_it_fetched():
+    """A fetch ahead of a deferred update brings the old weights, and the new batch names the new ones."""
+    batch = "0FETCH@0 0F0@0 0B0@0 0STORE_GRAD@1 0REDUCE_NORM@1 0FREE@0 0STEP@1 0UPDATE@1"
+    after = "0FETCH@1 0F1@1 0B1@1 0STORE_GRAD@2 0REDUCE_NORM@2 0FREE@1 0STEP@2 0UPDATE@2"
+    facts = {"batches": (1, 1), "residency": DEFERRED}
+    check(written(f"{batch} {after}", **facts))
+    early = f"{batch} {after}".replace("0UPDATE@1 0FETCH@1", "0FETCH@0 0UPDATE@1").replace("0FREE@1", "0FREE@0")
+    error = rejected(written(early, **facts))
+    assert str(error.instruction) == "0F1@1"
+    assert error.reason.startswith("its weights are not on the device: no 0FETCH@1 stands before it")
+
+
 def test_two_batches_do_not_add_up():
     """A stage's gradients leave before the next batch's begin."""
-    batch = "0FETCH@0 0F0@0 0B0@0 0STORE_GRAD@1 0UPDATE@1 0REDUCE_NORM@1 0FREE@0 0STEP@1"
-    after = "0FETCH@1 0F1@1 0B1@1 0STORE_GRAD@2 0UPDATE@2 0REDUCE_NORM@2 0FREE@1 0STEP@2"
-    facts = {"batches": (1, 1), "residency": EAGER}
+    batch = "0FETCH@0 0F0@0 0B0@0 0STORE_GRAD@1 0UPDATE@1 0FREE@0 0STEP@1"
+    after = "0FETCH@1 0F1@1 0B1@1 0STORE_GRAD@2 0UPDATE@2 0FREE@1 0STEP@2"
+    facts = {"batches": (1, 1), "residency": EAGER, "global_norm": False}
     check(written(f"{batch} {after}", **facts))
     error = rejected(written(f"{batch} {after}".replace("0STORE_GRAD@1 0UPDATE@1 ", ""), **facts))
     assert error.reason.startswith("the gradients of batch 0 are still in the stage's buffer: no 0STORE_GRAD@1 stands")
@@ -144,6 +159,14 @@ def test_embeddings_added_up_early_hold_up_a_rank():
         "rank 1 waits at 1B0@0, by its lanes to and from the host, for its chain of reductions; "
         "REDUCE_EMBED@1 of rank 1 waits for rank 0, which has not posted it"
     ) in error.reason
+
+
+def test_a_word_is_complete_when_those_before_it_in_its_lane_are():
+    """Stage 2's gradients need the first reduction alone, and leave behind stage 3's, which need the second, too."""
+    row = "3B0 2B0 2REDUCE_GRAD@1 3REDUCE_GRAD@1 3STORE_GRAD@1 2STORE_GRAD@1 1B0 1REDUCE_GRAD@1 1STORE_GRAD@1 0B0"
+    program = written(row, rank_of_stage=(0,) * 4, residency=EAGER, data_parallel=True)
+    needed = {row.split()[at]: count for at, count in awaited_reductions(compact(program), 0).items()}
+    assert needed == {"1B0": 2, "0B0": 2}
 
 
 def test_weights_on_the_device_are_not_fetched():

@@ -84,6 +84,8 @@ def test_the_row_is_what_is_built():
         ("1RELOAD0", "1RELOAD0 1RELOAD0", "1RELOAD0", "its input has left and come back already"),
         ("1OFFLOAD0", "1OFFLOAD0 1OFFLOAD0", "1OFFLOAD0", "its input is on the host, and no RELOAD stands before it"),
         ("1RELOAD0", "1RELOAD1", "1RELOAD1", "its input has left and come back already"),
+        ("1RELOAD0", "1RELOAD0 1OFFLOAD0", "1OFFLOAD0", "its input has left and come back already"),
+        ("1R0@0 1B0@0", "1R0@0 1OFFLOAD0 1B0@0", "1OFFLOAD0", "its input has been used already"),
         ("1OFFLOAD0", "1OFFLOAD1", "1OFFLOAD1", "its forward has not run, so there is no input"),
         (
             "1OFFLOAD0",

@@ -7,7 +7,8 @@ longer than the transfer timeout of 3 s), `chain` (its third norm reduction rais
 fifth move of saved activations has begun to send or to receive), `hang-in-move` (it sleeps before it). Under l2l, two
 stages a rank: `raise-in-update` and `kill-in-update` (its lane of the host's optimizer, in the third update of its
 higher stage); `kill-in-shared-update` and `hang-in-shared-update` (the ranks are replicas that share one store, and it
-kills itself, or sleeps, there). A rank that goes wrong prints when, in seconds of the machine's steady clock.
+kills itself, or sleeps, there); `kill-in-shared-fetch` and `hang-in-shared-fetch` (they gather what each fetches a
+share of, and it does before its eighth). A rank that goes wrong prints when, in seconds of the machine's steady clock.
 """
 
 import os
@@ -75,6 +76,23 @@ def go_wrong_in_update(relay: Relay, mode: str) -> None:
     host.update = failing
 
 
+def go_wrong_in_fetch(relay: Relay, mode: str) -> None:
+    gather, num_gathered = relay.update.weights._gather, 0
+    complete = gather.gather
+
+    def failing(flat):
+        nonlocal num_gathered
+        num_gathered += 1
+        if num_gathered == 8:
+            say_when()
+            if mode.startswith("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        complete(flat)
+
+    gather.gather = failing
+
+
 def go_wrong(pipeline: Pipeline, mode: str) -> None:
     stage, update = pipeline.stage, pipeline.update
     forward, reduce_norm = stage.forward, update.reduce_norm
@@ -118,11 +136,12 @@ def main(mode: str, bad_rank: int) -> None:
         p = torch.distributed.get_world_size()
         moves, training = mode.endswith("-in-move"), Training(batches=(p,))
         timeout = timedelta(seconds=3 if mode.startswith("hang") else 60)
-        if mode.endswith("-update"):
-            if mode.endswith("-in-shared-update"):
+        if mode.endswith(("-update", "-fetch")):
+            gathers = mode.endswith("-fetch")
+            if "-in-shared-" in mode:
                 training = Training(batches=(p,), num_replicas=p)
-            pipeline = Relay(training, num_virtual_stages=2, residency=Residency(1), timeout=timeout)
-            break_it = go_wrong_in_update
+            pipeline = Relay(training, num_virtual_stages=2, residency=Residency(1), timeout=timeout, gathers=gathers)
+            break_it = go_wrong_in_fetch if gathers else go_wrong_in_update
         else:
             pipeline = Pipeline("bpipe" if moves else "2bw", training, timeout=timeout, moves_activations=moves)
             break_it = go_wrong_in_move if moves else go_wrong

@@ -2,6 +2,7 @@
 host."""
 
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.check import check
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -33,7 +35,10 @@ from tests.pipeline.runtime.megatron_model import (
 
 @dataclass
 class Outcome:
-    """`losses`, `norms`: of the batches. `stages`: bytes of weights and of gradients of each, as the host has them."""
+    """`losses`, `norms`, `device_peaks`, `host_peaks`: as the batches' reports say. `stages`: bytes of weights and of
+    gradients of each, as the host has them. `boundaries`: the most that the checker proves, and the bytes that the
+    ledger counts after the last batch.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -44,13 +49,19 @@ class Outcome:
     gradient_bytes: int = 0
     peak_bytes: int = 0
     num_offloaded: int = 0
-    message: str = ""
+    device_peaks: list[int] = field(default_factory=list)
+    host_peaks: list[int] = field(default_factory=list)
+    boundaries: tuple[int, int] = (0, 0)
+    num_batches_at_end: int = 0
+    state: dict = field(default_factory=dict)
 
 
-def chunks_of(case: Case, num_stages: int, wrapper: type[DistributedDataParallel]) -> list[DistributedDataParallel]:
-    """All chunks of the model on this rank, `num_stages` of equally many layers."""
+def chunks_of(
+    case: Case, num_stages: int, wrapper: type[DistributedDataParallel], stages: Sequence[int] | None = None
+) -> list[DistributedDataParallel]:
+    """Chunks of the model of `num_stages` of equally many layers: of these stages, or all."""
     chunks = []
-    for stage in range(num_stages):
+    for stage in range(num_stages) if stages is None else stages:
         model = model_of_stage(case, stage, num_stages)
         config = model.config
         wrapped = Float16Module(config, model) if config.fp16 or config.bf16 else model
@@ -95,7 +106,7 @@ def train(
                 "l2l", num_stages=num_stages, num_virtual_stages=num_stages, residency=residency,
                 tied_embeddings=case.tied and num_stages > 1,
             )  # fmt: skip
-            engine = PipelineEngine(schedule, stages, update, ranks=[0])
+            engine = PipelineEngine(schedule, stages, update, ranks=[0], ledger=update.ledger)
             if drop is not None:
                 _drop(engine, stages, drop)
             for size in batches:
@@ -103,6 +114,8 @@ def train(
                 for report in engine.run_batch(size, size * case.micro_batch_size):
                     outcome.losses.append(report.losses["lm loss"])
                     outcome.norms.append(report.grad_norm)
+                    outcome.device_peaks += map(int, report.gauges["device_peak_bytes"])
+                    outcome.host_peaks += map(int, report.gauges["host_peak_bytes"])
             engine.drain()
             if engine.input_stash is not None:
                 outcome.num_offloaded = engine.input_stash.num_offloaded
@@ -112,8 +125,16 @@ def train(
     outcome.stages = [
         (stage.layout.num_bytes, stage.gradient_layout.num_bytes) for stage in update.store.stages.values()
     ]
+    outcome.num_batches_at_end = len(update._batches)
+    outcome.state = update.state_dict()
+    update.load_state_dict(None)
+    assert update.state_dict()["last_grad_norm"] is None
+    update.load_state_dict(outcome.state)
+    assert update.state_dict() == outcome.state
     outcome.num_fetched, outcome.num_bytes_fetched = update.resident.num_fetched, update.resident.num_bytes_fetched
     outcome.weight_bytes, outcome.gradient_bytes = update.resident.num_bytes, update.gradients.num_bytes
+    left = update.ledger.device_bytes - outcome.weight_bytes - outcome.gradient_bytes
+    outcome.boundaries = check(schedule.build(batches)).peak_boundaries_on_rank[0], left
     return outcome
 
 
@@ -131,6 +152,22 @@ def _drop(engine: PipelineEngine, stages: list[MegatronStage], dropped: int) -> 
         execute(left)
 
     engine._executor.run = run_without
+
+
+def gather_on_hosts(hosts: Sequence[str]) -> str:
+    """What two replicas on these hosts, which shall gather what they fetch, are told."""
+    case = Case(d=2)
+    with parallel(case):
+        chunks = chunks_of(case, 2, RelayChunk)
+        optimizer = get_megatron_optimizer(optimizer_config(case), chunks)
+        try:
+            MegatronRelayUpdate(
+                chunks, optimizer, stages=range(2), residency=Residency(), gathers=True,
+                host=hosts[torch.distributed.get_rank()],
+            )  # fmt: skip
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def gradients(**options) -> list[list[bool]]:

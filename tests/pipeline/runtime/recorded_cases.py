@@ -10,13 +10,27 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.core import parallel_state
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.pipeline.residency import Residency
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.links import NcclLink
+from megatron.pipeline.runtime.megatron_relay_chunk import RelayChunk
+from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import BatchReport
-from tests.pipeline.runtime import megatron_cases, module_cases, reference, relay_cases
-from tests.pipeline.runtime.megatron_model import Case, parallel
+from megatron.pipeline.schedules import Schedule
+from tests.pipeline.runtime import megatron_cases, megatron_relay_cases, module_cases, reference, relay_cases
+from tests.pipeline.runtime.megatron_model import (
+    SEQUENCE,
+    Case,
+    evaluation_data,
+    forward_step,
+    parallel,
+    training_data,
+)
 from tests.pipeline.runtime.recording import Recorder, recording
 from tests.pipeline.runtime.reference import Training
 from tests.pipeline.runtime.taken_back import taken_back as without
@@ -122,6 +136,55 @@ def train_relay(training: Training, *, seed: int = 0, taken_back: str | None = N
         recorder.find_held(pooled=pooled(engine, None))
         dist.barrier()
         relay.close()
+        return _account(recorder, reports)
+
+
+def train_gpt_relay(
+    *, residency: Residency, gathers: bool = False, seed: int = 0, taken_back: str | None = None, **options
+) -> Account:
+    """A tiny GPT whose stages of a layer each come from the host."""
+    case = Case(**options)
+    num_stages = case.layers
+    schedule = Schedule.preset(
+        "l2l", num_stages=num_stages, num_virtual_stages=num_stages // case.p, residency=residency,
+        tied_embeddings=case.tied, data_parallel=case.d * case.t > 1,
+    )  # fmt: skip
+    with recording(seed=seed) as recorder, parallel(case), without(taken_back):
+        own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+        chunks = megatron_relay_cases.chunks_of(case, num_stages, RelayChunk, own)
+        optimizer = get_megatron_optimizer(megatron_cases.optimizer_config(case), chunks)
+        update = MegatronRelayUpdate(
+            chunks, optimizer, megatron_cases.scheduler(case, optimizer), stages=own, residency=residency,
+            gathers=gathers,
+        )  # fmt: skip
+        replica = parallel_state.get_data_parallel_rank()
+        stages = [
+            MegatronStage(
+                chunk, forward_step(case), update, index=index, num_stages=num_stages, seq_length=SEQUENCE,
+                micro_batch_size=case.micro_batch_size, data_iterator=training_data(case, replica),
+                evaluation_iterator=evaluation_data(case, replica), recompute=schedule.recomputes(index),
+            )
+            for index, chunk in zip(own, chunks, strict=True)
+        ]  # fmt: skip
+        _mark(recorder, [*update.resident._arena.values(), *update.resident._nan.values()])
+        _mark(recorder, [flat for buffer in update.gradients._free for flat in buffer.values()])
+        _mark(recorder, *(stage.model.buffers for stage in stages))
+        ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        engine = PipelineEngine(schedule, stages, update, ranks=ranks, backend="nccl", ledger=update.ledger)
+        reports = []
+        for batch in range(len(case.batches)):
+            info = megatron_cases.batch_info(case, batch)
+            with recorder.training():
+                reports += engine.run_batch(info.num_microbatches, info.num_samples)
+            if batch in case.drains:
+                with recorder.training():
+                    reports += engine.drain()
+                engine.evaluate(2)
+        with recorder.training():
+            reports += engine.drain()
+        recorder.find_held(pooled=pooled(engine, None))
+        engine.close()
+        update.close()
         return _account(recorder, reports)
 
 

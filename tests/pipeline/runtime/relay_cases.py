@@ -36,6 +36,8 @@ class RelayOutcome:
     num_bytes_fetched: int = 0
     num_unread_sends: int = 0
     num_saved_at_end: int = 0
+    num_batches_at_end: int = 0
+    num_connections: int = 0
     num_offloaded: int = 0
     num_bytes_offloaded: int = 0
     peak_saved: dict[int, int] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class Relay(module_cases.Groups):
         timeout: timedelta = timedelta(seconds=20),
         backend: str = "gloo",
         hosts: tuple[str, ...] = (),
+        gathers: bool = False,
         optimizer=reference.make_optimizer,
     ) -> None:
         super().__init__(training)
@@ -80,7 +83,7 @@ class Relay(module_cases.Groups):
         of_this_part = range(self.rank, p * training.num_replicas, p)
         host = hosts[self.replica] if hosts else None
         replicas = NodeReplicas(of_this_part, host=host, timeout=timeout)
-        self.store = HostStore(parameters, replicas=replicas)
+        self.store = HostStore(parameters, replicas=replicas, gathers=gathers)
         made = optimizer(self.store.parameters.values(), training)
         self.update = ModuleRelayUpdate(
             modules,
@@ -118,6 +121,7 @@ class Relay(module_cases.Groups):
 
     def close(self) -> None:
         self.engine.close()
+        self.update.weights.close()
         self.destroy()
 
 
@@ -160,6 +164,8 @@ def run(
         num_bytes_fetched=relay.update.weights.num_bytes_fetched,
         num_unread_sends=engine.num_unread_sends(),
         num_saved_at_end=sum(len(stage.activations) for stage in relay.stages),
+        num_batches_at_end=len(relay.update._pending),
+        num_connections=len({each.group for each in (relay.store.replicas, relay.update._tied_replicas) if each}),
         num_offloaded=engine.input_stash.num_offloaded if engine.input_stash else 0,
         num_bytes_offloaded=engine.input_stash.num_bytes_offloaded if engine.input_stash else 0,
         peak_saved=engine.saved_microbatches_peak,

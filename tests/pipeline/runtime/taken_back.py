@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from megatron.backend.streams import Milestone
-from megatron.pipeline.runtime import megatron_loss_scale, megatron_update
+from megatron.pipeline.runtime import megatron_loss_scale, megatron_relay_update, megatron_update
 from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
 from megatron.pipeline.runtime.captured_activations import CapturedActivations
 from megatron.pipeline.runtime.chain import Chain
@@ -23,6 +23,7 @@ from megatron.pipeline.runtime.links import HostStagedLink, NcclLink
 from megatron.pipeline.runtime.megatron_reduction import GradientReduction
 from megatron.pipeline.runtime.move_links import GlooMoveLink, HostStagedMoveLink
 from megatron.pipeline.runtime.move_queue import MoveQueue
+from megatron.pipeline.runtime.resident_weights import ResidentWeights
 from tests.pipeline.runtime.recording import Recorder
 
 
@@ -94,10 +95,20 @@ def warm_up():
     return mock.patch.object(megatron_update, "warm_up", lambda *args, **options: None)
 
 
+def relay_warm_up():
+    """The same where stages come from the host."""
+    return mock.patch.object(megatron_relay_update.MegatronRelayUpdate, "_warm_up", lambda *args: None)
+
+
+def gather_warm_up():
+    """The same of what fetches gather."""
+    return mock.patch.object(ResidentWeights, "_warm_up", lambda *args: None)
+
+
 def arrivals():
     """The computation does not wait for what it receives."""
 
-    def follow(self, receive, kind, stage, microbatch, during):
+    def follow(self, receive, awaited, during):
         with self._streams.on(self._arrivals):
             return receive.wait(self._timeout)
 

@@ -188,11 +188,17 @@ def test_a_failure_in_a_lane_of_the_host_ends_the_job_with_one_sentence(mode):
 
 
 @pytest.mark.parametrize(
-    "mode", ["kill-in-shared-update", pytest.param("hang-in-shared-update", marks=pytest.mark.full)]
+    "mode",
+    [
+        "kill-in-shared-update",
+        pytest.param("hang-in-shared-update", marks=pytest.mark.full),
+        pytest.param("kill-in-shared-fetch", marks=pytest.mark.full),
+        pytest.param("hang-in-shared-fetch", marks=pytest.mark.full),
+    ],
 )
 def test_a_replica_that_leaves_the_others_alone_with_a_shared_store_is_named(mode):
-    """It is killed, or hangs, before its share of a stage is stepped: the other ends in seconds, or after the timeout,
-    and nothing of the store is left on the node.
+    """It is killed, or hangs, before its share of a stage is stepped, or gathered: the other ends in seconds, or after
+    the timeout, and nothing of the store is left on the node.
     """
     before = set(os.listdir("/dev/shm"))
     codes, output = launch(mode, 1, num_ranks=2, with_torchrun=False)
@@ -202,7 +208,8 @@ def test_a_replica_that_leaves_the_others_alone_with_a_shared_store_is_named(mod
         assert list(told) == ["rank 0 (stage 0)"], output
         assert re.match(r"rank 1 \(stage 0\) ended without a word", told["rank 0 (stage 0)"]), output
     else:
-        assert "UPDATE@3" in told["rank 0 (stage 0)"], output
+        word = "FETCH" if mode.endswith("fetch") else "UPDATE@3"
+        assert word in told["rank 0 (stage 0)"] and "rank 1" in told["rank 0 (stage 0)"], output
     assert not set(os.listdir("/dev/shm")) - before
 
 

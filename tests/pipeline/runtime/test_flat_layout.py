@@ -26,6 +26,17 @@ def test_views_have_the_shapes_and_lie_apart():
     }
 
 
+def test_a_layout_can_be_cut_into_equal_aligned_parts():
+    """Padded to that, and no further; views lie where they do without."""
+    one, three = FlatLayout(TENSORS), FlatLayout(TENSORS, parts=3)
+    for dtype, length in three.num_elements.items():
+        part, remainder = divmod(length, 3)
+        assert remainder == 0 and part * dtype.itemsize % ALIGNMENT == 0
+        assert 0 <= length - one.num_elements[dtype] < 3 * ALIGNMENT // dtype.itemsize
+    whole = {dtype: torch.arange(length) for dtype, length in three.num_elements.items()}
+    assert all(torch.equal(view, one.views(whole)[name]) for name, view in three.views(whole).items())
+
+
 def test_views_are_aligned_as_memory_of_their_own_is():
     """Every view begins at a multiple of 64 bytes, so that kernels add as they do without a copy."""
     layout = FlatLayout(TENSORS)

@@ -67,3 +67,5 @@ def test_a_counter_is_no_moment():
     state[parameter]["exp_avg"] = place
     assert moments.strangers(state, [parameter]) == {} and moments.num_bytes == 64
     assert moments.places({(parameter, "exp_avg"): torch.float32})[parameter, "exp_avg"] is place
+    other = moments.places({(parameter, "exp_avg"): torch.float64})[parameter, "exp_avg"]
+    assert other.dtype == torch.float64, "what is loaded in another precision has a place of that"

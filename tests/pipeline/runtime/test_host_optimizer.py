@@ -128,15 +128,61 @@ def test_updates_use_what_the_groups_said_when_the_batch_began():
     assert all(torch.equal(host.store.parameters[name], each) for name, each in host.plain.items())
 
 
+class CountsItsGroups(torch.optim.Optimizer):
+    """As apex's optimizers: a group counts its steps, unless it has no parameters."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in filter(lambda each: each["params"], self.param_groups):
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["step"])
+
+
+def test_a_batch_that_begins_before_all_updates_are_made_counts_on():
+    """Deferred updates end when the next batch has begun: what steps change in a group is that of the step before, also
+    of a group whose parameters are all of a late stage; what a schedule changes is that of the batch.
+    """
+    host = Host(CountsItsGroups)
+    of_stages = [
+        [
+            {"params": [each for name, each in parameters.items() if name[0] == str(stage)]}
+            for stage in range(NUM_STAGES)
+        ]
+        for parameters in (host.plain, host.store.parameters)
+    ]
+    host.expected, optimizer = map(CountsItsGroups, of_stages)
+    host.host = HostOptimizer(optimizer, host.store)
+    settings = [host.host.settings()]
+    for number in range(4):
+        for name, parameter in host.plain.items():
+            parameter.grad = torch.full(parameter.shape, number - 1.5)
+            host.store.stages[int(name[0])].gradients[name].copy_(parameter.grad)
+        host.expected.step()
+        for group in (*host.expected.param_groups, *optimizer.param_groups):
+            group["lr"] *= 0.5
+        for stage in range(NUM_STAGES):
+            host.host.update(stage, settings[number])
+            if stage == 0:
+                settings.append(host.host.settings())
+        host.assert_equal()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_are_stepped_and_the_weights_written_behind(dtype):
-    """The master takes the FP32 step of the low-precision gradient, bit for bit; the weight is the master, rounded."""
+    """The master takes the FP32 step of the low-precision gradient, bit for bit; the weight is the master, rounded. The
+    gradient in FP32, which is no one's once its stage is stepped, is gone.
+    """
     host = Host(OPTIMIZERS["AdamW"], dtype=dtype, masters=True)
     for number in range(4):
         host.step(number, factor=0.3 if number % 2 else 1.0)
         host.assert_equal()
     for name, weight in host.store.newest_tensors().items():
         assert weight.dtype == dtype and torch.equal(weight, host.plain[name].to(dtype))
+        assert host.store.parameters[name].grad is None
 
 
 class Beside:
@@ -167,6 +213,7 @@ def test_replicas_step_shares_of_one_store(name, dtype, monkeypatch):
     hosts = [Host(OPTIMIZERS[name], dtype=dtype, masters=masters, replicas=Beside(index, buffers)) for index in (0, 1)]
     shares = [host.store.stages[0].share["0.weight"] for host in hosts]
     assert shares == [slice(0, 8), slice(8, 20)]
+    assert all(map(torch.equal, hosts[1].store.replicas.seen, buffers)), "all wait for the first one's values"
     for number in range(5):
         for host in hosts:
             host.step(number, factor=0.3 if number % 2 else 1.0)

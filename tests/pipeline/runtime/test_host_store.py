@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.backend.streams import CpuStreams
+from megatron.pipeline.runtime import host_store
 from megatron.pipeline.runtime.host_store import HostStore, to_host_memory
 from tests.pipeline.runtime.device_meter import shared_mappings
 
@@ -83,14 +83,14 @@ def test_stages_have_nothing_in_common():
 
 
 def test_a_stage_that_was_built_moves_to_the_hosts_memory(monkeypatch):
-    """All parameters, the same objects with the same values, into what the device can copy from."""
+    """All parameters, the same objects with the same values, out of the process's private memory."""
     made = []
 
-    def host_buffer(self, shape, dtype):
+    def host_mapping(shape, dtype):
         made.append(torch.empty(shape, dtype=dtype))
         return made[-1]
 
-    monkeypatch.setattr(CpuStreams, "host_buffer", host_buffer)
+    monkeypatch.setattr(host_store, "host_mapping", host_mapping)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).bfloat16())
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()}
     to_host_memory(module)

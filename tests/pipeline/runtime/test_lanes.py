@@ -1,10 +1,12 @@
 """`Lanes`: words in the background, each when what it waits for is complete."""
 
 import threading
+import time
 
 import pytest
 import torch
 
+from megatron.backend.streams import SIDES, CpuStreams
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.residency import LaneOrder
 from megatron.pipeline.runtime.lanes import Lanes
@@ -64,7 +66,7 @@ def test_a_lane_does_not_hold_up_another():
     rank.request("3FETCH@1")
     rank.request("1FETCH@0")
     rank.wait_for("0F0@0")
-    assert rank.log[-1] == "0FETCH@0" and rank.lanes.num_incomplete == 3
+    assert "0FETCH@0" in rank.log and {"3UPDATE@1", "3FETCH@1", "1FETCH@0"}.isdisjoint(rank.log)
     rank.gates["3UPDATE@1"].set()
     rank.wait_for("1F0@0")
     assert rank.log[-3:] == ["3UPDATE@1", "3FETCH@1", "1FETCH@0"]
@@ -109,6 +111,29 @@ def test_a_backward_that_takes_a_gradient_buffer_waits_for_one():
     rank.lanes.close()
 
 
+def test_who_reads_the_hosts_memory_waits_on_the_host(monkeypatch):
+    """The optimizer and the sum of tied embeddings do, for the copies that bring their gradients: behind an event of
+    the device. A copy to the device is only ordered there.
+    """
+    finished = set()
+
+    class Side(CpuStreams):
+        def finish(self, event):
+            finished.add(threading.current_thread().name)
+
+    monkeypatch.setitem(SIDES, "cpu", Side)
+    rank = Rank()
+    rank.request("0STORE_GRAD@1")
+    chain = threading.Thread(target=rank.lanes.in_chain(word("0REDUCE_EMBED@1"), lambda: None), name="chain")
+    chain.start()
+    rank.request("0UPDATE@1")
+    rank.request("0FETCH@1")
+    rank.wait_for("0F0@1")
+    chain.join(20)
+    assert finished == {"chain", "pipeline host optimizer"}
+    rank.lanes.close()
+
+
 def test_a_failure_ends_every_wait_at_once_and_is_told_once():
     """An update fails: the fetch behind it and the computation behind that raise what it raised, with its name on it,
     and so does the next request.
@@ -124,6 +149,29 @@ def test_a_failure_ends_every_wait_at_once_and_is_told_once():
         rank.request("1FETCH@1")
     rank.lanes.close()
     assert len(told) == 1 and annotated[0] == "2UPDATE@1" and rank.log == ["2STORE_GRAD@1"]
+
+
+def test_a_failure_wakes_who_waits():
+    """At once, and not when the wait has lasted too long: a computation, and a lane that waits for another one."""
+    rank, found = Rank(), []
+    rank.request("2STORE_GRAD@1", gate=True, error=MemoryError("the host is full"))
+    rank.request("2UPDATE@1")
+    rank.request("2FETCH@1")
+
+    def compute():
+        try:
+            rank.wait_for("2F0@1")
+        except MemoryError as error:
+            found.append(str(error))
+
+    waiting = threading.Thread(target=compute, daemon=True)
+    waiting.start()
+    while rank.lanes.waiting is None:
+        time.sleep(0.001)
+    rank.gates["2STORE_GRAD@1"].set()
+    waiting.join(10)
+    rank.lanes.close(1)
+    assert found == ["the host is full"] and not waiting.is_alive() and rank.log == []
 
 
 def test_a_failing_reduction_ends_waits_of_lanes():
@@ -163,6 +211,24 @@ def test_what_is_kept_of_the_past_is_bounded():
         kept.append(len(rank.lanes._posted))
     rank.lanes.settle()
     assert max(kept) == max(kept[:40]) < 200
+    rank.lanes.close()
+
+
+def test_what_is_settled_is_in_the_trace():
+    """A word is complete before its span is noted, and a timeline may be drawn at once."""
+
+    class Slow(Tracer):
+        def record_background(self, *span):
+            time.sleep(0.05)
+            super().record_background(*span)
+
+    tracer = Slow()
+    tracer.begin_batch(BatchExtent(0, 0, 1))
+    rank = Rank(tracer=tracer)
+    rank.request("2STORE_GRAD@1")
+    rank.request("2UPDATE@1")
+    rank.lanes.settle()
+    assert len(tracer.spans()) == 2 and rank.lanes.num_incomplete == 0
     rank.lanes.close()
 
 

@@ -44,6 +44,26 @@ def test_the_devices_memory_does_not_grow_with_depth():
     assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == [8 * (inputs + tokens)] * 2
 
 
+@pytest.mark.parametrize(("stash", "dtype"), [("device", "float32"), ("host", "bfloat16")])
+def test_a_report_says_what_the_device_and_the_host_have(stash, dtype):
+    """On the device arena, gradient buffers and tensors between stages, of which none is left: as many as the checker
+    proves at most, but for an input whose gradient counts when the backward has ended, and the input is gone. On the
+    host 16 or 18 bytes a parameter as soon as there are moments, and the inputs that have left.
+    """
+    case, m = Case(), 3
+    outcome = train(num_stages=5, layers=5, batches=(m, m, m), stash=stash, dtype=dtype)
+    boundary = SEQUENCE * case.micro_batch_size * case.hidden * (4 if dtype == "float32" else 2)
+    most, left = outcome.boundaries
+    assert left == 0
+    assert most == (m * 4 + 1 if stash == "device" else m + 3)
+    counted = most - (stash == "device")
+    assert outcome.device_peaks == [outcome.weight_bytes + outcome.gradient_bytes + counted * boundary] * 3
+    weights, gradients = (sum(each) for each in zip(*outcome.stages, strict=True))
+    masters, inputs = gradients * (dtype != "float32"), 3 * m * boundary * (stash == "host")
+    first = weights + gradients + masters + inputs
+    assert outcome.host_peaks == [first, first + 2 * gradients, first + 2 * gradients]
+
+
 def test_with_inputs_on_the_host_it_does_not_grow_at_all():
     """The same meter finds what eight layers more draw of the data, which in training they do not, and nothing else;
     losses and norms are those of a stash on the device, bit for bit, with dropout.
@@ -78,6 +98,19 @@ def test_eager_is_deferred_where_nothing_depends_on_the_norm():
     """Losses and norms of four batches are the same, bit for bit."""
     eager, deferred = (train(num_stages=4, eager=each, batches=(2, 1, 3, 2)) for each in (True, False))
     assert (eager.losses, eager.norms) == (deferred.losses, deferred.norms) and len(set(eager.losses)) == 4
+    assert eager.num_batches_at_end == deferred.num_batches_at_end == 0, "each is forgotten with its last update"
+
+
+def test_a_checkpoint_says_the_last_norm():
+    """Which 2bw with one gradient buffer clips its first batch by."""
+    outcome = train(num_stages=2, batches=(2, 1, 3))
+    assert outcome.state["last_grad_norm"] == outcome.norms[-1] > 0
+
+
+def test_shares_need_another_replica_on_the_node():
+    assert workers.run(2, f"{CASES}:gather_on_hosts", hosts=["a", "a"]) == ["", ""]
+    told = workers.run(2, f"{CASES}:gather_on_hosts", hosts=["a", "b"])
+    assert all("this rank's are on others: fetch whole stages, or place replicas together" in text for text in told)
 
 
 @pytest.mark.parametrize(

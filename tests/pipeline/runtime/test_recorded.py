@@ -71,7 +71,18 @@ def assert_in_order(accounts, *, moves=False):
                 "drains": (3,),
             },
         ),
-        (2, {"schedule": "2bw", "t": 2, "predict": True, "clip": 1.0, "sequence_parallel": True, "dtype": "bfloat16"}),
+        pytest.param(
+            2,
+            {
+                "schedule": "2bw",
+                "t": 2,
+                "predict": True,
+                "clip": 1.0,
+                "sequence_parallel": True,
+                "dtype": "bfloat16",
+            },
+            marks=FULL,
+        ),
         pytest.param(
             2,
             {
@@ -101,7 +112,11 @@ def assert_in_order(accounts, *, moves=False):
         ),
         (2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 6}),
         (2, {"schedule": "interleaved", "p": 2, "v": 2, "tied": True}),
-        (4, {"schedule": "2bw", "p": 2, "d": 2, "dtype": "float16", "distributed_optimizer": True, "drains": (1,)}),
+        pytest.param(
+            4,
+            {"schedule": "2bw", "p": 2, "d": 2, "dtype": "float16", "distributed_optimizer": True, "drains": (1,)},
+            marks=FULL,
+        ),
         (4, {"schedule": "bpipe", "p": 4, "moves": True, "batches": (4, 4)}),
         (4, {"schedule": "2bw", "p": 4, "moves": True, "balance": True, "batches": (4,) * 3, "dtype": "bfloat16"}),
     ],
@@ -220,13 +235,53 @@ def test_what_transfers_need_is_missed(taken_back, kind, num_ranks, preset, opti
     ],
 )
 def test_weights_come_and_gradients_go_in_order(num_ranks, num_virtual_stages, residency, training):
-    """Nothing is found where weights live on the host, and each lane that copies has a stream of its own."""
-    accounts = relay(num_ranks, training, num_virtual_stages=num_virtual_stages, residency=residency)
+    """Nothing is found where weights live on the host, and each lane that copies has a stream of its own. Replicas
+    fetch shares.
+    """
+    cut = {"num_virtual_stages": num_virtual_stages, "residency": residency, "gathers": training.num_replicas > 1}
+    accounts = relay(num_ranks, training, **cut)
     assert_in_order(accounts)
     for account in accounts:
         lanes = [account.threads[f"pipeline {name}"] for name in ("host to device", "device to host")]
-        assert [len(streams) for streams in lanes] == [1, 1] and lanes[0] != lanes[1]
+        assert [len(streams) for streams in lanes] == [1 + cut["gathers"], 1], "and one of the communicator"
+        assert not lanes[0] & lanes[1]
         assert "compute" not in lanes[0] | lanes[1]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "residency", "options"),
+    [
+        (1, Residency(2, "deferred", "host"), {"layers": 3, "clip": 1.0, "tied": True, "drains": (1,)}),
+        (2, Residency(2, "eager"), {"layers": 4, "p": 2, "dtype": "bfloat16", "dropout": 0.1}),
+        (2, Residency(2, "deferred"), {"layers": 2, "d": 2, "dtype": "float16", "overflow_batches": (2,)}),
+        (2, Residency(2, "eager"), {"layers": 4, "d": 2, "dtype": "bfloat16", "gathers": True, "drains": (1,)}),
+        pytest.param(
+            2, Residency(1, "deferred", "host"), {"layers": 3, "t": 2, "sequence_parallel": True, "clip": 1.0},
+            marks=FULL,
+        ),
+        pytest.param(
+            4, Residency(2, "deferred"), {"layers": 4, "p": 2, "d": 2, "clip": 1.0, "tied": True, "drains": (1,)},
+            marks=FULL,
+        ),
+    ],
+)  # fmt: skip
+def test_gpt_comes_and_goes_in_order(num_ranks, residency, options):
+    """The same of a GPT's chunks and megatron.core's optimizer: one rank and two, replicas with one store, fp16."""
+    accounts = workers.run(num_ranks, f"{CASES}:train_gpt_relay", residency=residency, **options)
+    assert_in_order(accounts)
+
+
+def test_relays_connect_before_training():
+    """Each collective of the relay, of its replicas too."""
+    options = {"residency": Residency(2, "deferred"), "layers": 2, "d": 2, "taken_back": "relay_warm_up"}
+    found = workers.run(2, f"{CASES}:train_gpt_relay", **options)
+    assert all("late" in account.kinds for account in found)
+
+
+def test_replicas_that_gather_connect_before_training():
+    options = {"residency": Residency(2, "eager"), "layers": 2, "d": 2, "gathers": True}
+    found = workers.run(2, f"{CASES}:train_gpt_relay", taken_back="gather_warm_up", **options)
+    assert all("late" in account.kinds for account in found)
 
 
 @pytest.mark.parametrize("taken_back", ["words_after_the_row", "followed_lanes", "stored_gradients"])

@@ -14,7 +14,7 @@ from megatron.pipeline.runtime import trace
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedUpdate
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.flat_layout import FlatLayout
+from megatron.pipeline.runtime.flat_layout import ALIGNMENT, FlatLayout
 from megatron.pipeline.runtime.host_store import HostStore
 from megatron.pipeline.runtime.module_relay_update import ModuleRelayUpdate
 from megatron.pipeline.schedules import Schedule
@@ -50,7 +50,7 @@ def assert_same(outcomes, expected, *, exact=True):
             assert mine.losses == (theirs.losses if exact else pytest.approx(theirs.losses, rel=1e-6))
         for name, tensor in outcome.parameters.items():
             torch.testing.assert_close(tensor, expected.parameters[name], **close)
-        assert (outcome.num_unread_sends, outcome.num_saved_at_end) == (0, 0)
+        assert (outcome.num_unread_sends, outcome.num_saved_at_end, outcome.num_batches_at_end) == (0, 0, 0)
     assert {name for outcome in outcomes for name in outcome.parameters} >= set(expected.parameters)
 
 
@@ -196,6 +196,19 @@ REPLICAS_MATRIX = {
 }
 
 
+NORMS = 4096  # a page, of each process
+
+
+def shared(outcome) -> set[str]:
+    """What others may have mapped, too."""
+    return {file for file in outcome.mappings if "memfd:" in file}
+
+
+def num_bytes_apart(outcome) -> int:
+    """What is mapped by this process alone."""
+    return sum(size for file, size in outcome.mappings.items() if "memfd:" not in file)
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "num_ranks", "num_virtual_stages", "host_update", "hosts", "options"),
     [pytest.param(*row, id=name) for name, row in REPLICAS.items()]
@@ -204,7 +217,7 @@ REPLICAS_MATRIX = {
 def test_replicas_share_one_store(num_replicas, num_ranks, num_virtual_stages, host_update, hosts, options):
     """Bit-equal to two replicas of flush; of more, the order of a reduction's sums depends on what is reduced at once,
     so to as many replicas of the relay, of which each has a store of its own. By the system's account, the replicas of
-    a host have mapped one store, of the size of one replica's, and besides nothing of their own.
+    a host have mapped one store, of the size of one replica's, and besides nothing of their own but a page of norms.
     """
     training = Training(batches=(2, 4, 2, 3), num_replicas=num_replicas, **options)
     expected = workers.run(
@@ -229,13 +242,38 @@ def test_replicas_share_one_store(num_replicas, num_ranks, num_virtual_stages, h
         replica, stage = divmod(rank, num_ranks)
         hosts = hosts or ("a",) * num_replicas
         beside = [other * num_ranks + stage for other in range(num_replicas) if hosts[other] == hosts[replica]]
-        assert all(outcomes[other].mappings.keys() == outcome.mappings.keys() for other in beside), rank
-        strangers = set().union(*(outcomes[other].mappings for other in range(len(outcomes)) if other not in beside))
+        assert all(shared(outcomes[other]) == shared(outcome) for other in beside), rank
+        strangers = set().union(*(shared(outcomes[other]) for other in range(len(outcomes)) if other not in beside))
         if len(beside) > 1:
-            assert not strangers & outcome.mappings.keys() and all("memfd:" in file for file in outcome.mappings)
+            assert not strangers & shared(outcome) and num_bytes_apart(outcome) == NORMS
         pages = len(outcome.mappings) * 4096  # each is rounded up to whole ones
         assert outcome.host_bytes <= sum(outcome.mappings.values()) <= outcome.host_bytes + pages
         assert outcome.host_bytes == outcomes[stage].host_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_ranks", "hosts"),
+    [
+        pytest.param(2, 1, (), id="d=2"),
+        pytest.param(2, 2, (), id="d=2 p=2", marks=pytest.mark.full),
+        pytest.param(3, 1, (), id="d=3", marks=pytest.mark.full),
+        pytest.param(4, 1, ("a", "b", "a", "b"), id="d=4 on two hosts", marks=pytest.mark.full),
+    ],
+)
+def test_replicas_gather_what_each_fetches_a_share_of(num_replicas, num_ranks, hosts):
+    """The same bits as with whole stages, evaluations between batches too; each rank has fetched its part, and the
+    padding to equal ones.
+    """
+    training = Training(batches=(2, 4, 2, 3), num_replicas=num_replicas, clip_grad=0.05)
+    cut = {"num_virtual_stages": 4, "drains": (1,), "evaluate": 2, "hosts": hosts}
+    whole = run(num_replicas * num_ranks, training, **cut)
+    shares = run(num_replicas * num_ranks, training, gathers=True, **cut)
+    together = num_replicas // len(set(hosts) or "a")
+    for one, other in zip(whole, shares, strict=True):
+        assert one.reports == other.reports and one.evaluations == other.evaluations
+        assert all(torch.equal(tensor, other.parameters[name]) for name, tensor in one.parameters.items())
+        padding = together * other.num_bytes_fetched - one.num_bytes_fetched
+        assert 0 <= padding < one.num_fetched * together * ALIGNMENT and one.num_fetched == other.num_fetched
 
 
 def test_the_store_of_two_replicas_is_as_large_as_that_of_one():
@@ -244,7 +282,8 @@ def test_the_store_of_two_replicas_is_as_large_as_that_of_one():
     first, second = run(2, Training(batches=(2, 2), num_replicas=2), num_virtual_stages=4)
     assert one.host_bytes == first.host_bytes
     counters = 4096  # of who has come to a barrier
-    assert sum(one.mappings.values()) + counters == sum({**first.mappings, **second.mappings}.values())
+    both = {**first.mappings, **second.mappings}
+    assert sum(one.mappings.values()) + counters + NORMS == sum(both.values())
 
 
 def test_an_overflow_leaves_the_batch_out_on_all_replicas():
@@ -268,7 +307,9 @@ def test_tied_gradients_of_which_each_replica_brought_a_share_are_added_up(host_
         2, "tests.pipeline.runtime.module_cases:run", preset="flush", training=training, recompute=True
     )
     expected.parameters[reference.LAST_WEIGHT] = expected.parameters[reference.FIRST_WEIGHT]
-    assert_same(run(2, training, num_virtual_stages=4, host_update=host_update), expected, exact=False)
+    outcomes = run(2, training, num_virtual_stages=4, host_update=host_update)
+    assert_same(outcomes, expected, exact=False)
+    assert [each.num_connections for each in outcomes] == [2, 2], "one for the chain's thread, one for the updates'"
 
 
 def test_an_overflow_leaves_the_batch_out_at_every_stage():
@@ -373,8 +414,8 @@ def test_what_runs_is_the_program(host_update, num_replicas):
 
 
 def test_what_does_not_go_together_is_refused():
-    """Eager updates that clip, replicas of one store without a group, an update whose weights are on the device, and
-    moves beside a stash on the host.
+    """Eager updates that clip, replicas of one store without a group, an update whose weights are on the device, or
+    that was made for another schedule, and moves beside a stash on the host.
     """
     modules = {0: torch.nn.Sequential(torch.nn.Linear(2, 2))}
     store = HostStore({0: dict(modules[0].named_parameters())})
@@ -393,6 +434,12 @@ def test_what_does_not_go_together_is_refused():
         ValueError, match=r"inputs are stashed on the host, and an activation_memory counts .*give none"
     ):
         PipelineEngine(schedule, SimpleNamespace(index=0), update, activation_memory=ActivationMemory())
+    for other, said in ((Residency(2, "eager"), "2 eager"), (Residency(3), "3 deferred")):
+        schedule = Schedule.preset("l2l", num_stages=1, residency=other)
+        with pytest.raises(
+            ValueError, match=rf"residency is {said}, and its update was made for 2 deferred host; make"
+        ):
+            PipelineEngine(schedule, SimpleNamespace(index=0), update)
     store.is_shared, store.replicas = True, SimpleNamespace(host="here")
     with pytest.raises(ValueError, match=r"replicas on here share the store.*give their data_parallel_group, or each"):
         ModuleRelayUpdate(modules, store, residency=Residency(2), optimizer=optimizer)

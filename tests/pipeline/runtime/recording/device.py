@@ -145,6 +145,9 @@ class Recorder:
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.pin(torch.empty(shape, dtype=dtype))
 
+    def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.pin(torch.zeros(shape, dtype=dtype))
+
     def pin_mapping(self, tensor: Tensor) -> Tensor:
         return self.pin(tensor)
 

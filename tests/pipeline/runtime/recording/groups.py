@@ -161,6 +161,9 @@ class RecordedGroup:
             lambda: self._carrier._reduce_scatter_base(output, input, options).wait(),
         )
 
+    def _allgather_base(self, output: Tensor, input: Tensor) -> RecordedWork:
+        return self._give("all-gather", [input], [output], lambda: self._carrier._allgather_base(output, input).wait())
+
     def shutdown(self) -> None:
         self._calls.put(None)
         self._thread.join()

@@ -1,0 +1,88 @@
+"""What a rank's relay holds on the device and on the host, in bytes, for the report of each batch.
+
+Problem: where weights live on the host, it is for the device's memory, so a user wants to see it. On CUDA torch's
+allocator knows its peak. On a CPU the device is the process's private memory, in which nothing tells the relay's bytes
+from all others.
+
+Solution: on a CPU they are counted where the relay makes them: the arena of weights and the gradient buffers, which are
+there always, and each tensor that stages exchange, from when it is made until its storage is gone, whoever held it
+last. What a computation takes while it runs (a microbatch's recompute) is not the relay's and does not count. On the
+host count the store (weights, gradients, masters), the moments that steps have made, and the buffers of inputs; a store
+that replicas share counts whole in each of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megatron import backend
+
+DEVICE_PEAK, HOST_PEAK = "device_peak_bytes", "host_peak_bytes"
+
+
+class RelayLedger:
+    """The account of one rank. Safe to use from several threads.
+
+    `always_on_device`: bytes that are there from the start to the end. `on_host`: says how many bytes the host's store
+    has now.
+    """
+
+    def __init__(self, *, always_on_device: int, on_host: Callable[[], int]) -> None:
+        self._device_bytes = self._recent_peak = always_on_device
+        self._store_bytes = on_host
+        self._buffer_bytes = 0
+        self._counted: set[int] = set()  # storages, by address
+        self._lock = threading.RLock()  # a storage may go while this thread is in here
+
+    @property
+    def gauges(self) -> dict[str, Callable[[], float]]:
+        """For `BatchReport.gauges`: name -> what is read once a batch."""
+        return {DEVICE_PEAK: self.take_device_peak, HOST_PEAK: lambda: self.host_bytes}
+
+    @property
+    def device_bytes(self) -> int:
+        """Counted on the device now."""
+        return self._device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """On the host now; it never becomes less."""
+        return self._store_bytes() + self._buffer_bytes
+
+    def take_device_peak(self) -> int:
+        """The most bytes on the device since the last call, or since the start: on CUDA by torch's allocator."""
+        if backend.is_cuda():
+            peak = backend.peak_memory_bytes()
+            backend.reset_peak_memory()
+            return peak
+        with self._lock:
+            peak, self._recent_peak = self._recent_peak, self._device_bytes
+        return peak
+
+    def note_on_device(self, tensor: Tensor | None) -> None:
+        """The tensor's storage is on the device until nobody holds it; once is enough."""
+        if tensor is None:
+            return
+        storage = tensor.untyped_storage()
+        address, num_bytes = storage._cdata, storage.nbytes()
+        with self._lock:
+            if address in self._counted:
+                return
+            self._counted.add(address)
+            self._device_bytes += num_bytes
+            self._recent_peak = max(self._recent_peak, self._device_bytes)
+        weakref.finalize(storage, self._forget, address, num_bytes).atexit = False
+
+    def note_on_host(self, buffer: Tensor) -> None:
+        """A buffer on the host that is kept."""
+        with self._lock:
+            self._buffer_bytes += buffer.nbytes
+
+    def _forget(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._counted.discard(address)
+            self._device_bytes -= num_bytes

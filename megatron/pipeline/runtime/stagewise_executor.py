@@ -1,0 +1,37 @@
+"""The executor where each stage steps by itself, and keeps one version of its weights (FTPipe, Table 1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.runtime.graph_executor import GraphExecutor
+
+
+class StagewiseExecutor(GraphExecutor):
+    """Executes rows on stages of a graph whose update is `StageUpdates`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._begun: dict[int, int] = {}  # stage -> the batch of its last backward
+        self._num_stepped: Counter[int] = Counter()  # version -> stages
+
+    def _backward(self, instruction: Instruction) -> None:
+        stage, batch = instruction.stage, self._microbatches[instruction.microbatch].batch
+        if self._begun.get(stage) != batch:
+            self._begun[stage] = batch
+            self._update.of_stage(stage).begin_backward(self._batches[batch])
+        self._accumulating = batch
+        super()._backward(instruction)
+
+    def _step(self, instruction: Instruction) -> None:
+        stage, version = instruction.stage, instruction.version
+        self._late_chain.raise_error()
+        self._update.of_stage(stage).step(version)
+        self._newest[stage] = version
+        self._num_stepped[version] += 1
+        if self._num_stepped[version] == len(self._stages):
+            del self._num_stepped[version]
+            self.reports[version - 1] = self._update.step(version)
+            self._forget_batch(version - 1)

@@ -1,0 +1,163 @@
+"""FTPipe's order: each stage takes a forward and a backward in turn, as far ahead as edges lead from it to the end; the
+stages of a rank follow one another in a cycle that repeats with every microbatch (Eliad et al., 2021, 4.2 and 4.3).
+
+    rank 0 of 2, with stages 0 and 2 of 4:   0F5 2F4 0B2 2B4 | 0F6 2F5 0B3 2B5 | ...
+
+Problem: a rank with several stages has to choose between them. The paper's runtime decides while it runs, so nothing
+can be proved beforehand, and no batch can be cut off where a run may stop.
+
+Solution: what a stage computes, and in which order, is fixed by its depth alone: forward, if forwards minus backwards
+are at most the depth, else backward. So whatever a rank chooses, the numbers are the same. The rule is simulated on the
+stages' work. The mean times of a stretch of microbatches give a cycle in which everything stands once, so many
+microbatches behind the newest; what must come before does so in each simulated microbatch, hence on the mean, so a
+cycle is right for any number of them. Of the cycles of several stretches the one that takes the least time is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.pipeline.edges import Edge, StageGraph
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.passes import Leg, Legs
+from megatron.pipeline.schedules.merged import merge
+from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.schedules.order import Order, Work
+from megatron.pipeline.stages import stages_by_rank
+
+_SETTLED, _AVERAGED = 4, 12  # microbatches, in depths: that a simulation passes first, and then counts
+_TRIED = 24  # microbatches at which a stretch begins whose times are tried
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A computation of the cycle: microbatch k - `lag` in its k-th round."""
+
+    kind: Kind
+    stage: int
+    lag: int
+
+
+class Asynchronous(Order):
+    """The stages of each rank in a cycle. `work`: seconds of a forward and of a backward, recompute included, of each
+    stage; none: all alike.
+    """
+
+    interleaves = True
+    follows_edges = True
+
+    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+        row = iter(_rounds(self.cycles[rank], range(batches[0].start, batches[-1].stop), self.most_behind + 1))
+        legs = [[each for _ in batch for each in next(row)] for batch in batches]
+        return [*legs, [each for rest in row for each in rest]]
+
+    def max_in_flight(self, stage: int) -> int | None:
+        return self.graph.depth(stage) + 1
+
+    def max_in_flight_on_rank(self, rank: int) -> int | None:
+        return sum(map(self.max_in_flight, stages_by_rank(self.rank_of_stage)[rank]))
+
+    def recomputes(self, stage: int) -> bool:
+        """A stage at the end computes its backward at once, at the same weights."""
+        return self.graph.depth(stage) > 0
+
+    @property
+    def cycles(self) -> tuple[tuple[_Turn, ...], ...]:
+        """Of each rank."""
+        return _cycles(self.num_stages, self.rank_of_stage, self.graph.edges, self.work)
+
+    @property
+    def most_behind(self) -> int:
+        """The most microbatches that anything is behind the newest."""
+        return max(turn.lag for cycle in self.cycles for turn in cycle)
+
+
+_Cycles = tuple[tuple[_Turn, ...], ...]  # of each rank
+
+
+@lru_cache(maxsize=64)
+def _cycles(num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, ...], work: Work) -> _Cycles:
+    """The best of what a few stretches of a simulation repeat, and of its mean."""
+    graph = StageGraph.of(num_stages, edges)
+    deepest = max(map(graph.depth, range(num_stages))) + 1
+    settled = range(_SETTLED * deepest, _SETTLED * deepest + max(_AVERAGED * deepest, 2 * _TRIED))
+    order, batch = OneForwardOneBackward(num_stages, edges=edges), range(settled.stop + 2 * deepest)
+    rows = [[each for leg in order.legs(stage, [batch]) for each in leg] for stage in range(num_stages)]
+    starts = merge(rows, graph, rank_of_stage, work=work)[1]
+    stretches = [settled, *(settled[at : at + n] for n in (1, 2, 3, 4, 5, 6, 8) for at in range(0, _TRIED, n))]
+    best, found = None, set()
+    for stretch in stretches:
+        times = _mean_times(starts, graph, stretch, settled)
+        if not _is_right(times, graph):
+            continue
+        cycles = tuple(_cycle(times, stages) for stages in stages_by_rank(rank_of_stage))
+        if cycles not in found:
+            found.add(cycles)
+            seconds = _seconds(cycles, graph, work)
+            if best is None or seconds < best[0] - 1e-9:
+                best = seconds, cycles
+    assert best is not None, "what holds for each microbatch holds for the mean of many"
+    return best[1]
+
+
+def _seconds(cycles: _Cycles, graph: StageGraph, work: Work) -> float:
+    """Of a microbatch, when the cycles have settled."""
+    most = max(turn.lag for cycle in cycles for turn in cycle) + 1
+    rows = [[each for leg in _rounds(cycle, range(6 * most), most) for each in leg] for cycle in cycles]
+    starts = merge(rows, graph, range(len(rows)), work=work)[1]
+    first, last = ((Kind.FORWARD, 0, count * most) for count in (2, 5))
+    return (starts[last] - starts[first]) / (3 * most)
+
+
+def _rounds(cycle: Sequence[_Turn], stretch: range, behind: int) -> Iterator[Leg]:
+    """One for each microbatch of a stretch, and as many more as it takes to end them."""
+    for number in range(stretch.start, stretch.stop + behind):
+        yield [
+            Instruction(turn.kind, turn.stage, number - turn.lag)
+            for turn in cycle
+            if stretch.start <= number - turn.lag < stretch.stop
+        ]
+
+
+_Times = dict[tuple[Kind, int], float]  # of a microbatch, in periods behind the first of its forwards
+
+
+def _mean_times(
+    starts: dict[tuple[Kind, int, int], float], graph: StageGraph, stretch: range, settled: range
+) -> _Times:
+    def mean(kind: Kind, stage: int, numbers: Sequence[int] = stretch) -> float:
+        return sum(starts[kind, stage, each] for each in numbers) / len(numbers)
+
+    half = len(settled) // 2
+    origin = min(mean(Kind.FORWARD, stage) for stage in range(graph.num_stages))
+    period = (mean(Kind.FORWARD, 0, settled[-half:]) - mean(Kind.FORWARD, 0, settled[:half])) / (len(settled) - half)
+    times = {}
+    for stage in range(graph.num_stages):
+        depth = graph.depth(stage)
+        ahead = range(stretch.start + depth, stretch.stop + depth)
+        behind = mean(Kind.BACKWARD, stage) - mean(Kind.FORWARD, stage, ahead)  # the forward that it stands behind
+        times[Kind.FORWARD, stage] = (mean(Kind.FORWARD, stage) - origin) / period
+        times[Kind.BACKWARD, stage] = times[Kind.FORWARD, stage] + depth + behind / period
+    return times
+
+
+def _is_right(times: _Times, graph: StageGraph) -> bool:
+    """Whether everything stands behind what it needs, and each stage takes its forwards and backwards in turn."""
+    forward = {stage: time for (kind, stage), time in times.items() if kind is Kind.FORWARD}
+    backward = {stage: time for (kind, stage), time in times.items() if kind is Kind.BACKWARD}
+    return (
+        all(forward[edge.source] < forward[edge.target] for edge in graph.edges)
+        and all(backward[edge.target] < backward[edge.source] for edge in graph.edges if edge.gradient)
+        and all(0 < backward[stage] - forward[stage] - graph.depth(stage) < 1 for stage in forward)
+    )
+
+
+def _cycle(times: _Times, stages: Sequence[int]) -> tuple[_Turn, ...]:
+    placed = []
+    for (kind, stage), time in times.items():
+        if stage in stages:
+            lag, within = divmod(time, 1.0)
+            placed.append((within, stage, _Turn(kind, stage, int(lag))))
+    return tuple(turn for _, _, turn in sorted(placed, key=lambda each: each[:2]))

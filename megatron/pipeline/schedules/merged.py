@@ -1,0 +1,127 @@
+"""Several stages on a rank in any placement: each stage keeps the order that it would have alone, and a rank takes of
+its stages what can start first (FTPipe, sections 4.1.2 and 4.3).
+
+    stage 0 of rank 0   F0 F1 F2  .  .     B0 F3
+    stage 2 of rank 0    .  . F0 F1  .  B0    F2 ...
+
+Problem: with stages that are no neighbours on one rank, none of the regular interleavings fits, and where stages differ
+in work the best one depends on it.
+
+Solution: simulate the rule. A rank that is free takes, of the next instructions of its stages, one whose tensors have
+come: the backward before a forward, since others wait for it and it frees what was saved, then the lowest microbatch,
+then the stage that is farthest from the end. What a stage computes, and in which order, is that of its own order
+whatever is chosen, so every merge gives the same numbers. Time is counted in forwards; a backward takes two.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import ClassVar
+
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.edges import Edge, StageGraph
+from megatron.pipeline.instruction import Instruction, Kind, Tensor
+from megatron.pipeline.passes import Leg, Legs
+from megatron.pipeline.schedules.gpipe import GPipe
+from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.schedules.order import Order, Work
+from megatron.pipeline.stages import stages_by_rank
+
+
+class Merged(Order):
+    """The stages of a rank, each in the order of `base`. A stretch is one batch: the weights drain."""
+
+    base: ClassVar[type[Order]]
+    interleaves = True
+    merges = True
+    follows_edges = True
+
+    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+        assert len(batches) == 1, "nothing says where another batch begins"
+        return [list(_merged(self.base, self.num_stages, self.rank_of_stage, self.graph.edges, batches[0])[rank]), []]
+
+    def max_in_flight(self, stage: int) -> int | None:
+        return self._of_stages.max_in_flight(stage)
+
+    def max_in_flight_on_rank(self, rank: int) -> int | None:
+        limits = [self.max_in_flight(stage) for stage in stages_by_rank(self.rank_of_stage)[rank]]
+        return None if None in limits else sum(limits)
+
+    @property
+    def _of_stages(self) -> Order:
+        return self.base(self.num_stages, edges=self.graph.edges)
+
+
+class MergedGPipe(Merged):
+    base = GPipe
+    drains = True
+
+
+class MergedOneForwardOneBackward(Merged):
+    base = OneForwardOneBackward
+
+
+@lru_cache(maxsize=64)
+def _merged(
+    base: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, ...], batch: range
+) -> tuple[tuple[Instruction, ...], ...]:
+    """By rank, what it computes of one batch."""
+    order = base(num_stages, edges=edges)
+    rows = [[each for leg in order.legs(stage, [batch]) for each in leg] for stage in range(num_stages)]
+    return tuple(map(tuple, merge(rows, StageGraph.of(num_stages, edges), rank_of_stage)[0]))
+
+
+def merge(
+    rows: Sequence[Leg], graph: StageGraph, rank_of_row: Sequence[int], *, work: Work = ()
+) -> tuple[list[Leg], dict[tuple[Kind, int, int], float]]:
+    """By rank, the instructions of its stages; and when each starts, by kind, stage and microbatch.
+
+    Args:
+        rows: forwards and backwards, each row in an order that stays: of each stage, or of several together.
+        graph: the stages.
+        rank_of_row: the rank of each row.
+        work: see `Order`.
+
+    Raises:
+        ValueError: the rows wait for one another.
+    """
+    costs = Costs(forward=[each for each, _ in work], backward=[each for _, each in work]) if work else Costs()
+    rows_of, seconds = stages_by_rank(rank_of_row), costs.seconds(graph.num_stages)
+    starts: dict[tuple[Kind, int, int], float] = {}
+    merged: list[Leg] = [[] for _ in rows_of]
+    next_of = [0] * len(rows)
+    made: set[tuple[Tensor, int, int]] = set()  # what has been computed: tensor, stage, microbatch
+    computing: list[tuple[float, int, Instruction]] = []  # until when, which rank, what
+    free, now, left = set(range(len(rows_of))), 0.0, sum(map(len, rows))
+
+    def can_start(each: Instruction) -> bool:
+        needs = each.kind.row.needs
+        own = each.kind is Kind.FORWARD or (Tensor.ACTIVATION, each.stage, each.microbatch) in made
+        return own and all((needs, maker, each.microbatch) in made for maker in graph.makers(needs, each.stage))
+
+    while left:
+        for rank in sorted(free):
+            ready = [
+                (rows[row][next_of[row]], row)
+                for row in rows_of[rank]
+                if next_of[row] < len(rows[row]) and can_start(rows[row][next_of[row]])
+            ]
+            if ready:
+                each, row = min(ready, key=lambda one: (one[0].kind is Kind.FORWARD, one[0].microbatch, one[0].stage))
+                next_of[row] += 1
+                merged[rank].append(each)
+                starts[each.kind, each.stage, each.microbatch] = now
+                heapq.heappush(computing, (now + seconds[each.kind][each.stage], rank, each))
+                free.discard(rank)
+        if not computing:
+            stuck = [str(row[count]) for row, count in zip(rows, next_of, strict=True) if count < len(row)]
+            raise ValueError(f"the orders of the stages wait for one another, at {', '.join(stuck)}")
+        now = computing[0][0]
+        while computing and computing[0][0] == now:
+            _, rank, each = heapq.heappop(computing)
+            made.add((each.kind.row.makes, each.stage, each.microbatch))
+            free.add(rank)
+            left -= 1
+    return merged, starts

@@ -1,0 +1,321 @@
+"""What the ranks of the tests of graphs run: stages with several inputs and outputs, and the same in one process."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.pipeline.edges import Edge, StageGraph
+from megatron.pipeline.instruction import Tensor as Travelling
+from megatron.pipeline.runtime.edge_tensors import EdgeTensors
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
+from megatron.pipeline.runtime.module_update import ModuleUpdate
+from megatron.pipeline.runtime.stage import BatchReport, Microbatch, TensorSpec
+from megatron.pipeline.runtime.stage_updates import StageUpdates
+from megatron.pipeline.runtime.trace import RankTrace, Tracer, gather_traces
+from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.schedules import Schedule
+
+WIDTH, SAMPLES = 8, 3
+_IDS = TensorSpec((SAMPLES, 1), torch.int64)
+_HIDDEN = TensorSpec((SAMPLES, WIDTH), torch.float32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pipeline: its edges, and the rank of each stage. The last stage has the loss."""
+
+    edges: tuple[Edge, ...]
+    rank_of_stage: tuple[int, ...]
+
+    @property
+    def graph(self) -> StageGraph:
+        return StageGraph.of(len(self.rank_of_stage), self.edges)
+
+
+@dataclass
+class Outcome:
+    reports: list[BatchReport]
+    parameters: dict[str, torch.Tensor]
+    evaluations: list[dict] = field(default_factory=list)
+    peak_saved: dict[int, int] = field(default_factory=dict)
+    left: tuple[int, int] = (0, 0)
+    traces: list[RankTrace] | None = None
+
+
+def random_shape(seed: int, *, num_stages: int, num_ranks: int) -> Shape:
+    """Each stage but the last hands on to one or several later ones; some edges carry ids alone."""
+    choose = random.Random(seed)
+    edges = []
+    for stage in range(num_stages - 1):
+        later = range(stage + 1, num_stages)
+        targets = choose.sample(later, choose.randint(1, min(3, len(later))))
+        edges += [
+            Edge(stage, target, gradient=number == 0 or choose.random() < 0.7) for number, target in enumerate(targets)
+        ]
+    places = [*range(num_ranks), *(choose.randrange(num_ranks) for _ in range(num_stages - num_ranks))]
+    choose.shuffle(places)
+    return Shape(tuple(sorted(edges)), tuple(places))
+
+
+def tensors_of(edge: Edge) -> EdgeTensors:
+    """Ids alone or with a tensor that gets no gradient, one tensor, or two and the ids."""
+    if not edge.gradient:
+        return EdgeTensors([_IDS] if edge.target % 2 else [_IDS, _HIDDEN])
+    return EdgeTensors([_HIDDEN] if edge.target % 2 else [_HIDDEN, _IDS, _HIDDEN])
+
+
+class Node(nn.Module):
+    """A stage: adds up what it gets, and hands on what it made of that."""
+
+    def __init__(self, graph: StageGraph, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.stage, self.is_last = stage, stage == graph.num_stages - 1
+        self.edges = {edge.target: tensors_of(edge) for edge in graph.edges if edge.source == stage}
+
+    def forward(self, data, inputs):
+        """`data`: (the microbatch's number, its input, its target)."""
+        number, input, target = data
+        total = input * (1.0 + self.stage / 8)
+        for source in sorted(inputs):
+            for place, tensor in enumerate(inputs[source]):
+                total = total + tensor * (1.0 + place / 4 if tensor.is_floating_point() else 0.125)
+        with torch.random.fork_rng():
+            torch.manual_seed(1000 * number + self.stage)
+            hidden = nn.functional.dropout(torch.tanh(self.linear(total)), 0.1, self.training)
+        ids = torch.full((SAMPLES, 1), (number + self.stage) % 5)
+        outputs = {}
+        for taker, tensors in self.edges.items():
+            outputs[taker] = {
+                (_HIDDEN,): (hidden,),
+                (_HIDDEN, _IDS, _HIDDEN): (hidden, ids, hidden * 0.5),
+                (_IDS,): (ids,),
+                (_IDS, _HIDDEN): (ids, hidden),
+            }[tensors.specs]
+        return outputs, (hidden - target).square().mean() if self.is_last else None
+
+
+def data_of(microbatch: Microbatch | int):
+    number = microbatch if isinstance(microbatch, int) else microbatch.index
+    generator = torch.Generator().manual_seed(number)
+    return number, *(torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(2))
+
+
+def optimizer_of(parameters, *, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def in_one_process(shape: Shape, batches: Sequence[int], *, clip_grad: float = 0.0) -> Outcome:
+    """The same training without stages."""
+    graph = shape.graph
+    nodes = [Node(graph, stage) for stage in range(graph.num_stages)]
+    parameters = {f"{stage}.{name}": each for stage, node in enumerate(nodes) for name, each in node.named_parameters()}
+    optimizer, reports, number = optimizer_of(parameters.values()), [], 0
+    for batch, size in enumerate(batches):
+        optimizer.zero_grad()
+        losses = []
+        for _ in range(size):
+            made: dict[tuple[int, int], tuple] = {}
+            for node in nodes:
+                sources = graph.makers(Travelling.ACTIVATION, node.stage)
+                inputs = {source: _cut(made[source, node.stage], graph, source, node.stage) for source in sources}
+                outputs, loss = node(data_of(number), inputs)
+                made |= {(node.stage, target): tensors for target, tensors in outputs.items()}
+            losses.append(loss.item())
+            (loss / size).backward()
+            number += 1
+        norm = torch.stack([each.grad.norm(dtype=torch.float64) for each in parameters.values()]).norm().item()
+        if clip_grad:
+            factor = min(1.0, clip_grad / (norm + 1e-6))
+            for each in parameters.values():
+                each.grad.mul_(factor)
+        optimizer.step()
+        reports.append(BatchReport(batch, losses={"loss": sum(losses) / size}, grad_norm=norm))
+    return Outcome(reports, {name: each.detach() for name, each in parameters.items()})
+
+
+def replayed(
+    shape: Shape, batches: Sequence[int], *, recompute: bool, lr: float = 0.1, drains: Sequence[int] = ()
+) -> Outcome:
+    """FTPipe's numbers in one process: each stage in turn by its depth, at the one version that it has. In which order
+    stages take turns is random, for it does not matter.
+    """
+    graph, choose = shape.graph, random.Random(0)
+    nodes = [Node(graph, stage) for stage in range(graph.num_stages)]
+    named = [dict(node.named_parameters()) for node in nodes]
+    stepped = [{name: each.detach().clone().requires_grad_() for name, each in own.items()} for own in named]
+    optimizers = [optimizer_of(own.values(), lr=lr) for own in stepped]
+    losses = [[] for _ in batches]
+    norms = [[0.0] * len(nodes) for _ in batches]
+    first, number = 0, 0
+    for last, size in enumerate(batches):
+        number += size
+        if last + 1 == len(batches) or last in drains:
+            sizes = batches[first : last + 1]
+            stretch = range(number - sum(sizes), number)
+            of = [batch for batch, count in enumerate(sizes, start=first) for _ in range(count)]
+            _replay(graph, nodes, named, stepped, optimizers, stretch, of, batches, recompute, losses, norms, choose)
+            first = last + 1
+    reports = [
+        BatchReport(batch, losses={"loss": sum(found) / len(found)}, grad_norm=sum(norms[batch]) ** 0.5)
+        for batch, found in enumerate(losses)
+    ]
+    parameters = {f"{stage}.{name}": each.detach() for stage, own in enumerate(named) for name, each in own.items()}
+    return Outcome(reports, parameters)
+
+
+def _replay(graph, nodes, named, stepped, optimizers, stretch, of, batches, recompute, losses, norms, choose):
+    made, back, kept = {}, {}, {}
+    next_forward, next_backward = ([stretch.start] * len(nodes) for _ in range(2))
+    while min(next_backward) < stretch.stop:
+        stage = choose.randrange(len(nodes))
+        node, depth = nodes[stage], graph.depth(stage)
+        sources, targets = graph.makers(Travelling.ACTIVATION, stage), graph.makers(Travelling.GRADIENT, stage)
+        i, j = next_forward[stage], next_backward[stage]
+        if i < stretch.stop and i - j <= depth:  # a forward
+            if any((source, stage, i) not in made for source in sources):
+                continue
+            inputs = {source: made.pop((source, stage, i)) for source in sources}
+            if recompute and depth:
+                with torch.no_grad():
+                    outputs, loss = node(data_of(i), inputs)
+                kept[stage, i] = inputs, None
+            else:
+                kept[stage, i] = _leaves(inputs, graph, stage)
+                outputs, loss = node(data_of(i), kept[stage, i])
+                kept[stage, i] = kept[stage, i], (outputs, loss)
+            if loss is not None:
+                losses[of[i - stretch.start]].append(loss.item())
+            for target, tensors in outputs.items():
+                made[stage, target, i] = tuple(each.detach() for each in tensors)
+            next_forward[stage] += 1
+        elif j < i and all((target, stage, j) in back for target in targets):
+            inputs, ran = kept.pop((stage, j))
+            if ran is None:
+                inputs = _leaves(inputs, graph, stage)
+                ran = node(data_of(j), inputs)
+            outputs, loss = ran
+            batch = of[j - stretch.start]
+            roots, grads = ([loss / batches[batch]], [None]) if loss is not None else ([], [])
+            for target in sorted(targets, reverse=True):
+                roots += [each for each in outputs[target] if each.is_floating_point()]
+                grads += back.pop((target, stage, j))
+            torch.autograd.backward(roots, grads)
+            for source in graph.takers(Travelling.GRADIENT, stage):
+                back[stage, source, j] = [each.grad for each in inputs[source] if each.is_floating_point()]
+            next_backward[stage] += 1
+            if j + 1 == stretch.stop or of[j + 1 - stretch.start] != batch:
+                for name, each in named[stage].items():
+                    stepped[stage][name].grad = each.grad
+                    norms[batch][stage] += each.grad.norm(dtype=torch.float64).item() ** 2
+                    each.grad = None
+                optimizers[stage].step()
+                for name, each in named[stage].items():  # behind the back of graphs that have saved it
+                    each.data.copy_(stepped[stage][name].detach())
+
+
+def _leaves(inputs, graph, stage):
+    wanted = graph.takers(Travelling.GRADIENT, stage)
+    return {
+        source: tuple(each.detach().requires_grad_(source in wanted and each.is_floating_point()) for each in tensors)
+        for source, tensors in inputs.items()
+    }
+
+
+def _cut(tensors, graph, source, target):
+    edge = graph.edges[graph.edge_between(source, target)]
+    return tensors if edge.gradient else tuple(each.detach() for each in tensors)
+
+
+def run(
+    shape: Shape,
+    *,
+    preset: str,
+    batches: Sequence[int],
+    recompute: bool = False,
+    clip_grad: float = 0.0,
+    evaluate: int = 0,
+    tracing: bool = False,
+    lr: float = 0.1,
+    slow: float = 0.0,
+) -> Outcome:
+    """Train this rank's stages; after the second batch drain, and evaluate on `evaluate` microbatches if not 0.
+    `preset` "stale": FTPipe's. `slow`: seconds, of which each computation sleeps a random part.
+    """
+    graph, rank = shape.graph, dist.get_rank()
+    cut = {"num_stages": graph.num_stages, "rank_of_stage": shape.rank_of_stage, "edges": shape.edges}
+    if preset == "stale":
+        schedule = Schedule(order="async", weights="stale", recompute=recompute, **cut)
+    else:
+        schedule = Schedule.preset(preset, recompute=recompute, **cut)
+    nodes = {stage: Node(graph, stage) for stage in schedule.stages_of(rank)}
+    delays = random.Random(rank)
+    for node in nodes.values() if slow else ():
+        node.register_forward_pre_hook(lambda *_: time.sleep(delays.uniform(0, slow)))
+    of_stage = {
+        stage: {f"{stage}.{name}": each for name, each in node.named_parameters()} for stage, node in nodes.items()
+    }
+    parameters = {name: each for own in of_stage.values() for name, each in own.items()}
+    if preset == "stale":
+        versions_of = {stage: WeightVersions(own, window=1) for stage, own in of_stage.items()}
+    else:
+        versions_of = dict.fromkeys(nodes, WeightVersions(parameters, window=1))
+    stages = [
+        GraphModuleStage(
+            node, index=stage, graph=graph, versions=versions_of[stage], data=data_of, has_loss=node.is_last,
+            recompute=schedule.recomputes(stage),
+            edges={
+                edge.target if edge.source == stage else edge.source: tensors_of(edge)
+                for edge in graph.edges
+                if stage in (edge.source, edge.target)
+            },
+        )
+        for stage, node in nodes.items()
+    ]  # fmt: skip
+    job = dist.new_group(list(range(dist.get_world_size())))
+    if preset == "stale":
+        update = StageUpdates(
+            {
+                stage: ModuleUpdate(
+                    own, versions=versions_of[stage], optimizer=optimizer_of(own.values(), lr=lr), num_grad_buffers=1
+                )
+                for stage, own in of_stage.items()
+            },
+            job_group=job,
+        )
+    else:
+        update = ModuleUpdate(
+            parameters, versions=next(iter(versions_of.values())), clip_grad=clip_grad, num_grad_buffers=1,
+            optimizer=optimizer_of(parameters.values()), job_group=job,
+        )  # fmt: skip
+    tracer = Tracer(num_batches=64) if tracing else None
+    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=20), tracer=tracer)
+    reports, evaluations = [], []
+    for batch, size in enumerate(batches):
+        reports += engine.run_batch(size, size * SAMPLES)
+        if batch == 1 and evaluate:
+            reports += engine.drain()
+            evaluations.append(engine.evaluate(evaluate))
+    reports += engine.drain()
+    dist.barrier()
+    engine.close()
+    dist.destroy_process_group(job)
+    executor = engine._executor
+    return Outcome(
+        reports,
+        {name: each.clone() for of in {*versions_of.values()} for name, each in of.newest_tensors().items()},
+        evaluations,
+        engine.saved_microbatches_peak,
+        (len(executor._handed_on) + len(executor._handed_back), sum(len(stage.activations) for stage in stages)),
+        gather_traces(engine.trace()) if tracing else None,
+    )

@@ -1,0 +1,163 @@
+"""FTPipe's order and weights: any graph of stages, proved for any number of batches, with little idle time."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.check import ProgramError, check, check_periodic
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.edges import Edge
+from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.stages import stages_by_rank
+from megatron.pipeline.text import from_csv
+from tests.pipeline.runtime.graph_cases import random_shape
+
+EDGES = (Edge(0, 1), Edge(0, 3), Edge(1, 2), Edge(2, 3))
+
+
+def stale(num_stages=4, **choices) -> Schedule:
+    return Schedule(order="async", weights="stale", num_stages=num_stages, **choices)
+
+
+@st.composite
+def schedules(draw):
+    num_stages = draw(st.integers(2, 8))
+    num_ranks = draw(st.integers(1, num_stages))
+    seed = draw(st.integers(0, 10_000))
+    shape = random_shape(seed, num_stages=num_stages, num_ranks=num_ranks)
+    choose = random.Random(seed)
+    forward = [choose.uniform(0.5, 1.5) for _ in range(num_stages)]
+    return stale(
+        num_stages, rank_of_stage=shape.rank_of_stage, edges=shape.edges, recompute=draw(st.booleans()),
+        work=tuple((each, 2 * each) for each in forward) if draw(st.booleans()) else (),
+    )  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(schedules(), st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_every_graph_is_proved_and_cut_where_a_run_may_stop(schedule, sizes):
+    """One live version; the legs of a stream are the program's; and so for any number of batches of a size."""
+    program = schedule.build(sizes)
+    report = check(
+        program, max_saved=schedule.max_saved_microbatches(sizes), max_saved_on_rank=schedule.max_saved_on_rank(sizes)
+    )
+    assert set(report.live_versions) == {1} and from_csv(program.to_csv()) == program
+    simulate(program, Costs(step=0.1, latency=0.2))
+    check_periodic(schedule.build_periodic(sizes[0]))
+    stream, rows = schedule.stream(), [[] for _ in program.rows]
+    for piece in [*map(stream.start_batch, sizes), stream.drain()]:
+        for row, more in zip(rows, piece, strict=True):
+            row += more
+    assert tuple(map(tuple, rows)) == program.rows
+
+
+def test_versions_are_those_of_the_paper():
+    """Table 1's last row, with batches of 2: a forward as many microbatches behind as its stage is deep, recompute and
+    backward at what all batches before have made.
+    """
+    schedule = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True)
+    program = schedule.build((2, 2, 2), first_batch=5, first_microbatch=10)
+    found = {(each.kind, each.stage, each.microbatch): each.version for row in program.rows for each in row}
+    for stage, depth in enumerate((3, 2, 1, 0)):
+        for number in range(6):
+            behind = 5 + max(0, number - depth) // 2
+            assert found[Kind.FORWARD, stage, 10 + number] == behind
+            assert found[Kind.BACKWARD, stage, 10 + number] == 5 + number // 2
+            assert found.get((Kind.RECOMPUTE, stage, 10 + number)) == (5 + number // 2 if depth else None)
+
+
+def test_each_stage_steps_by_itself_and_the_norm_comes_last():
+    """A rank's stages are at different batches; the report waits for the last of them."""
+    program = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1)).build((1,) * 6)
+    for rank, row in enumerate(program.rows):
+        for version in range(1, 7):
+            steps = [at for at, each in enumerate(row) if (each.kind, each.version) == (Kind.STEP, version)]
+            (norm,) = (at for at, each in enumerate(row) if (each.kind, each.version) == (Kind.REDUCE_NORM, version))
+            assert [row[at].stage for at in steps] == [rank + 2, rank] and norm > steps[-1]
+            assert row[norm].stage == rank
+
+
+def replaced(program, old, new):
+    rows = tuple(tuple(new if str(each) == old else each for each in row) for row in program.rows)
+    assert rows != program.rows
+    return program.with_rows(tuple(tuple(each for each in row if each is not None) for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0F4@1", "0F4@4", "stale runs batch 4 here with version 1"),
+        ("2R2@2", "2R2@1", "stale computes this of batch 2 with version 2"),
+        ("2B2@2", "2B2@0", "stale computes this of batch 2 with version 2"),
+        ("2STEP@3", None, "is missing|stands before it|each batch has one|the newest version at this stage is 2"),
+        ("2STEP@3", "0STEP@3", "each batch has one, in order|stands before it|has backwards to come"),
+        ("0REDUCE_NORM@2", "2REDUCE_NORM@2", "stands at the lowest, stage 0"),
+    ],
+)
+def test_other_weights_are_rejected(old, new, message):
+    program = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True).build((1,) * 6)
+    wrong = replaced(program, old, None if new is None else Instruction.parse(new))
+    with pytest.raises(ProgramError, match=message):
+        check(wrong)
+
+
+def test_a_step_between_a_recompute_and_its_backward_is_rejected():
+    program = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True).build((2,) * 3)
+    row = [each for each in program.rows[0] if str(each) != "2STEP@1"]
+    row.insert(row.index(Instruction.parse("2R2@1")) + 1, Instruction.parse("2STEP@1"))
+    with pytest.raises(ProgramError, match=r"2F\d@1: version 1 does not exist yet|2R2@1: the newest version .* is 0"):
+        check(program.with_rows((tuple(row), program.rows[1])))
+
+
+@pytest.mark.parametrize(("num_ranks", "per_rank", "most"), [(4, 1, 1.001), (4, 2, 1.03), (8, 2, 1.03)])
+def test_the_busiest_rank_is_hardly_idle(num_ranks, per_rank, most):
+    """Random graphs, placements and work: seconds of a microbatch over those that the busiest rank computes."""
+    found = []
+    for seed in range(12):
+        choose, num_stages = random.Random(seed), num_ranks * per_rank
+        edges = random_shape(seed, num_stages=num_stages, num_ranks=num_ranks).edges
+        places = choose.sample([*range(num_ranks)] * per_rank, num_stages)
+        forward = [choose.uniform(0.5, 1.5) for _ in range(num_stages)]
+        schedule = stale(
+            num_stages, rank_of_stage=tuple(places), edges=edges,
+            work=tuple((each, 2 * each) for each in forward),
+        )  # fmt: skip
+        costs = Costs(forward=forward, backward=[2 * each for each in forward])
+        short, long = (simulate(schedule.build((1,) * count), costs).makespan for count in (100, 200))
+        busiest = max(3 * sum(forward[stage] for stage in stages) for stages in stages_by_rank(places))
+        found.append((long - short) / 100 / busiest)
+    assert max(found) <= most, found
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"data_parallel": True}, "replicas would reduce the gradients of each stage behind every batch"),
+        ({"norm_decides": True}, "every stage steps before the norm of all gradients"),
+        ({"tied_embeddings": True}, "cannot share an embedding"),
+        ({"order": "interleaved", "num_virtual_stages": 2}, "interleaved drains in every batch"),
+        ({"order": "gpipe"}, "gpipe drains in every batch"),
+        ({"order": "merged-1f1b"}, "takes one batch at a time"),
+        ({"weights": "2bw"}, "async has stages of a rank at different batches, and 2bw updates them together"),
+        ({"balance": True}, "balance"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(choices, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(**{"order": "async", "weights": "stale", "num_stages": 4} | choices)
+
+
+def test_one_stage_on_each_rank_may_take_turns_without_a_cycle():
+    """1F1B keeps the same distance on a chain."""
+    program = Schedule(order="1f1b", weights="stale", num_stages=3, recompute=True).build((2, 2, 2))
+    assert set(check(program).live_versions) == {1}
+
+
+def test_the_engine_wants_an_update_for_each_stage():
+    with pytest.raises(ValueError, match="under stale each stage steps by itself; give stages of a graph"):
+        PipelineEngine(stale(1), [], None)
