@@ -37,6 +37,7 @@ class Configuration:
         resident_stages: K, where weights live on the host (l2l): the most stages of a rank on the device at once.
         host_update: when the host updates a stage: eager or deferred (`Residency`).
         stash: where the inputs of stages wait for their recompute then: device or host.
+        gathers_fetch: replicas on a node fetch shares of a stage's weights, and gather the whole from one another.
 
     Raises:
         ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, or predictions
@@ -62,6 +63,7 @@ class Configuration:
     resident_stages: int = 2
     host_update: str = DEFERRED
     stash: str = DEVICE
+    gathers_fetch: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
@@ -100,14 +102,16 @@ class Configuration:
             raise ValueError("provisional_reduce needs replicas, and there is one; leave it out")
 
     def _check_hosting(self) -> None:
-        given = (self.resident_stages, self.host_update, self.stash)
+        given = (self.resident_stages, self.host_update, self.stash, self.gathers_fetch)
         if not self.is_hosted:
-            if given != (2, DEFERRED, DEVICE):
+            if given != (2, DEFERRED, DEVICE, False):
                 raise ValueError(
-                    f"resident_stages, host_update and stash are {given} with weights on the device; leave them out, "
-                    "or choose l2l"
+                    f"resident_stages, host_update, stash and gathers_fetch are {given} with weights on the device; "
+                    "leave them out, or choose l2l"
                 )
             return
+        if self.gathers_fetch and self.data == 1:
+            raise ValueError("gathers_fetch needs replicas, and there is one; leave it out")
         Residency(self.resident_stages, self.host_update, self.stash)
         for is_asked, name, reason in (
             (self.recompute is RecomputeScope.LAYER, "recompute layer", "recomputes what is recomputed already"),

@@ -116,6 +116,7 @@ class _Settings(_Record):
     resident_stages: Count = 2
     host_update: str = DEFERRED
     stash: str = DEVICE
+    gathers_fetch: bool = False
     framework: str | None = None
     flash_attention: bool | None = None
 
@@ -270,6 +271,7 @@ class _Reader:
             resident_stages=settings.resident_stages,
             host_update=settings.host_update,
             stash=settings.stash,
+            gathers_fetch=settings.gathers_fetch,
         )
 
     def _micro_batch(self) -> int:

@@ -29,7 +29,9 @@ def hosting_words(configuration: Configuration) -> tuple[str, ...]:
     if not configuration.is_hosted:
         return ()
     words = ("--l2l-update", configuration.host_update, "--l2l-resident-stages", str(configuration.resident_stages))
-    return (*words, "--l2l-stash", configuration.stash) if configuration.stash != DEVICE else words
+    if configuration.stash != DEVICE:
+        words += ("--l2l-stash", configuration.stash)
+    return (*words, "--l2l-fetch", "shares") if configuration.gathers_fetch else words
 
 
 def configuration_words(configuration: Configuration) -> tuple[str, ...]:

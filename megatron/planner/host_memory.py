@@ -139,8 +139,11 @@ def host_bytes_of(
     )  # fmt: skip
     total = 0.0
     for rank, crew in crowd.items():
-        own = layers_of_rank * layer_parameters(shape, tensor) + (rank == 0) * first + (rank == num_ranks - 1) * last
+        ends = [first] * (rank == 0) + [last] * (rank == num_ranks - 1)
+        own = layers_of_rank * layer_parameters(shape, tensor) + sum(ends)
+        largest = layer_parameters(shape, tensor) + (sum(ends) if layers_of_rank == 1 else max(ends, default=0))
         leaving = max(0, layers_of_rank - 1 - (rank == 0))
         held = state.weights(own, num_versions=1) + state.gradients(own, num_buffers=1)
-        total += crew.stores * (held + state.optimizer(own, num_versions=1)) + crew.gpus * leaving * stash_of_layer
+        kept = held + state.optimizer(own, num_versions=1, stepped=largest)
+        total += crew.stores * kept + crew.gpus * leaving * stash_of_layer
     return total

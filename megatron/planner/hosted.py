@@ -9,7 +9,8 @@ with stages of n_s parameters, K of which are resident, and batches of m microba
                            in flight there; and m a between two stages. With the stash on the host m + 3 in
                            all (`most_boundaries`), at any depth; on several ranks 3, or what is in flight at the
                            turn. All of it is as the checker counts it
-    host     a parameter   weight, gradient, FP32 masters of 16-bit weights, moments: 16 bytes in FP32, 18 in 16 bits
+    host     a parameter   weight, gradient, FP32 masters of 16-bit weights, moments: 16 bytes in FP32, 18 in 16
+                           bits, 16 where gradients have 16 bits, too, with FP32 copies of those of a stage
              stash         m a for each stage whose inputs leave: all but the first, and those of the turn
 
 On several ranks the outputs of the last rank's stage wait for the first rank to come to its next one, and gradients
@@ -23,6 +24,7 @@ from dataclasses import dataclass, fields
 
 from megatron.pipeline.arena import places
 from megatron.pipeline.residency import DEVICE, GRADIENT_BUFFERS, HOST
+from megatron.pipeline.stages import stages_of
 from megatron.planner.demand import Demand
 from megatron.planner.state import TrainingState
 
@@ -79,15 +81,21 @@ def device_inputs(rank: int, boundary: float, demand: Demand, hosting: Hosting) 
 
 
 def host_parts(
-    rank: int, boundary: float, state: TrainingState, num_parameters: int, demand: Demand, hosting: Hosting
+    rank: int,
+    boundary: float,
+    state: TrainingState,
+    parameters: Sequence[int],
+    rank_of_stage: Sequence[int],
+    hosting: Hosting,
 ) -> HostParts:
-    """Bytes of the host's memory for a rank with so many parameters."""
-    leaving = _leaving(demand.stages_of(rank), len(demand.rank_of_stage) - 1, demand.num_ranks)
+    """Bytes of the host's memory for a rank with stages of so many parameters."""
+    num_parameters = sum(parameters)
+    leaving = _leaving(stages_of(rank_of_stage, rank), len(rank_of_stage) - 1, max(rank_of_stage) + 1)
     stashed = len(leaving) * hosting.num_microbatches * boundary if hosting.stash == HOST else 0.0
     return HostParts(
         weights=state.weights(num_parameters, num_versions=1),
         gradients=state.gradients(num_parameters, num_buffers=1),
-        optimizer=state.optimizer(num_parameters, num_versions=1),
+        optimizer=state.optimizer(num_parameters, num_versions=1, stepped=max(parameters)),
         stash=stashed,
     )
 

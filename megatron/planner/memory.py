@@ -150,7 +150,7 @@ def estimate_memory(
                     parts.workspace, state.gradients(embedding, num_buffers=_num_tied(shape, stages, layers))
                 ),
             )
-            host = host_parts(rank, boundary, state, count, demand, hosting)
+            host = host_parts(rank, boundary, state, own, demand.rank_of_stage, hosting)
         result.append(
             RankMemory(
                 rank=rank,

@@ -7,7 +7,8 @@ gradient, and in FP32 4 each for master, gradient and both moments. Here by part
     true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
     gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag)
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
-    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones
+    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones. Where a host steps stage
+                   by stage, of the largest
     moments        4 each: Adam 2, SGD with momentum 1
 
 The distributed optimizer (ZeRO-1) divides the last three by the number of replicas.
@@ -39,12 +40,11 @@ class TrainingState:
         """Of all gradient buffers."""
         return float(num_parameters * self.gradient_bytes * num_buffers)
 
-    def optimizer(self, num_parameters: int, *, num_versions: int) -> float:
-        """Masters, FP32 copies of gradients, and moments."""
+    def optimizer(self, num_parameters: int, *, num_versions: int, stepped: int | None = None) -> float:
+        """Masters, FP32 copies of gradients, and moments. `stepped`: how many parameters step at once; None: all."""
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
-        copies_gradients = self.gradient_bytes < _FP32
-        per_parameter = _FP32 * (keeps_masters + copies_gradients + self.num_moments)
-        return num_parameters * per_parameter / self._num_shards
+        copied = (num_parameters if stepped is None else stepped) if self.gradient_bytes < _FP32 else 0
+        return _FP32 * (num_parameters * (keeps_masters + self.num_moments) + copied) / self._num_shards
 
     def prediction(self, num_parameters: int, *, largest: int) -> float:
         """The most that a provisional step copies at once: masters, moments and gradients, all in FP32.

@@ -55,3 +55,10 @@ def test_true_weights_beside_predictions(state, copies):
 def test_replicas_do_not_matter_without_the_distributed_optimizer():
     """Only ZeRO-1 divides anything by the number of replicas."""
     assert per_parameter(TrainingState(data=8)) == per_parameter(TrainingState(data=1))
+
+
+def test_copies_of_what_steps_at_once():
+    """A host that steps stage by stage copies the 16-bit gradients of one; FP32 ones are copied nowhere."""
+    state = TrainingState(gradient_bytes=2)
+    assert state.optimizer(PARAMETERS, num_versions=1, stepped=100) == 12 * PARAMETERS + 4 * 100
+    assert TrainingState().optimizer(PARAMETERS, num_versions=1, stepped=100) == 12 * PARAMETERS

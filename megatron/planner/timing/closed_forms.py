@@ -91,7 +91,7 @@ class StageTimes:
             self.partial[stage] += costs.reduce_embed
         if not predicts:
             self.partial = [0.0] * num_stages
-        forward, backward, latency = costs.edges(num_stages)
+        forward, backward, latency = costs.edges(num_stages - 1)
         self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
         self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
         moved = moving_parts(schedule) if max(seconds[Kind.EVICT]) else ()

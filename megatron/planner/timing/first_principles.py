@@ -241,7 +241,8 @@ class FirstPrinciples:
         """Where weights live on the host, what copying and updating a stage takes there.
 
         The host's Adam reads gradient, master and moments, and writes master, moments and the weight in 16 bits.
-        Replicas on a node share a store: each brings and steps its share.
+        Replicas on a node share a store: each brings and steps its share, and may fetch it alone, of which their links
+        gather the whole.
         """
         if not configuration.is_hosted:
             return {}
@@ -253,8 +254,12 @@ class FirstPrinciples:
         mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
         degrees, node_of_slot = configuration.degrees, self.cluster.topology.node_of_slot
         share = 1 / fewest_sharing(crowds(degrees, mapping(degrees), node_of_slot))
+        per_byte = 1 / rate
+        if configuration.gathers_fetch:
+            link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency
+            per_byte = share / rate + (1 - share) / link
         return {
-            "fetch": [count * state.weight_bytes / rate for count in counts],
+            "fetch": [count * state.weight_bytes * per_byte for count in counts],
             "store": [share * count * state.gradient_bytes / rate for count in counts],
             "update": [share * count * per_parameter for count in counts],
             "offload": [self._boundary(configuration) / rate] * len(counts),

@@ -192,6 +192,8 @@ class ProfiledCosts:
         """
         if not configuration.is_hosted:
             return {}
+        if configuration.gathers_fetch:
+            raise ValueError("a profile does not measure how replicas gather what they fetch; fetch whole stages")
         working, share = configuration.num_gpus, 1 / configuration.data
         kernel = "fused" if _word(self.profile, "--optimizer-kernel") == "fused" else "loop"
         per_parameter = self._blocks.host_update(kernel, working=working)

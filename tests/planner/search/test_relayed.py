@@ -29,8 +29,9 @@ def test_fits_only_with_l2l_is_a_result():
     assert found.kept and {each.choice.schedule for each in found.kept} == {"l2l"}
     best = found.best
     assert best.is_simulated and best.estimate.fits and best.choice.virtual * best.choice.pipeline == 48
+    least = min(each.estimate.host.needed_gib for each in found.kept)
     (sentence,) = relayed.sentences(found.kept)
-    assert "fits only with l2l" in sentence and f"{best.estimate.host.needed_gib:.3g}" in sentence
+    assert "fits only with l2l" in sentence and f"from {least:.3g} GiB a node" in sentence
     words = configuration_words(best.estimate.configuration)
     assert words[words.index("--l2l-update") + 1] == "deferred" and "--l2l-resident-stages" in words
 

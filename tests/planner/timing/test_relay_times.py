@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,23 @@ def test_short_batches_stand_for_long_ones():
             assert m * stages > _MOST_PRICED // 4
             found, exact = priced(costs, configuration, schedule), _simulate(costs, schedule, m)
             assert abs(found.seconds / exact[0] - 1) < 5e-3, (stages, pipeline, update)
+
+
+def test_a_fetch_in_shares_takes_a_part_of_the_way_to_the_host():
+    """And the rest of the links between GPUs: with NVLink it is shorter, over PCIe alone as long."""
+    model = Architecture.gpt3(
+        num_layers=8, hidden_size=1024, num_attention_heads=16, sequence_length=512, vocabulary_size=51200
+    )
+    for gpu, whole_over_shares in (("H100", 8 / (1 + 7 * 63.0 / 450)), ("GTX1080Ti", 8 / (1 + 7 * 15.75 / 16))):
+        prices = FirstPrinciples(model, Cluster(gpu=gpu, nodes=1, gpus_per_node=8, host_memory_gib=512))
+        one, other = relayed(8, 4, data=8), replace(relayed(8, 4, data=8), gathers_fetch=True)
+        whole, shares = (prices.costs(each, (1,) * 8) for each in (one, other))
+        assert whole.fetch == pytest.approx([whole_over_shares * each for each in shares.fetch], rel=0.01)
+        assert (whole.store, whole.update) == (shares.store, shares.update)
+    apart = FirstPrinciples(
+        model, Cluster(gpu="H100", nodes=8, gpus_per_node=1, host_memory_gib=512, bandwidth={"between_nodes": 50})
+    )
+    assert apart.costs(one, (1,) * 8).fetch == pytest.approx(apart.costs(other, (1,) * 8).fetch)
 
 
 def test_a_deep_model_takes_no_time_to_price():
