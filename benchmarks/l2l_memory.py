@@ -4,8 +4,8 @@ On a CPU the device's memory is the process's private memory, and the host's a s
 which knows anything of the relay's own accounts:
 
 depth   a meter of all private storages that torch's operations make (`DeviceMeter`), over the depth of a model. The
-        growth beside what the page says of it: m inputs a layer where they are saved on the device, else at
-        most a few norms. Counts of bytes do not depend on the machine.
+        growth beside what the page says of it: m inputs a layer where they are saved on the device, else
+        nothing. Counts of bytes do not depend on the machine.
 limit   `ulimit -d`: the same model, data and limit for `flush` and the relay, each in a process of its own.
 """
 
@@ -33,9 +33,6 @@ RELAYS: dict[str, Callable[[Model], Relay]] = {
     "l2l, inputs on the host": lambda model: Relay(model, update="deferred", stash=HOST),
 }
 """Rows of `depth`, whose device is to grow by the inputs that they save there."""
-NORMS_BYTES = 12 * 8
-"""With inputs on the host: the norms of a layer's twelve weights and biases, FP64, which wait for those of all; nothing
-where another moment is the fullest."""
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """For the C library of all limited processes: a tensor's memory is the system's again when it is freed."""
 _LIMITED = Path(__file__).resolve().parent / "l2l_limited.py"
@@ -80,7 +77,7 @@ def depth_rows(args: argparse.Namespace) -> list[Row]:
                 row["growth"] = (device - before["device_bytes"]) / more
                 if name in RELAYS:
                     inputs = args.microbatches * model.boundary_bytes
-                    row["expected_growth"] = NORMS_BYTES if name == "l2l, inputs on the host" else inputs
+                    row["expected_growth"] = 0 if name == "l2l, inputs on the host" else inputs
             rows.append(row)
             before = row
     return rows
@@ -147,8 +144,7 @@ def complaints(rows: list[Row]) -> list[str]:
         what = f"{row['contender']} of {row['layers']} layers"
         if row["section"] == "depth":
             expected = row["expected_growth"]
-            allowed = (0, expected) if expected == NORMS_BYTES else (expected,)  # norms may wait beside the peak
-            if row["growth"] not in (None, *allowed) and expected is not None:
+            if expected is not None and row["growth"] != expected:
                 found.append(f"{what}: {row['growth']} bytes more a layer, and {expected} are expected")
         elif row["contender"] == "l2l" and row["died"] is not None:
             found.append(f"{what}: died under the limit: {row['died']}")

@@ -32,13 +32,14 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Extent of the model, and of a microbatch."""
+    """Extent of the model, and of a microbatch, which has the data of `drawn_together` microbatches of others."""
 
     layers: int
     hidden: int
     heads: int = 4
     sequence: int = 64
     microbatch_size: int = 2
+    drawn_together: int = 1
     vocabulary: int = 256
 
     @property
@@ -126,8 +127,9 @@ def stage_module(model: Model, index: int, *, on_host: bool = False) -> nn.Modul
 
 def tokens_of(model: Model, microbatch: int) -> tuple[Tensor, Tensor]:
     """Tokens and their successors, each [microbatch_size, sequence] of int64."""
-    generator = torch.Generator().manual_seed(1000 + microbatch)
-    tokens = torch.randint(model.vocabulary, (model.microbatch_size, model.sequence + 1), generator=generator)
+    parts, shape = model.drawn_together, (model.microbatch_size // model.drawn_together, model.sequence + 1)
+    generators = (torch.Generator().manual_seed(1000 + microbatch * parts + part) for part in range(parts))
+    tokens = torch.cat([torch.randint(model.vocabulary, shape, generator=each) for each in generators])
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -144,15 +146,22 @@ def make_optimizer(parameters) -> torch.optim.Optimizer:
 class Training:
     """A contender: `run(m)` trains a batch and returns its loss, `close()` ends it.
 
-    `device_state_bytes`: of what is on the device all the time.
+    Attributes:
+        device_state_bytes: of what is on the device all the time.
+        num_bytes_moved: between host and device, until now.
+        num_batches: trained until now.
     """
+
+    num_bytes_moved = 0
 
     def __init__(self, engine: PipelineEngine, model: Model) -> None:
         self._engine, self._model = engine, model
+        self.num_batches = 0
 
     def run(self, num_microbatches: int) -> float:
         reports = self._engine.run_batch(num_microbatches, num_microbatches * self._model.microbatch_size)
         reports += self._engine.drain()
+        self.num_batches += 1
         return reports[-1].losses["loss"]
 
     def close(self) -> None:
@@ -205,6 +214,12 @@ class Relay(Training):
     def device_state_bytes(self) -> int:
         """The arena and two gradient buffers."""
         return self.update.weights.num_bytes + self.update.gradients.num_bytes
+
+    @property
+    def num_bytes_moved(self) -> int:
+        """Weights fetched, and each stage's gradients stored once a batch."""
+        gradients = sum(stage.gradient_layout.num_bytes for stage in self.store.stages.values())
+        return self.update.weights.num_bytes_fetched + self.num_batches * gradients
 
     @property
     def host_bytes(self) -> int:

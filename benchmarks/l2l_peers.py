@@ -15,7 +15,15 @@ from torch import Tensor
 
 
 class Peer:
-    """A contender: `run(m)` trains a batch and returns its loss. `device_state_bytes`: of what it never offloads."""
+    """A contender: `run(m)` trains a batch and returns its loss.
+
+    Attributes:
+        device_state_bytes: of what it never offloads.
+        num_bytes_moved: what it has brought to the device and back, where that can be counted, else None. On a CPU,
+            where the two are one memory, it is what it would have.
+    """
+
+    num_bytes_moved: int | None = None
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -46,7 +54,7 @@ class Peer:
 
 
 class FullyShard(Peer):
-    """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`."""
+    """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`; weights leave the device behind each forward."""
 
     def __init__(self, model: Model) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -54,7 +62,13 @@ class FullyShard(Peer):
 
         super().__init__(model)
         _one_rank()
-        shards = {"mesh": init_device_mesh("cpu", (1,)), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+        self.num_bytes_moved = 0
+        self._count_moves()
+        shards = {
+            "mesh": init_device_mesh("cpu", (1,)),
+            "offload_policy": CPUOffloadPolicy(pin_memory=False),
+            "reshard_after_forward": True,  # else a unit that no other contains keeps them until its backward
+        }
         stages = [stage_module(model, index) for index in range(model.layers)]
         self._module = Recomputed(*(fully_shard(stage, **shards) for stage in stages))
         self._optimizer = make_optimizer(self._module.parameters())
@@ -67,6 +81,24 @@ class FullyShard(Peer):
     def step(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)  # gradients stay where they are, on the host
+
+    def _count_moves(self) -> None:
+        """Weights where a group of parameters is gathered, gradients where it has had its backward."""
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        unshard, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
+
+        def counted_unshard(group, *args, **options):
+            is_there = group._all_gather_result is not None or group.is_unsharded
+            unshard(group, *args, **options)
+            if not is_there and group._all_gather_result is not None:
+                self.num_bytes_moved += _bytes_of(group)
+
+        def counted_post_backward(group, *args, **options):
+            self.num_bytes_moved += _bytes_of(group)
+            post_backward(group, *args, **options)
+
+        FSDPParamGroup.unshard, FSDPParamGroup.post_backward = counted_unshard, counted_post_backward
 
 
 class Zero(Peer):
@@ -116,6 +148,10 @@ class Zero(Peer):
     @property
     def device_state_bytes(self) -> int:
         return sum(each.nbytes for each in self._engine.module.parameters()) if self._stage == 2 else 0
+
+
+def _bytes_of(group) -> int:
+    return sum(each.sharded_param.numel() * each.sharded_param.element_size() for each in group.fsdp_params)
 
 
 def _one_rank() -> None:

@@ -58,18 +58,14 @@ class BatchMeter(DeviceMeter):
 
 def metered(contender, num_microbatches: int) -> dict:
     """Device bytes at their most: what a batch makes beyond what was there, and of that what is the device's
-    (`state`). And the bytes that a batch moves between host and device: counted for the relay, else None.
+    (`state`). And the bytes that a batch moves between host and device, where they are counted, else None.
     """
     gc.collect()
-    counted = contender.update.weights if isinstance(contender, Relay) else None
-    fetched = counted.num_bytes_fetched if counted else 0
+    before = contender.num_bytes_moved
     with BatchMeter() as meter:
         contender.run(num_microbatches)
-    found = {"made": meter.peak, "state": contender.device_state_bytes, "moved": None}
-    if counted:
-        stored = sum(stage.gradient_layout.num_bytes for stage in contender.store.stages.values())
-        found["moved"] = counted.num_bytes_fetched - fetched + stored
-    return found
+    moved = None if before is None else contender.num_bytes_moved - before
+    return {"made": meter.peak, "state": contender.device_state_bytes, "moved": moved}
 
 
 def main() -> None:

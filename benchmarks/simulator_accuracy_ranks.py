@@ -123,7 +123,7 @@ class AccuracyRank(Rank):
 
     def _engine(self, case: Case) -> PipelineEngine:
         costs, job = case.costs(0.0), self.job
-        forward, backward, latency = costs.edges(case.num_stages)
+        forward, backward, latency = costs.edges(case.num_stages - 1)
         paced = partial(PacedLink, forward=forward, backward=backward, latency=latency)
         LINKS[EMULATED, "cpu"] = paced if case.slow else GlooLink
         seconds, schedule = costs.seconds(case.num_stages), case.build_schedule()

@@ -62,7 +62,7 @@ def crossing_bytes(program: Program, host: Sequence[int], *, payload_bytes: int,
         stage = instruction.stage
         word = instruction.kind.row
         if word.sends:
-            peer = stage + word.neighbour
+            peer = program.graph.peer_of(instruction)
             sent[host[stage]]["neighbours"] += payload_bytes * (host[peer] != host[stage])
         elif instruction.kind in MOVES and word.saved < 0:
             sent[host[stage]]["pairs"] += activation_bytes * (host[pair_of(stage, p)] != host[stage])

@@ -1,0 +1,108 @@
+"""How close asynchronous pipelines with several stages a rank come to the work of their busiest rank.
+
+    python benchmarks/ftpipe.py                    # about 2 minutes; a table
+    python benchmarks/ftpipe.py --json result.json
+
+Problem: overlap shows on many ranks, and a computer with two cores cannot compute on many.
+Solution: emulated stages sleep instead of computing, while engine, transfers (1 MiB over each edge) and steps are real,
+between real processes.
+
+busiest rank   ranks with two stages each, in random places, and edges that skip: seconds of a microbatch over those
+               that the busiest rank computes, and over what the simulator says
+gpipe          four ranks with a stage each, m = p = 4: `gpipe` over asynchronous batches, of which no one waits for a
+               drain; (m+p-1)/m = 1.75 at best
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ftpipe_ranks import Contender, Job, run_job
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.edges import Edge
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+
+MIB = 1 << 20
+
+
+def mixed(num_ranks: int, seed: int, mean: float) -> Contender:
+    """Two stages on each rank, in random places; every stage hands on to the next one, every third past it, too."""
+    choose, num_stages = random.Random(seed), 2 * num_ranks
+    edges = [Edge(stage, stage + 1) for stage in range(num_stages - 1)]
+    edges += [Edge(stage, choose.randrange(stage + 2, num_stages)) for stage in range(0, num_stages - 2, 3)]
+    forward = tuple(mean * choose.uniform(0.6, 1.4) for _ in range(num_stages))
+    schedule = Schedule(
+        order="async", weights="stale", num_stages=num_stages, edges=tuple(sorted(edges)),
+        rank_of_stage=tuple(choose.sample([*range(num_ranks)] * 2, num_stages)),
+        work=tuple((each, 2 * each) for each in forward),
+    )  # fmt: skip
+    return Contender(f"{num_ranks} ranks", schedule, forward, 1, 40, 3 * num_stages)
+
+
+def chain(name: str, mean: float, num_stages: int = 4) -> Contender:
+    """One stage on each rank; batches of as many microbatches."""
+    order, weights = ("gpipe", "flush") if name == "gpipe" else ("async", "stale")
+    schedule = Schedule(order=order, weights=weights, num_stages=num_stages)
+    return Contender(name, schedule, (mean,) * num_stages, num_stages, 12, 4)
+
+
+def of_busiest_rank(contender: Contender) -> float:
+    """Seconds that the rank with the most work computes on a microbatch."""
+    schedule = contender.schedule
+    return max(
+        sum(3 * contender.forward[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+    )
+
+
+def simulated(contender: Contender) -> float:
+    """Seconds of a microbatch, where transfers take none."""
+    costs = Costs(forward=contender.forward, backward=[2 * each for each in contender.forward])
+    short, long = (
+        simulate(contender.schedule.build((contender.num_microbatches,) * count), costs).makespan
+        for count in (contender.num_before, contender.num_before + contender.num_batches)
+    )
+    return (long - short) / contender.num_batches / contender.num_microbatches
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="pipeline ranks (default: 4 8)")
+    parser.add_argument("--forward", type=float, default=0.02, help="mean seconds of a forward (default: 0.02)")
+    parser.add_argument("--payload", type=int, default=MIB, help="bytes over each edge (default: 1 MiB)")
+    parser.add_argument("--repeats", type=int, default=5, help="each is measured so often (default: 5)")
+    parser.add_argument("--json", metavar="FILE", help="also write all seconds")
+    options = parser.parse_args(argv)
+    found: dict[str, list[float]] = {}
+    table = Table("", "seconds a microbatch", "of the busiest rank", "of the simulator", title="two stages a rank")
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks in options.ranks:
+            contender = mixed(num_ranks, num_ranks, options.forward)
+            found |= run_job(Job((contender,), options.payload, options.repeats), Path(folder))
+            seconds = median(found[contender.name])
+            table.add_row(
+                contender.name, f"{seconds:.4f}", f"{seconds / of_busiest_rank(contender):.3f}",
+                f"{seconds / simulated(contender):.3f}",
+            )  # fmt: skip
+        chains = tuple(chain(name, options.forward) for name in ("gpipe", "ftpipe"))
+        found |= run_job(Job(chains, options.payload, options.repeats), Path(folder))
+    console = Console()
+    console.print(table)
+    ratio = median(one / other for one, other in zip(found["gpipe"], found["ftpipe"], strict=True))
+    console.print(f"gpipe takes {ratio:.3f} times as long as ftpipe, m = p = 4 (1.75 at best)")
+    if options.json:
+        Path(options.json).write_text(json.dumps(found) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

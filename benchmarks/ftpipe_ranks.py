@@ -1,0 +1,97 @@
+"""What the processes of `ftpipe.py` run: contenders on emulated stages of a graph, one after another, in turns."""
+
+import gc
+import json
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.pipeline.runtime.emulated_graph import EmulatedGraphStage, EmulatedStageUpdates
+from megatron.pipeline.runtime.emulated_stage import EmulatedTimes
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A schedule, seconds of a forward of each of its stages (a backward takes twice that), and how many microbatches
+    a batch has, of how many batches the clock shall run, and how many come before it.
+    """
+
+    name: str
+    schedule: Schedule
+    forward: tuple[float, ...]
+    num_microbatches: int
+    num_batches: int
+    num_before: int
+
+
+@dataclass(frozen=True)
+class Job:
+    contenders: tuple[Contender, ...]
+    payload_bytes: int
+    repeats: int
+
+    @property
+    def world_size(self) -> int:
+        return self.contenders[0].schedule.num_ranks
+
+
+def measure(contender: Contender, payload_bytes: int) -> float:
+    """Seconds of a batch on this rank, between its starts of two batches; what fills and drains is outside."""
+    schedule, rank = contender.schedule, dist.get_rank()
+    graph = schedule.graph
+    stages = [
+        EmulatedGraphStage(
+            index=stage, graph=graph, payload_bytes=payload_bytes,
+            times=EmulatedTimes(contender.forward[stage], 2 * contender.forward[stage]),
+        )
+        for stage in schedule.stages_of(rank)
+    ]  # fmt: skip
+    job = dist.new_group(list(range(dist.get_world_size())))
+    update = EmulatedStageUpdates(job_group=job)
+    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=60))
+    dist.barrier()
+    m = contender.num_microbatches
+    for _ in range(contender.num_before):
+        engine.run_batch(m, m)
+    start = time.perf_counter()
+    for _ in range(contender.num_batches):
+        engine.run_batch(m, m)
+    seconds = (time.perf_counter() - start) / contender.num_batches
+    engine.drain()
+    dist.barrier()
+    engine.close()
+    dist.destroy_process_group(job)
+    return seconds
+
+
+def run_rank(rank: int, port: int, job: Job, result: Path) -> None:
+    """The process of one rank; rank 0 writes, by contender, the seconds of each repeat on the slowest rank."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, job.world_size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size)
+    gc.collect()
+    gc.freeze()  # as in training
+    found: dict[str, list[float]] = {contender.name: [] for contender in job.contenders}
+    for _ in range(job.repeats):
+        for contender in job.contenders:
+            seconds = torch.tensor([measure(contender, job.payload_bytes)], dtype=torch.float64)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            found[contender.name].append(seconds.item())
+    if rank == 0:
+        result.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_job(job: Job, directory: Path) -> dict[str, list[float]]:
+    """Start the processes of a job, wait for them, return what rank 0 wrote."""
+    result = directory / "result.json"
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(run_rank, args=(store.port, job, result), nprocs=job.world_size)
+    return json.loads(result.read_text())
