@@ -146,10 +146,13 @@ def training_command(
     *flags: object,
     model: Sequence[str] = (*TINY, *SYNTHETIC),
     program: Path = REPOSITORY / "pretrain_gpt.py",
+    has_launcher: bool = True,
 ) -> list[str]:
-    """torchrun with that many ranks, all of them pipeline stages unless the flags say otherwise."""
+    """torchrun with that many ranks, all of them pipeline stages unless the flags say otherwise; or the program itself,
+    as one rank."""
     degrees = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", str(world_size)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    launcher = launcher if has_launcher else []
     return [
         sys.executable, *launcher, str(program), *model, *degrees, *map(str, flags),
     ]  # fmt: skip

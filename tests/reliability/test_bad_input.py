@@ -186,13 +186,16 @@ def assert_only_whole_checkpoints(directory, *, was_killed=False):
     return latest
 
 
-def test_disk_full_while_saving(tmp_path):
+@pytest.mark.parametrize(
+    "schedule", [TWO_BW, pytest.param(["--pipeline-schedule", "l2l"], marks=pytest.mark.full)], ids=["2bw", "l2l"]
+)
+def test_disk_full_while_saving(tmp_path, schedule):
     """On a file system of 3 MiB some checkpoint does not fit: the job says so, those before are whole, and no temporary
     directory is left."""
     inside = 'mount -t tmpfs -o size=3m tmpfs disk && "$@"; status=$?; cp -a disk/. after; exit $status'
     (tmp_path / "disk").mkdir()
     (tmp_path / "after").mkdir()
-    flags = [*TWO_BW, "--train-iters", 40, "--save", "disk", "--save-interval", 2]
+    flags = [*schedule, "--train-iters", 40, "--save", "disk", "--save-interval", 2]
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this machine permits no mount of a small tmpfs (unshare --user --mount)")

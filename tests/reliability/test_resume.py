@@ -70,10 +70,12 @@ def test_2bw_checkpoint_serves_schedules_with_flushes(saving, tmp_path, schedule
     assert sorted(launch.losses(tmp_path / "b.jsonl")) == [13, 14, 15, 16]
 
 
-def _killed_and_resumed(directory, uninterrupted, *flags):
-    flags = [*TWO_BW, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", 2, *flags]
+def killed_and_resumed(directory, uninterrupted, *flags, schedule=TWO_BW, world_size=2):
+    """A job that saves every second iteration is killed within half a second of its first checkpoint, and starts anew;
+    `uninterrupted`: losses of one that nobody killed, by iteration."""
+    flags = [*schedule, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", 2, *flags]
     with launch.Job(
-        launch.training_command(2, *flags, "--metrics-file", "first.jsonl"), directory=directory
+        launch.training_command(world_size, *flags, "--metrics-file", "first.jsonl"), directory=directory
     ) as job:  # fmt: skip
         job.wait_until(lambda: (directory / "checkpoints" / "latest_checkpointed_iteration.txt").exists())
         workers = job.workers().values()
@@ -85,7 +87,7 @@ def _killed_and_resumed(directory, uninterrupted, *flags):
     assert not outcome.leftovers
     reported = int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert list((directory / "checkpoints").glob(".owner_*")) or reported == LAST, "kill -9 leaves the job's mark"
-    outcome = launch.train(2, *flags, "--metrics-file", "second.jsonl", directory=directory)
+    outcome = launch.train(world_size, *flags, "--metrics-file", "second.jsonl", directory=directory)
     outcome.assert_succeeded()
     assert outcome.seconds < 40, "without a wait for the owner of the mark"
     losses = launch.losses(directory / "second.jsonl")
@@ -100,14 +102,14 @@ def _killed_and_resumed(directory, uninterrupted, *flags):
 def test_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     """kill -9 of the launcher and all ranks at a random moment, perhaps while saving: the same job started anew takes
     the directory at once, and the resumed losses are those of the whole run."""
-    _killed_and_resumed(tmp_path, uninterrupted)
+    killed_and_resumed(tmp_path, uninterrupted)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [[], [], [], ["--async-save"], ["--async-save"]])
 def test_killed_run_goes_on_again_and_again(uninterrupted, tmp_path, flags):
     """The same at other random moments, and with checkpoints written beside training."""
-    _killed_and_resumed(tmp_path, uninterrupted, *flags)
+    killed_and_resumed(tmp_path, uninterrupted, *flags)
 
 
 @pytest.mark.full
@@ -119,7 +121,7 @@ def test_killed_run_with_provisional_weights_goes_on(tmp_path, mode, flags):
     """The same with the prediction that the checkpoint has for the next batch."""
     predicts = ["--2bw-provisional", *mode]
     launch.train(2, *TWO_BW, *predicts, "--metrics-file", "whole.jsonl", directory=tmp_path).assert_succeeded()
-    _killed_and_resumed(tmp_path, launch.losses(tmp_path / "whole.jsonl"), *predicts, *flags)
+    killed_and_resumed(tmp_path, launch.losses(tmp_path / "whole.jsonl"), *predicts, *flags)
 
 
 LONG = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000]
