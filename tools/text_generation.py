@@ -123,9 +123,16 @@ def generate(options: argparse.Namespace) -> int:
     """Load, generate and print; returns the exit status. Raises ValueError for what the user can mend."""
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     args = training_arguments(options)
+    from megatron.training.initialize import left_in_order
+
+    with left_in_order():
+        _generate(args, options, prompt)
+    return 0
+
+
+def _generate(args: argparse.Namespace, options: argparse.Namespace, prompt: str) -> None:
     from megatron import backend
     from megatron.training.generation import Sampling, TextGenerator
-    from megatron.training.initialize import shut_down
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     model, tokenizer, vocab_size = load_model(args)
@@ -153,8 +160,6 @@ def generate(options: argparse.Namespace) -> int:
         for piece in pieces(tokenizer, tokens()):
             print(piece, end="", flush=True)
         print()
-    shut_down()
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ TOOLS = {  # a library that each imports, and the words with which it does
     "compare_runs": ("megatron.training.metrics", ["--help"]),
     "environment": ("pip", []),
     "grid_search": ("grid_search_commands.search", ["search", "--help"]),
+    "partition": ("megatron.partition", ["--graph", "none"]),
     "plot_memory": ("rich", ["--help"]),
     "plot_metrics": ("megatron.training.metrics", ["--help"]),
     "preprocess_data": ("megatron.training.arguments", ["--help"]),

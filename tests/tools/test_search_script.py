@@ -174,19 +174,32 @@ def test_what_the_environment_says_leaves_the_rest(run, tmp_path):
 
 
 @pytest.mark.full
-def test_the_best_trains(run, tmp_path):
-    """From a search to a checkpoint, without a word between: two ranks of a CPU."""
+@pytest.mark.parametrize("schedule", ["2bw", "l2l"])
+def test_the_best_trains(run, tmp_path, schedule):
+    """From a search to a checkpoint, without a word between: two ranks of a CPU. l2l is offered for a device too small
+    for anything else, on a host that says what it has.
+    """
     words = ["--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 64, "--vocab-size",
              500, "--global-batch-size", 16, "--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", 0,
              "--train-iters", 4, "--eval-iters", 0, "--save", tmp_path / "saved"]  # fmt: skip
     cluster = ["--cluster", "cpu", "--gpus-per-node", 2, "--schedules", "2bw"]
-    assert run(*cluster, *words, "--output", tmp_path / "plan")[0] == 0
+    if schedule == "l2l":
+        file = tmp_path / "host.yaml"
+        file.write_text(
+            "nodes: 1\ngpus_per_node: 2\ngpu: cpu\nmemory_gib: 0.002\nhost_memory_gib: 8\nhost_bandwidth: 5\n"
+            "host_optimizer_ns: 2\nbandwidth: {within_node: 5}\n"
+        )
+        cluster = ["--cluster", file, "--schedules", "flush,interleaved,l2l"]
+    status, out, err = run(*cluster, *words, "--output", tmp_path / "plan")
+    assert status == 0, err
+    assert ("fits only with l2l" in out) == (schedule == "l2l")
     done = subprocess.run(
         ["bash", tmp_path / "plan" / "best.sh"], env={**os.environ, "OMP_NUM_THREADS": "1", "PIPELINE_HOME": str(ROOT)},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    assert f"SCHEDULE:-{schedule}}}" in (tmp_path / "plan" / "best.sh").read_text()
 
 
 def test_a_search_without_a_result_leaves_no_script(run, tmp_path):
