@@ -37,15 +37,20 @@ def run(
         if not args.use_checkpoint_args:
             args.notes_for_log = validate_args(args, world_size=_number("WORLD_SIZE", 1), rank=_number("RANK", 0))
     except ValueError as error:
-        return _end(prog, error)
+        return end(prog, error)
+    return start(prog, lambda: main(args, stop, started), stop)
+
+
+def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
+    """Install the device layer and run `main`, whose command line is right; returns the exit status."""
     from megatron import backend  # imports torch
 
     backend.install()
     backend.keep_freed_memory()
     try:
-        main(args, stop, started)
+        main()
     except SameEverywhere as error:
-        return _end(prog, error)
+        return end(prog, error)
     except OnThisRank as error:
         return _end_alone(prog, error, stop)
     except Exception as error:  # of a job of one rank, which has no guard
@@ -77,7 +82,7 @@ def _number(name: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
-def _end(prog: str, error: Exception) -> int:
+def end(prog: str, error: Exception) -> int:
     """Print the error once in the job: rank 0 prints and ends first, and the launcher then ends the others. Each host's
     launcher is told by one rank."""
     if _number("LOCAL_RANK", 0) == 0:

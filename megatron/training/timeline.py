@@ -6,7 +6,7 @@ nothing; so what differs between the two is transfer, waiting and noise.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megatron.pipeline.costs import Costs
 from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.trace import gather_traces, timeline, write_chrome_trace
+from megatron.pipeline.runtime.trace import RankTrace, gather_traces, timeline, write_chrome_trace
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.timeline import Timeline
@@ -85,6 +85,13 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
     if parallel_state.get_data_parallel_rank() or parallel_state.get_tensor_model_parallel_rank():
         return
     traces = gather_traces(engine.trace(), group=parallel_state.get_pipeline_model_parallel_group())
+    write_pictures(engine.schedule, traces, folder, drains=drains, most=most)
+
+
+def write_pictures(
+    schedule: Schedule, traces: Sequence[RankTrace] | None, folder: Path, *, drains: Collection[int], most: int
+) -> None:
+    """The same from the traces of a pipeline's ranks; None, as on all ranks but one: nothing is written."""
     if traces is None or not traces[0].batches:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +99,7 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
     measured = timeline(traces)
     measured.save(folder / "measured.json")
     shown = last_stretch(measured, drains, most=most)
-    planned = planned_timeline(engine.schedule, measured, shown, drains)
+    planned = planned_timeline(schedule, measured, shown, drains)
     draw_timeline(
         [planned, measured.of_batches(shown.start, len(shown)).named("measured")],
         folder / "timeline.png",
@@ -100,5 +107,5 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
         time_label="time [ms]",
         time_scale=1000,
         lanes=True,
-        saved_microbatches=engine.schedule.residency is not None,
+        saved_microbatches=schedule.residency is not None,
     )

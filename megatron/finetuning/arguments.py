@@ -1,0 +1,213 @@
+"""`finetune.py`'s command line: the words of Hugging Face's example scripts, and ours for the pipeline.
+
+Needs no torch, so a wrong command line ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
+SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
+TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
+ALONE = ("ftpipe", "pipedream")
+"""Schedules under which each stage updates alone, so that nothing may depend on all of them."""
+
+DTYPES = ("float32", "bfloat16")
+
+
+def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> argparse.Namespace:
+    """The command line, checked as far as it can be without the model.
+
+    Raises ValueError for what cannot be.
+    """
+    words = [_with_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]
+    args = _parser(prog).parse_args(words)
+    validate(args)
+    return args
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Complete `args` by what follows from them. Raises ValueError, one sentence with the remedy."""
+    if args.pipeline_schedule in ALONE:
+        if args.max_grad_norm:
+            raise ValueError(
+                f"--max_grad_norm {args.max_grad_norm:g} needs the norm of all stages before any of them steps, and "
+                f"under {args.pipeline_schedule} each steps alone; give --max_grad_norm 0, or --pipeline_schedule flush"
+            )
+        args.max_grad_norm = 0.0
+    elif args.max_grad_norm is None:
+        args.max_grad_norm = 1.0
+    if args.pipeline_schedule == "pipedream" and args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            f"pipedream steps after each microbatch, and --gradient_accumulation_steps is "
+            f"{args.gradient_accumulation_steps}; give 1, or --pipeline_schedule ftpipe"
+        )
+    for name in ("weight_prediction", "gap_aware"):
+        if getattr(args, name) and args.pipeline_schedule != "ftpipe":
+            raise ValueError(
+                f"--{name} softens the staleness of ftpipe's weights, and --pipeline_schedule is "
+                f"{args.pipeline_schedule}; leave it out"
+            )
+    if args.weight_prediction and args.optim == "adafactor":
+        raise ValueError(
+            "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
+        )
+    size = args.per_device_train_batch_size
+    if args.per_device_eval_batch_size not in (None, size):
+        raise ValueError(
+            f"--per_device_eval_batch_size {args.per_device_eval_batch_size} is another than that of training, {size}, "
+            "and stages exchange tensors of one shape; leave it out"
+        )
+    if not (args.do_train or args.do_eval or args.dry_run):
+        args.do_train, args.do_eval = True, args.validation_file is not None
+    if args.do_train and args.train_file is None:
+        raise ValueError("there is nothing to train on: give --train_file")
+    if args.do_eval and args.validation_file is None:
+        raise ValueError("--do_eval needs --validation_file")
+    if args.do_train and args.output_dir is None:
+        raise ValueError("there is nowhere to write the model: give --output_dir")
+    world_size = args.world_size = number("WORLD_SIZE", 1)
+    args.rank = number("RANK", 0)
+    if args.devices is not None and args.devices != world_size and not args.dry_run:
+        raise ValueError(f"--devices {args.devices} is for --dry_run; a run has as many as processes, {world_size}")
+    args.devices = args.devices or world_size
+    if args.data_parallel_size != 1:
+        raise ValueError(
+            f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
+            "more stages, or a larger --per_device_train_batch_size"
+        )
+
+
+def number(name: str, default: int) -> int:
+    """A whole number of the environment. Raises ValueError."""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
+    return int(text)
+
+
+def _with_underscores(word: str) -> str:
+    """`--learning-rate=1` as `--learning_rate=1`."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _at_least(least: float, kind: type) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
+        return value
+
+    parse.__name__ = "number"
+    return parse
+
+
+_count, _whole, _real = _at_least(1, int), _at_least(0, int), _at_least(0, float)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog, allow_abbrev=False, description="Fine-tune a Hugging Face model through a pipeline of stages.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    _add_model_and_data(parser.add_argument_group("model and data"))
+    _add_training(parser.add_argument_group("training"))
+    _add_pipeline(parser.add_argument_group("pipeline"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_model_and_data(group) -> None:
+    add = group.add_argument
+    add("--model_name_or_path", required=True, metavar="FOLDER", help="a folder with config, weights and tokenizer")
+    add("--task", choices=TASKS, required=True, help="what is learned")
+    add("--train_file", metavar="FILE", help="JSONL, CSV or parquet")
+    add("--validation_file", metavar="FILE", help="the same for evaluations")
+    add("--text_column", help="column of the text; none: the first known name that the file has")
+    add("--text_pair_column", help="column of a second text")
+    add("--summary_column", "--target_column", dest="target_column", help="column of the target text")
+    add("--label_column", help="column of the label")
+    add("--image_column", help="column of the image")
+    add("--question_column", help="column of the question")
+    add("--context_column", help="column of the context")
+    add("--answers_column", help="column of the answers")
+    add("--source_prefix", default="", help="put before each text (T5)")
+    add("--max_seq_length", "--max_source_length", "--block_size", dest="max_seq_length", type=_count, default=128,
+        help="tokens of a sequence, to which all are padded or cut")  # fmt: skip
+    add("--max_target_length", type=_count, default=128, help="tokens of a target (text-to-text)")
+    add("--doc_stride", type=_whole, default=64, help="tokens that two windows of a long context share")
+    add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
+    add("--max_train_samples", type=_count, help="of the file's first samples")
+    add("--max_eval_samples", type=_count, help="of the file's first samples")
+
+
+def _add_training(group) -> None:
+    add = group.add_argument
+    add("--do_train", action="store_true", help="train; without --do_train and --do_eval: both, as files are given")
+    add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_steps says")
+    add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
+    add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
+    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
+    add("--learning_rate", type=_real, default=5e-5, help="at its peak")
+    add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
+    add("--weight_decay", type=_real, default=0.0, help="of weights that are no biases and in no norm")
+    add("--adam_beta1", type=_real, default=0.9, help="decay of the first moment")
+    add("--adam_beta2", type=_real, default=0.999, help="decay of the second moment")
+    add("--adam_epsilon", type=_real, default=1e-8, help="added to the root of the second moment")
+    add("--momentum", type=_real, default=0.9, help="of sgd")
+    add("--max_grad_norm", type=_real, help="largest norm of all gradients, 0: any; default 1, asynchronous 0")
+    add("--num_train_epochs", type=_real, default=3.0, help="passes over the data")
+    add("--max_steps", type=int, default=-1, help="batches, in place of epochs, if above 0")
+    add("--lr_scheduler_type", choices=SCHEDULERS, default="linear", help="of transformers")
+    add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
+    add("--warmup_ratio", type=_real, default=0.0, help="the same as a part of all")
+    add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
+    add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
+    add("--bf16", dest="dtype", action="store_const", const="bfloat16", help="the same as --dtype bfloat16")
+
+
+def _add_pipeline(group) -> None:
+    add = group.add_argument
+    add("--pipeline_schedule", choices=SCHEDULES, default="ftpipe", help="ftpipe does not wait; flush is exact")
+    add("--partition", metavar="FILE", help="of tools/partition.py; none: the model is profiled and cut here")
+    add("--max_stages_per_device", type=_count, default=2, help="where the model is cut here")
+    add("--memory", default="16GiB", help="of a device, where the model is cut here")
+    add("--bandwidth", type=_real, default=10.0, metavar="GB/S", help="between devices, where the model is cut here")
+    add("--weight_prediction", action="store_true", help="forwards use the weights that their backwards will (4.2)")
+    add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
+    add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
+    add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
+    add("--dry_run", action="store_true", help="memory and time of the job, without data and weights")
+    add("--devices", type=_count, help="with --dry_run: how many; a run has one for each process")
+    add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")
+    add("--distributed_timeout_minutes", type=_count, default=10, help="until a transfer is given up")
+
+
+def _add_output(group) -> None:
+    add = group.add_argument
+    add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
+    add("--overwrite_output_dir", action="store_true", help="begin again where it has checkpoints of another run")
+    add("--save_steps", type=_whole, default=0, help="save each so many batches, 0: at the end only")
+    add("--save_total_limit", type=_count, help="keep so many checkpoints")
+    add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
+    add("--eval_steps", type=_whole, default=0, help="evaluate each so many batches, 0: at the end only")
+    add("--logging_steps", type=_count, default=10, help="batches of a log line")
+    add("--logging_dir", metavar="FOLDER", help="for TensorBoard")
+    add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")
+    add("--pipeline_timeline", metavar="FOLDER", help="draw the last batches, planned above measured")
+    add("--pipeline_timeline_iterations", type=_count, default=6, help="how many batches the picture shows")
+    add("--logging_level", type=int, help="of Python's logging")

@@ -1,0 +1,149 @@
+"""What runs on this rank: its stages with their tensors, the updates of their weights, and the engine."""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from megatron import backend
+from megatron.capture.cut import cut
+from megatron.capture.randomness import mixed
+from megatron.capture.stage import CapturedStage, EdgeTensor
+from megatron.capture.tensors import load_stage
+from megatron.finetuning.feed import Feed
+from megatron.finetuning.optimizers import make_optimizer, make_scheduler
+from megatron.finetuning.plan import Plan
+from megatron.finetuning.stage_module import Results, StageModule, Summary
+from megatron.pipeline.runtime.edge_tensors import EdgeTensors
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
+from megatron.pipeline.runtime.module_update import ModuleUpdate
+from megatron.pipeline.runtime.stage import TensorSpec
+from megatron.pipeline.runtime.stage_updates import StageUpdates
+from megatron.pipeline.runtime.trace import Tracer
+from megatron.pipeline.runtime.versions import WeightVersions
+
+
+@dataclass
+class Pipeline:
+    """This rank's part. `modules`, `versions`: by stage; stages that step together share versions. `updates`: those
+    that step, by the stage or, where the rank steps as one, under -1. `made`: names of tensors that the folder lacked.
+    """
+
+    engine: PipelineEngine
+    modules: dict[int, StageModule]
+    versions: dict[int, WeightVersions]
+    updates: dict[int, ModuleUpdate]
+    feed: Feed
+    results: Results
+    made: tuple[str, ...]
+
+
+TOGETHER = -1
+"""The key of the update of a rank whose stages step together."""
+
+
+def assemble(
+    plan: Plan,
+    args: argparse.Namespace,
+    *,
+    feed: Feed,
+    summary: Summary,
+    folder: str,
+    num_steps: int,
+    first_batch: int = 0,
+    first_microbatch: int = 0,
+) -> Pipeline:
+    """Cut this rank's stages, load their tensors from `folder` and connect the ranks. Collective.
+
+    Raises ValueError for tensors that the folder lacks, but those of a new head, which begin at random.
+    """
+    rank, device = torch.distributed.get_rank(), backend.device()
+    own = plan.schedule.stages_of(rank)
+    results = Results(summary)
+    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=own)
+    made: list[str] = []
+    modules = {}
+    for index, stage in cut_stages.items():
+        made += load_stage(stage, folder, device=device, base=plan.base, initial=_initial(args, plan, device))
+        modules[index] = StageModule(stage.to(device), results)
+    alone = plan.schedule.weights.updates_alone
+    of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
+    versions = _versions(plan, of_stage, first_batch, alone=alone and plan.schedule.weights.refreshes)
+    stages = [
+        GraphModuleStage(
+            modules[index], index=index, graph=plan.schedule.graph, edges=_edges(plan, cut_stages[index]),
+            versions=versions[index], data=feed, has_loss=cut_stages[index].has_loss,
+            recompute=plan.schedule.recomputes(index), device=device,
+        )
+        for index in own
+    ]  # fmt: skip
+    job = torch.distributed.new_group(list(range(torch.distributed.get_world_size())))
+    update, updates = _updates(plan, args, of_stage, versions, num_steps, job, device)
+    tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
+    engine = PipelineEngine(
+        plan.schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        backend=args.distributed_backend, device=device, tracer=tracer, first_batch=first_batch,
+        first_microbatch=first_microbatch,
+    )  # fmt: skip
+    return Pipeline(engine, modules, versions, updates, feed, results, tuple(made))
+
+
+def _versions(plan: Plan, of_stage, first_batch: int, *, alone: bool) -> dict[int, WeightVersions]:
+    weights, num_stages = plan.schedule.weights, plan.schedule.num_stages
+    if alone:
+        return {index: WeightVersions(own, window=1, first_version=first_batch) for index, own in of_stage.items()}
+    together = {name: each for own in of_stage.values() for name, each in own.items()}
+    window = max(weights.max_live_versions(index, num_stages) for index in of_stage)
+    return dict.fromkeys(of_stage, WeightVersions(together, window=window, first_version=first_batch))
+
+
+def _updates(plan: Plan, args, of_stage, versions, num_steps, job, device):
+    """(what the engine takes, the updates that step)."""
+    common = {"num_grad_buffers": plan.schedule.weights.max_gradient_buffers, "device": device}
+
+    def stepping(parameters: dict) -> dict:
+        optimizer = make_optimizer(parameters, args, decays=plan.decays)
+        return {"optimizer": optimizer, "scheduler": make_scheduler(optimizer, args, num_steps=num_steps)}
+
+    if plan.schedule.weights.refreshes:
+        updates = {
+            index: ModuleUpdate(own, versions=versions[index], **stepping(own), **common)
+            for index, own in of_stage.items()
+        }
+        return StageUpdates(updates, job_group=job, device=device), updates
+    together = {name: each for own in of_stage.values() for name, each in own.items()}
+    update = ModuleUpdate(
+        together, versions=next(iter(versions.values())), clip_grad=args.max_grad_norm, job_group=job,
+        **stepping(together), **common,
+    )  # fmt: skip
+    return update, {TOGETHER: update}
+
+
+def _edges(plan: Plan, stage: CapturedStage) -> dict[int, EdgeTensors]:
+    return {
+        other: EdgeTensors([_spec(plan, tensor) for tensor in tensors])
+        for other, tensors in (*stage.sources.items(), *stage.targets.items())
+    }
+
+
+def _spec(plan: Plan, tensor: EdgeTensor) -> TensorSpec:
+    return TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype)
+
+
+def _initial(args: argparse.Namespace, plan: Plan, device: torch.device) -> Callable[..., Tensor]:
+    """Values of a new head: weights as the model's configuration says, biases 0, the same on every cut."""
+
+    def make(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if len(shape) < 2:
+            return torch.full(shape, float("norm" in name.lower() and name.endswith("weight")), dtype=dtype)
+        generator = torch.Generator().manual_seed(mixed(args.seed, zlib.crc32(name.encode())))
+        return torch.empty(shape).normal_(0.0, plan.initializer_range, generator=generator).to(dtype)
+
+    return make

@@ -1,0 +1,217 @@
+"""What a run writes: a folder that `from_pretrained` loads, and beside the weights what it takes to go on.
+
+Each rank writes the tensors of its stages into a file of its own, as large models come from Hugging Face; the index
+says in which file each lies. Tensors that belong to no stage, because the task has no use for them, are copied from
+where the model came from. A folder is written under another name and renamed when all of it is on the disk: there is a whole
+checkpoint under its name, or none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.capture.tensors import tensor_files
+from megatron.finetuning.assembly import Pipeline
+from megatron.planner.files import write_whole
+
+_NAME = re.compile(r"checkpoint-([0-9]+)")
+_PROGRESS = "progress.json"
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: batches done, microbatches done, and what a resumed run must have alike."""
+
+    batches: int
+    microbatches: int
+    signature: str
+    stages: str
+    schedule: str
+    seed: int
+    optim: str
+
+    @staticmethod
+    def read(folder: Path) -> Progress:
+        """Raises ValueError where there is none."""
+        try:
+            return Progress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
+        except (OSError, json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{folder} is no checkpoint to go on from ({error}); give a checkpoint-N") from error
+
+
+def latest(output_dir: Path) -> Path | None:
+    """The whole checkpoint of the most batches."""
+    found = _checkpoints(output_dir)
+    return found[-1] if found else None
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    if not output_dir.is_dir():
+        return []
+    found = [each for each in output_dir.iterdir() if _NAME.fullmatch(each.name)]
+    return sorted(found, key=lambda each: int(_NAME.fullmatch(each.name)[1]))
+
+
+def save(
+    pipeline: Pipeline, folder: Path, *, source: str, unused: Iterable[Sequence[str]], save_rest, progress: Progress
+) -> None:
+    """Write the newest weights and what it takes to go on as `folder`. Drained, collective.
+
+    `source`: where tensors that belong to no stage are copied from. `unused`: the names under which each of them may
+    lie there, its own first. `save_rest(folder)`: writes configuration and tokenizer, on rank 0.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    _write(pipeline, partial, source=source, unused=unused, save_rest=save_rest, progress=progress)
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was begun again
+        partial.rename(folder)
+        _sync(folder.parent)
+    torch.distributed.barrier()
+
+
+def save_model(pipeline: Pipeline, folder: Path, *, source: str, unused: Iterable[Sequence[str]], save_rest) -> None:
+    """Write the newest weights into `folder`, which may have other things in it. Drained, collective.
+
+    The files of tensors have names of their own, so a model that was there is whole until the index is replaced.
+    """
+    partial = folder / ".model.partial"
+    _write(pipeline, partial, source=source, unused=unused, save_rest=save_rest, progress=None)
+    if torch.distributed.get_rank() == 0:
+        written = sorted(partial.iterdir(), key=lambda each: each.name == _INDEX)  # the index last
+        for each in written:
+            each.rename(folder / each.name)
+        _sync(folder)
+        partial.rmdir()
+        kept = {each.name for each in written}
+        for each in folder.glob("model*.safetensors"):
+            if each.name not in kept:
+                each.unlink()
+    torch.distributed.barrier()
+
+
+def _write(pipeline: Pipeline, partial: Path, *, source, unused, save_rest, progress: Progress | None) -> None:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    token = [secrets.token_hex(4)]
+    torch.distributed.broadcast_object_list(token)
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    torch.distributed.barrier()
+    own = _newest(pipeline)
+    if own:
+        _write_tensors(own, partial / _file(rank, size, token[0]))
+    if progress is not None:
+        _write_state(_state_of(pipeline), partial / f"training-{rank}.pt")
+    sizes: list[dict[str, int]] = [{} for _ in range(size)]
+    torch.distributed.all_gather_object(sizes, {name: each.nbytes for name, each in own.items()})
+    if rank == 0:
+        rest = _rest(source, unused)
+        if rest:
+            _write_tensors(rest, partial / _file(size, size, token[0]))
+        _write_index(partial, [*sizes, {name: each.nbytes for name, each in rest.items()}], token[0])
+        save_rest(partial)
+        if progress is not None:
+            write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
+        _sync_folder(partial)
+    torch.distributed.barrier()
+
+
+def _file(rank: int, size: int, token: str) -> str:
+    """Of a rank's tensors; `size`: of those that no rank has."""
+    return f"model-{rank + 1:05d}-of-{size + 1:05d}-{token}.safetensors"
+
+
+def prune(output_dir: Path, most: int | None) -> None:
+    """Remove the oldest checkpoints beyond the `most` newest. On one rank."""
+    for old in _checkpoints(output_dir)[: -most or None] if most else ():
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(pipeline: Pipeline, folder: Path) -> None:
+    """Versions of the weights, optimizers and learning rates of this rank's stages, as `save` wrote them.
+
+    Raises ValueError for a file that is missing or broken.
+    """
+    path = folder / f"training-{torch.distributed.get_rank()}.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); go on from another checkpoint") from error
+    for key, update in pipeline.updates.items():
+        update.versions.restore(state[key]["versions"])
+        update.optimizer.load_state_dict(state[key]["optimizer"])
+        update.scheduler.load_state_dict(state[key]["scheduler"])
+
+
+def _state_of(pipeline: Pipeline) -> dict[int, dict]:
+    return {
+        key: {
+            "versions": {version: update.versions.tensors(version) for version in update.versions.live()},
+            "optimizer": update.optimizer.state_dict(),
+            "scheduler": update.scheduler.state_dict(),
+        }
+        for key, update in pipeline.updates.items()
+    }
+
+
+def _newest(pipeline: Pipeline) -> dict[str, Tensor]:
+    """All tensors of this rank's stages that a checkpoint has, by the names of the model."""
+    found: dict[str, Tensor] = {}
+    for index, module in pipeline.modules.items():
+        pipeline.versions[index].show_newest()
+        found.update(module.stage.state_dict())
+    return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
+
+
+def _rest(source: str, unused: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+    """Tensors of the model that no stage uses, as they were."""
+    places, rest = tensor_files(source), {}
+    for own, *others in unused:
+        name = next((each for each in (own, *others) if each in places), None)
+        if name is not None:
+            with safe_open(places[name], framework="pt") as file:
+                rest[own] = file.get_tensor(name)
+    return rest
+
+
+def _write_index(partial: Path, sizes: Sequence[Mapping[str, int]], token: str) -> None:
+    weight_map = {name: _file(rank, len(sizes) - 1, token) for rank, of_rank in enumerate(sizes) for name in of_rank}
+    total = sum(size for of_rank in sizes for size in of_rank.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    _sync(path)
+
+
+def _write_state(state: object, path: Path) -> None:
+    torch.save(state, path)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    for each in (*folder.iterdir(), folder):
+        _sync(each)

@@ -1,0 +1,97 @@
+"""What a job takes, before anything is loaded: stages, staleness, memory and time of each device."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.finetuning.partitioning import simulated_seconds
+from megatron.finetuning.plan import Plan, make_plan
+from megatron.finetuning.samples import read_data
+from megatron.training.entry import SameEverywhere
+
+_GIB = 2**30
+
+
+def run_dry(args: argparse.Namespace) -> None:
+    """Print it. Raises SameEverywhere for what would keep the job from running."""
+    try:
+        plan = make_plan(args, read_data(args))
+    except ValueError as error:
+        raise SameEverywhere(str(error)) from error
+    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    for line in first_lines(plan, args):
+        console.print(line, highlight=False)
+    table = Table("device", "stages", "parameters M", "weights GiB", "activations GiB", "of GiB", "compute ms")
+    for rank, (parameters, weights, saved, milliseconds) in enumerate(_of_devices(plan, args)):
+        limit = plan.partition.memory_limit_bytes
+        table.add_row(
+            str(rank), " ".join(map(str, plan.schedule.stages_of(rank))), f"{parameters / 1e6:.2f}",
+            f"{weights / _GIB:.3f}", f"{saved / _GIB:.3f}", f"{limit / _GIB:.2f}", f"{milliseconds:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    accumulation = args.gradient_accumulation_steps
+    console.print(f"simulated: {1000 * _seconds(plan, args):.2f} ms a microbatch, {accumulation} of them a batch")
+
+
+def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """What a run says first: stages per rank, depth, staleness, memory."""
+    schedule = plan.schedule
+    graph, accumulation = schedule.graph, args.gradient_accumulation_steps
+    edges = " ".join(f"{edge} ({plan.edge_bytes[edge.source, edge.target] / 1e6:.2f} MB)" for edge in graph.edges)
+    ranks = "; ".join(
+        f"rank {rank}: {' '.join(map(str, schedule.stages_of(rank)))} "
+        f"({(of[1] + of[2]) / _GIB:.2f} GiB, {of[3]:.1f} ms)"
+        for rank, of in enumerate(_of_devices(plan, args))
+    )
+    depth = max(map(graph.depth, range(schedule.num_stages)))
+    lines = [
+        f"{plan.captured.model_name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
+        f"{args.pipeline_schedule}; stages, memory and work of a microbatch: {ranks}",
+        f"edges: {edges or 'none'}",
+    ]
+    if schedule.weights.refreshes:
+        stale = [-(-graph.depth(stage) // accumulation) for stage in range(schedule.num_stages)]
+        lines.append(
+            f"depth {depth}: the forwards of stages 0 to {schedule.num_stages - 1} use weights that are up to "
+            f"{' '.join(map(str, stale))} steps older than those of their backwards"
+        )
+    else:
+        delay = schedule.weights.delay
+        lines.append(
+            f"depth {depth}: "
+            + ("weights are never stale" if delay == 0 else "weights are one step old" if delay == 1 else "weights are "
+               "stashed: backwards use those of their forwards")
+        )  # fmt: skip
+    return lines
+
+
+def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
+    """Of each: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of a
+    microbatch.
+    """
+    schedule, found = plan.schedule, []
+    work = plan.partition.work(schedule.graph)
+    saved_by_stage = schedule.max_saved_microbatches((args.gradient_accumulation_steps,) * 4)
+    for rank in range(schedule.num_ranks):
+        parameters, saved, seconds = 0, 0.0, 0.0
+        for stage in schedule.stages_of(rank):
+            cost = plan.partition.stages[stage]
+            inputs = sum(size for (_, target), size in plan.edge_bytes.items() if target == stage)
+            parameters += cost.parameters
+            in_flight = saved_by_stage[stage]
+            recomputes = schedule.recomputes(stage)
+            saved += inputs * in_flight + cost.saved_bytes * (1 if recomputes else in_flight)
+            seconds += sum(work[stage])
+        versions = schedule.weights.max_live_versions(rank, schedule.num_ranks) - 1
+        size = plan.partition.weight_bytes_per_parameter + versions * plan.dtype.itemsize
+        found.append((parameters, parameters * size, saved, 1000 * seconds))
+    return found
+
+
+def _seconds(plan: Plan, args: argparse.Namespace) -> float:
+    edge_bytes = [plan.edge_bytes[edge.source, edge.target] for edge in plan.schedule.graph.edges]
+    return simulated_seconds(plan.schedule, plan.partition, edge_bytes, args.gradient_accumulation_steps)

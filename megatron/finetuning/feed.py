@@ -1,0 +1,59 @@
+"""What the stages of a rank take of a microbatch: its samples as tensors, and who draws its random numbers.
+
+Every rank has the data and the same order of samples, so nothing of it travels. A microbatch is asked for by each of
+the rank's stages, in forwards and in recomputes, and is kept until its batch is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.capture.randomness import Draw
+from megatron.capture.stage import StageData
+from megatron.finetuning.data.rows import Rows
+from megatron.pipeline.runtime.stage import EVALUATION_BATCH, Microbatch
+
+
+class Feed:
+    """Called with a microbatch, returns what a stage takes of it.
+
+    `training`: the samples to train on, None where nothing is trained. `size`: samples of a microbatch. `seed`: the
+    run's.
+    """
+
+    def __init__(self, training: Rows | None, *, size: int, seed: int, device: torch.device | str = "cpu") -> None:
+        self._training = training
+        self._size, self._seed, self._device = size, seed, torch.device(device)
+        self._indices: dict[int, Sequence[int]] = {}  # of the microbatches to come and in flight
+        self._made: dict[int, StageData] = {}
+        self._evaluated: Rows | None = None
+        self._positions: list[Sequence[int]] = []
+
+    def add(self, first_microbatch: int, microbatches: Sequence[Sequence[int]]) -> None:
+        """A batch begins: the indices of each of its microbatches."""
+        self._indices.update(enumerate(microbatches, start=first_microbatch))
+
+    def forget(self, below: int) -> None:
+        """No microbatch below this one will be asked for again."""
+        for kept in (self._indices, self._made):
+            for microbatch in [each for each in kept if each < below]:
+                del kept[microbatch]
+
+    def evaluate(self, rows: Rows, microbatches: Sequence[Sequence[int]]) -> None:
+        """An evaluation of these indices follows."""
+        self._evaluated, self._positions = rows, list(microbatches)
+
+    def __call__(self, microbatch: Microbatch) -> StageData:
+        if microbatch.batch == EVALUATION_BATCH:
+            return self._data(self._evaluated, self._positions[microbatch.position], microbatch.index)
+        made = self._made.get(microbatch.index)
+        if made is None:
+            made = self._data(self._training, self._indices[microbatch.index], microbatch.index)
+            self._made[microbatch.index] = made
+        return made
+
+    def _data(self, rows: Rows, indices: Sequence[int], sample: int) -> StageData:
+        tensors = rows.batch(indices, self._size)
+        return StageData({name: each.to(self._device) for name, each in tensors.items()}, Draw(self._seed, sample))

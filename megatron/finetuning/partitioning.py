@@ -1,0 +1,207 @@
+"""From a captured model to its partition: profile, let methods compete, and have the simulator choose.
+
+The objective of `megatron.partition` prices devices and what crosses; it does not know that a stage waits for another.
+The simulator does: it runs the very program of each candidate on the profiled times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx
+import torch
+from torch import Tensor
+
+from megatron.capture.blocks import blocks_of
+from megatron.capture.edges import crossings
+from megatron.capture.export import Captured
+from megatron.capture.graph_file import graph_file, stage_of_operators
+from megatron.capture.profile import BlockCost, parameters_of, profile
+from megatron.capture.signature import signature
+from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
+from megatron.finetuning.stage_edges import bytes_of_edges, edges_of, schedule_of
+from megatron.partition import Competition, Graph, Partition, Result, compete, parse_graph
+from megatron.pipeline.costs import Costs
+from megatron.pipeline.simulate import simulate
+
+ALIKE = 1.005
+"""Candidates whose simulated times are this close are told apart by their depth, which is staleness."""
+
+_STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0}
+"""Of the optimizer for each parameter, in FP32; Adafactor's rows and columns are next to nothing."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`memory_bytes`: of each device. `bandwidth`: between devices, 10^9 bytes per second."""
+
+    num_devices: int
+    memory_bytes: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A result of the competition as a pipeline. `simulated_ms`: of a microbatch, in steady state."""
+
+    result: Result
+    file: PartitionFile
+    simulated_ms: float
+    depth: int
+
+
+def weight_bytes(optim: str, dtype: torch.dtype) -> float:
+    """What a parameter takes with its gradient and the optimizer's state, of the same precision."""
+    return dtype.itemsize * (2 + _STATE_BYTES[optim] / 4)
+
+
+def num_bytes(text: str) -> float:
+    """Of `11GiB`, `512MiB` or `11GB`. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *(GiB|MiB|GB|MB)", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"'{text}' is no amount of memory; write it as 11GiB or 512MiB")
+    return float(match[1]) * {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "MB": 1e6}[match[2]]
+
+
+def cut_model(
+    captured: Captured,
+    batch: Mapping[str, Tensor],
+    machine: Machine,
+    args: argparse.Namespace,
+    *,
+    methods: Sequence[str] = ("sequential", "mixed"),
+    milp_seconds: float | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> tuple[Candidate, list[Candidate], Graph, Competition]:
+    """Profile the model on `batch`, a microbatch on the device that is to be measured, and cut it.
+
+    Returns the choice, all candidates, the graph and the competition. Raises ValueError with the reason of each method
+    where nothing fits.
+    """
+    num_blocks = len(blocks_of(captured))
+    costs = profile(captured, batch, progress=lambda done, _: progress(f"profiling block {done} of {num_blocks}"))
+    dtype = getattr(torch, args.dtype)
+    content = graph_file(
+        captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
+        memory_limit_bytes=machine.memory_bytes, weight_bytes_per_parameter=weight_bytes(args.optim, dtype),
+        microbatches_per_version=1,
+    )  # fmt: skip
+    graph = parse_graph(content)
+    competition = compete(
+        graph, methods=methods, max_stages_per_device=args.max_stages_per_device, milp_seconds=milp_seconds,
+        seed=args.seed, progress=progress,
+    )  # fmt: skip
+    candidates, seen = [], set()
+    for result in competition.results:
+        progress(f"simulating {result.method}")
+        candidate = candidate_of(captured, costs, batch, result, machine, args)
+        key = (tuple(candidate.file.stage_of_node.items()), candidate.file.rank_of_stage)
+        if key not in seen:
+            seen.add(key)
+            candidates.append(candidate)
+    least = min(each.simulated_ms for each in candidates)
+    near = [each for each in candidates if each.simulated_ms <= ALIKE * least]
+    choice = min(near, key=lambda each: (each.depth, each.simulated_ms))
+    return choice, candidates, graph, competition
+
+
+def candidate_of(
+    captured: Captured,
+    costs: Sequence[BlockCost],
+    batch: Mapping[str, Tensor],
+    result: Result,
+    machine: Machine,
+    args: argparse.Namespace,
+) -> Candidate:
+    """A partition with its stages numbered as a pipeline has them, timed by the simulator."""
+    partition = _in_order(captured, result.partition)
+    file = PartitionFile(
+        form=FORM,
+        model=captured.model_name,
+        task=args.task,
+        signature=signature(captured),
+        micro_batch_size=args.per_device_train_batch_size,
+        sequence=(args.max_seq_length, args.max_target_length),
+        dtype=args.dtype,
+        method=result.method,
+        objective_ms=result.value.objective_ms,
+        stage_of_node=dict(sorted(partition.stage_of_node.items())),
+        rank_of_stage=partition.device_of_stage,
+        stages=_stage_costs(captured, costs, partition),
+        bandwidth_gigabytes_per_second=machine.bandwidth,
+        memory_limit_bytes=machine.memory_bytes,
+        weight_bytes_per_parameter=weight_bytes(args.optim, getattr(torch, args.dtype)),
+    )
+    crossing = crossings(captured, file.stage_of_operators(captured))
+    edges = edges_of(captured, crossing)
+    edge_bytes = bytes_of_edges(captured, crossing, captured.sizes_of(batch))
+    schedule = schedule_of("ftpipe", edges, file, recompute=True)
+    seconds = simulated_seconds(schedule, file, [edge_bytes[edge.source, edge.target] for edge in schedule.graph.edges])
+    depth = max(map(schedule.graph.depth, range(schedule.num_stages)))
+    return Candidate(result, file, 1000 * seconds, depth)
+
+
+def simulated_seconds(schedule, file: PartitionFile, edge_bytes: Sequence[int], num_microbatches: int = 1) -> float:
+    """Of a microbatch in steady state, on the profiled times and the machine's bandwidth."""
+    recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
+    costs = Costs(
+        forward=[
+            (each.forward_ms if again else each.plain_forward_ms) / 1000
+            for each, again in zip(file.stages, recomputes, strict=True)
+        ],
+        recompute=[each.plain_forward_ms / 1000 for each in file.stages],
+        backward=[each.plain_backward_ms / 1000 for each in file.stages],
+        bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
+        forward_bytes=list(map(float, edge_bytes)),
+    )
+    settling = max(3 * schedule.num_stages, 4)
+    short, long = (
+        simulate(schedule.build((num_microbatches,) * count), costs).makespan for count in (settling, 2 * settling)
+    )
+    return (long - short) / settling / num_microbatches
+
+
+def _in_order(captured: Captured, partition: Partition) -> Partition:
+    """The same with stages numbered such that each needs only those before it, data's stages left out."""
+    stage_of = stage_of_operators(captured, partition.stage_of_node)
+    first_of: dict[int, int] = {}
+    graph = networkx.DiGraph()
+    place = {node: number for number, node in enumerate(captured.nodes)}
+    for number, stage in stage_of.items():
+        graph.add_node(stage)
+        first_of[stage] = min(first_of.get(stage, number), number)
+        for user in captured.nodes[number].users:
+            target = stage_of.get(place.get(user, -1))
+            if target is not None and target != stage:
+                graph.add_edge(stage, target)
+    order = list(networkx.lexicographical_topological_sort(graph, key=first_of.__getitem__))
+    number_of = {stage: number for number, stage in enumerate(order)}
+    stage_of_node = {node: number_of.get(stage, 0) for node, stage in partition.stage_of_node.items()}
+    return Partition(stage_of_node, tuple(partition.device_of_stage[stage] for stage in order))
+
+
+def _stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Partition) -> tuple[StageCost, ...]:
+    first = len(captured.inputs)
+    sums = [[0.0] * 4 + [0] for _ in range(partition.num_stages)]
+    owners: dict[str, int] = {}
+    for place, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True)):
+        stage = partition.stage_of_node[first + place]
+        total = sums[stage]
+        for number, value in enumerate(
+            (
+                cost.forward_ms, cost.recorded_forward_ms + cost.backward_ms, cost.recorded_forward_ms,
+                cost.backward_ms, cost.saved_bytes,
+            )
+        ):  # fmt: skip
+            total[number] += value
+        for name in parameters_of(captured, block):
+            owners[name] = min(owners.get(name, stage), stage)
+    parameters = [0] * partition.num_stages
+    for name, stage in owners.items():
+        parameters[stage] += captured.parameters[name].numel()
+    return tuple(
+        StageCost(*map(float, total[:4]), count, total[4]) for total, count in zip(sums, parameters, strict=True)
+    )

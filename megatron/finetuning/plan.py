@@ -1,0 +1,131 @@
+"""What all ranks agree on before any has a weight: the graph, the stages of its operators, and the schedule.
+
+Each rank opens the model without memory for its parameters and captures it for itself; the graph's signature says that
+they speak of the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import sympy
+import torch
+
+from megatron.capture.edges import crossings
+from megatron.capture.export import Captured
+from megatron.finetuning.model import capture_model, open_model
+from megatron.finetuning.optimizers import decaying
+from megatron.finetuning.partition_file import PartitionFile
+from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
+from megatron.finetuning.samples import Data
+from megatron.finetuning.stage_edges import bytes_of_edges, edges_of, schedule_of
+from megatron.pipeline.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`stage_of_operator`: for `cut`. `sizes`: what decides the shapes of a microbatch. `base`: the name of the model
+    inside the model. `decays`: names of the weights that decay. `unused`: names under which each tensor that belongs to
+    no stage may lie in the model's folder, its own first. `edge_bytes`: of a microbatch, by (source, target).
+    `save_rest(folder)`: writes the configuration and the tokenizer.
+    """
+
+    captured: Captured
+    partition: PartitionFile
+    schedule: Schedule
+    stage_of_operator: Mapping[int, int]
+    sizes: Mapping[sympy.Symbol, int]
+    base: str
+    decays: frozenset[str]
+    initializer_range: float
+    unused: tuple[tuple[str, ...], ...]
+    edge_bytes: Mapping[tuple[int, int], int]
+    save_rest: Callable[[Path], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return getattr(torch, self.partition.dtype)
+
+    @property
+    def stages_digest(self) -> str:
+        """A name for which operators are in which stage, and on which rank."""
+        content = [sorted(self.stage_of_operator.items()), list(self.schedule.rank_of_stage)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def make_plan(args: argparse.Namespace, data: Data) -> Plan:
+    """Collective where ranks are connected: without --partition the first one profiles and cuts the model.
+
+    Raises ValueError for a model that cannot be captured, or a partition that is not for it.
+    """
+    dtype = getattr(torch, args.dtype)
+    model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
+    batch = data.example(args.per_device_train_batch_size)
+    captured = capture_model(model, batch, data.task.keep)
+    if args.partition is not None:
+        partition = PartitionFile.read(Path(args.partition))
+    else:
+        partition = _made_on_first_rank(args, captured, batch)
+    partition.check(captured, args.partition or "the partition", args)
+    stage_of_operator = partition.stage_of_operators(captured)
+    crossing = crossings(captured, stage_of_operator)
+    sizes = captured.sizes_of(batch)
+    if len(set(partition.rank_of_stage)) != args.devices:
+        raise ValueError(
+            f"{args.partition or 'the partition'} is for {len(set(partition.rank_of_stage))} devices, and the job has "
+            f"{args.devices}; start as many processes, or make the partition again"
+        )
+    schedule = schedule_of(
+        args.pipeline_schedule, edges_of(captured, crossing), partition,
+        recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
+    )  # fmt: skip
+    schedule.validate(args.gradient_accumulation_steps)
+    return Plan(
+        captured=captured,
+        partition=partition,
+        schedule=schedule,
+        stage_of_operator=stage_of_operator,
+        sizes=sizes,
+        base=getattr(model, "base_model_prefix", ""),
+        decays=decaying(model),
+        initializer_range=float(getattr(model.config, "initializer_range", 0.02) or 0.02),
+        unused=_unused(model, captured),
+        edge_bytes=bytes_of_edges(captured, crossing, sizes),
+        save_rest=lambda folder: _save_rest(folder, model, data),
+    )
+
+
+def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
+    made: list[str | None] = [None]
+    connected = torch.distributed.is_initialized()
+    if not connected or torch.distributed.get_rank() == 0:
+        machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
+        choice, *_ = cut_model(captured, batch, machine, args)
+        made = [choice.file.to_json()]
+    if connected and torch.distributed.get_world_size() > 1:
+        torch.distributed.broadcast_object_list(made)
+    return PartitionFile.from_json(made[0])
+
+
+def _unused(model: torch.nn.Module, captured: Captured) -> tuple[tuple[str, ...], ...]:
+    used = {name for names in captured.names.values() for name in names} | captured.persistent
+    base = getattr(model, "base_model_prefix", "")
+    found, seen = [], set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in used and id(parameter) not in seen:
+            seen.add(id(parameter))
+            found.append((name, name.removeprefix(f"{base}."), f"{base}.{name}"))
+    return tuple(found)
+
+
+def _save_rest(folder: Path, model: torch.nn.Module, data: Data) -> None:
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if data.processor is not None:
+        data.processor.save_pretrained(folder)

@@ -1,0 +1,69 @@
+"""Class labels: texts or numbers, as numbers from 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.finetuning.data.rows import Metrics
+from megatron.finetuning.tasks.task import File
+
+
+class Labels:
+    """The classes of a file, in order. Raises ValueError for a column with a single one, or with one for each sample of
+    a hundred and more, as scores have."""
+
+    def __init__(self, file: File, column: str) -> None:
+        self.column = column
+        values = {_plain(file, number, column) for number, _ in enumerate(file.samples)}
+        if len(values) < 2:
+            raise ValueError(f"{file.path}: {column!r} has the value {values.pop()} alone; two classes are needed")
+        if len(values) == len(file.samples) >= 100:
+            raise ValueError(
+                f"{file.path}: {column!r} has another value in each of {len(values)} samples, so it is no class; name "
+                "another with --label_column"
+            )
+        numeric = all(value.lstrip("-").isdigit() for value in values)
+        self.names = sorted(values, key=int if numeric else str)
+        self._number = {name: number for number, name in enumerate(self.names)}
+
+    @property
+    def changes(self) -> dict[str, object]:
+        """To the model's configuration."""
+        return {"num_labels": len(self.names), "id2label": dict(enumerate(self.names)), "label2id": dict(self._number)}
+
+    def of(self, file: File) -> Tensor:
+        """int64 [samples]. Raises ValueError for a class that the first file has not."""
+        found = []
+        for number, _ in enumerate(file.samples):
+            name = _plain(file, number, self.column)
+            if name not in self._number:
+                raise ValueError(
+                    f"{file.path}, sample {number + 1}: the label {name!r} is not in the training file, which has "
+                    f"{', '.join(self.names[:10])}; leave the sample out"
+                )
+            found.append(self._number[name])
+        return torch.tensor(found)
+
+
+def accuracy(labels: Tensor) -> Metrics:
+    """The part of samples whose most likely class is theirs."""
+
+    def metrics(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
+        return {"accuracy": (predictions["logits"] == labels).double().mean().item()}
+
+    return metrics
+
+
+def _plain(file: File, number: int, column: str) -> str:
+    sample = file.samples[number]
+    if column not in sample:
+        raise ValueError(f"{file.path} has no column {column!r} for the label; it has {', '.join(map(str, sample))}")
+    value = sample[column]
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ValueError(
+            f"{file.path}, sample {number + 1}: {column!r} is {value!r}, and a class is a text or a whole number"
+        )
+    return str(value)
