@@ -205,6 +205,7 @@ def _add_output(group) -> None:
     add("--save_total_limit", type=_count, help="keep so many checkpoints")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
     add("--eval_steps", type=_whole, default=0, help="evaluate each so many batches, 0: at the end only")
+    add("--eval_each_epoch", action="store_true", help="evaluate after each epoch")
     add("--logging_steps", type=_count, default=10, help="batches of a log line")
     add("--logging_dir", metavar="FOLDER", help="for TensorBoard")
     add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")

@@ -38,12 +38,12 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
         OnThisRank: this rank did not find the others.
     """
     configure_logging(args.logging_level)
-    _join(args)
+    join(args)
     outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     with initialize.left_in_order(), failure.guard(timeout=timeout):
         try:
-            _run(args, stop)
+            run(args, stop)
         except ValueError as error:
             try:
                 agree_or_raise(error)
@@ -53,7 +53,7 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
         raise outcome
 
 
-def _join(args: argparse.Namespace) -> None:
+def join(args: argparse.Namespace) -> None:
     """Become a rank of the job."""
     problem = None
     try:
@@ -89,7 +89,8 @@ def _check_output_dir(args: argparse.Namespace) -> None:
         )
 
 
-def _run(args: argparse.Namespace, stop: StopSignal) -> None:
+def run(args: argparse.Namespace, stop: StopSignal) -> None:
+    """The run of a rank that has joined the job. Raises ValueError."""
     started = time.perf_counter()
     torch.manual_seed(args.seed)
     data = read_data(args)
@@ -99,6 +100,8 @@ def _run(args: argparse.Namespace, stop: StopSignal) -> None:
         accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
     ) if args.do_train else None  # fmt: skip
     num_steps = _num_steps(args, batches)
+    if args.eval_each_epoch and batches is not None:
+        args.eval_steps = batches.batches_per_epoch
     facts = {
         "signature": plan.partition.signature,
         "stages": plan.stages_digest,

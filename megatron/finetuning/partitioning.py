@@ -83,13 +83,7 @@ def cut_model(
     """
     num_blocks = len(blocks_of(captured))
     costs = profile(captured, batch, progress=lambda done, _: progress(f"profiling block {done} of {num_blocks}"))
-    dtype = getattr(torch, args.dtype)
-    content = graph_file(
-        captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
-        memory_limit_bytes=machine.memory_bytes, weight_bytes_per_parameter=weight_bytes(args.optim, dtype),
-        microbatches_per_version=1,
-    )  # fmt: skip
-    graph = parse_graph(content)
+    graph = graph_of(captured, costs, machine, args)
     competition = compete(
         graph, methods=methods, max_stages_per_device=args.max_stages_per_device, milp_seconds=milp_seconds,
         seed=args.seed, progress=progress,
@@ -106,6 +100,16 @@ def cut_model(
     near = [each for each in candidates if each.simulated_ms <= ALIKE * least]
     choice = min(near, key=lambda each: (each.depth, each.simulated_ms))
     return choice, candidates, graph, competition
+
+
+def graph_of(captured: Captured, costs: Sequence[BlockCost], machine: Machine, args: argparse.Namespace) -> Graph:
+    """What the methods cut."""
+    content = graph_file(
+        captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
+        memory_limit_bytes=machine.memory_bytes,
+        weight_bytes_per_parameter=weight_bytes(args.optim, getattr(torch, args.dtype)),
+    )  # fmt: skip
+    return parse_graph(content)
 
 
 def candidate_of(

@@ -64,10 +64,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
 
     Raises ValueError for a model that cannot be captured, or a partition that is not for it.
     """
-    dtype = getattr(torch, args.dtype)
-    model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
-    batch = data.example(args.per_device_train_batch_size)
-    captured = capture_model(model, batch, data.task.keep)
+    captured, batch, model = captured_model(args, data)
     if args.partition is not None:
         partition = PartitionFile.read(Path(args.partition))
     else:
@@ -99,6 +96,17 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
         save_rest=lambda folder: _save_rest(folder, model, data),
     )
+
+
+def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict[str, torch.Tensor], torch.nn.Module]:
+    """(the graph, a microbatch of real samples, the model without memory for its parameters).
+
+    Raises ValueError for a model that cannot be captured.
+    """
+    dtype = getattr(torch, args.dtype)
+    model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
+    batch = data.example(args.per_device_train_batch_size)
+    return capture_model(model, batch, data.task.keep), batch, model
 
 
 def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
