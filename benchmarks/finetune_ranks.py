@@ -3,75 +3,15 @@
 torchrun --nproc-per-node 4 benchmarks/finetune_ranks.py commands.json
 """
 
-import gc
-import json
-import os
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import backend
 
-backend.install()
-
-import torch
-
-from megatron.capture.profile import profile
-from megatron.finetuning import job
-from megatron.finetuning.arguments import parse_args
-from megatron.finetuning.partitioning import Machine, candidate_of, graph_of
-from megatron.finetuning.plan import captured_model
-from megatron.finetuning.samples import read_data
-from megatron.partition import Partition, Result, evaluate
-from megatron.pipeline.runtime import failure
-from megatron.training import initialize
-from megatron.training.signals import StopSignal
-
-
-def in_turn(command: list[str], num_stages: int, path: Path) -> None:
-    """Write a partition of so many stages in a row, each with about as much work, dealt out in turn to the ranks."""
-    args = parse_args(command)
-    captured, batch, _ = captured_model(args, read_data(args))
-    machine = Machine(args.world_size, 2.0**40, 10.0)
-    costs = profile(captured, batch)
-    work = list(accumulate(each.forward_ms + each.recorded_forward_ms + each.backward_ms for each in costs))
-    first = len(captured.inputs)
-    stage_of_node = dict.fromkeys(range(first), 0)
-    stage = 0
-    for place, done in enumerate(work):
-        blocks_left, stages_left = len(work) - place, num_stages - 1 - stage
-        middle = done - (done - (work[place - 1] if place else 0.0)) / 2
-        is_full = middle > work[-1] * (stage + 1) / num_stages
-        if place and stages_left and (is_full or blocks_left <= stages_left):
-            stage += 1
-        stage_of_node[first + place] = stage
-    partition = Partition(stage_of_node, tuple(stage % args.world_size for stage in range(num_stages)))
-    value = evaluate(graph_of(captured, costs, machine, args), partition)
-    candidate = candidate_of(captured, costs, batch, Result("in turn", partition, value, 0.0), machine, args)
-    candidate.file.write(path)
-    print(f"{num_stages} stages, depth {candidate.depth}, {candidate.simulated_ms:.1f} ms a microbatch simulated")
-
-
-def main() -> None:
-    listed = Path(sys.argv[1])
-    content = json.loads(listed.read_text())
-    partition = listed.with_name("partition.json")
-    stop = StopSignal().install()
-    first = parse_args(content["commands"][0])
-    job.join(first)
-    with initialize.left_in_order(), failure.guard():
-        if os.environ["RANK"] == "0":
-            in_turn(content["commands"][0], content["stages"], partition)
-        torch.distributed.barrier()
-        for command in content["commands"]:
-            args = parse_args([*command, "--partition", str(partition)])
-            initialize.choose_device(args)
-            args.resumed_from = None
-            job.run(args, stop)
-            gc.collect()
-
-
 if __name__ == "__main__":
-    main()
+    backend.install()
+    from benchmarks.finetune_runs import run_all
+
+    run_all(Path(sys.argv[1]))

@@ -5,8 +5,8 @@
 
 The source of the package vaderSentiment (Hutto and Gilbert, 2014; MIT licence) holds film reviews in single sentences,
 product reviews, news and tweets, each with the mean of 20 people's ratings. Film reviews rated 0.5 or more from neutral
-become `train.jsonl`, `validation.jsonl` and `test.jsonl` (text, label). A BERT learns to tell whether texts of the other
-three sets are positive, and is saved as `DATA/bert`, so that what follows is fine-tuning.
+become `train.jsonl`, `validation.jsonl` and `test.jsonl` (text, label). A BERT learns to tell whether texts of the
+other three sets are positive, and is saved as `DATA/bert`, so that what follows is fine-tuning.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """Cut a model's graph into pipeline stages: several methods compete, and the best partition is shown and written.
 
+    python tools/partition.py MODEL --task sequence-classification --train_file F --devices 4 --memory 11GiB \\
+        --output P.json
     python tools/partition.py --graph graph.json
     python tools/partition.py --graph graph.json --max-stages-per-device 2 --output P.json --picture P.png
     python tools/partition.py --graph graph.json --milp 60 --json
@@ -14,8 +16,8 @@ after Ctrl-C.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
@@ -23,6 +25,7 @@ import command_line
 from rich.console import Console
 from rich.table import Table
 
+from megatron.finetuning.arguments import add_data, add_microbatch
 from megatron.partition import METHODS, Competition, Graph, Result, compete, read_graph
 from megatron.planner.files import write_whole
 
@@ -31,7 +34,8 @@ GIB = 2**30
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser_of(__doc__)
-    parser.add_argument("--graph", type=Path, required=True, metavar="FILE", help="the graph, JSON")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder with a model of transformers")
+    parser.add_argument("--graph", type=Path, metavar="FILE", help="a graph instead of a model, JSON")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=["sequential", "mixed"], help="default: sequential mixed"
     )
@@ -46,40 +50,102 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="end with the partition as one JSON line")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the partition, JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the graph by device, memory and utilisation")
+    machine = parser.add_argument_group("the machine of a MODEL")
+    machine.add_argument("--devices", type=command_line.count, metavar="P", help="how many")
+    machine.add_argument("--memory", default="16GiB", help="of each (default: %(default)s)")
+    machine.add_argument(
+        "--bandwidth", type=command_line.positive, default=10.0, metavar="GB/S", help="between them (default: 10)"
+    )
+    add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
+    add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))
     return command_line.run(_run, parser.parse_args(arguments))
 
 
 def _run(options: argparse.Namespace) -> int:
+    if (options.model is None) == (options.graph is None):
+        raise ValueError("give a MODEL, or --graph FILE")
+    return _run_graph(options) if options.model is None else _run_model(options)
+
+
+def _run_model(options: argparse.Namespace) -> int:
+    for name in ("task", "train_file", "devices"):
+        if getattr(options, name) is None:
+            raise ValueError(f"a MODEL is profiled on real data: give --{name}")
+    from megatron import backend
+
+    backend.install()
+    from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
+    from megatron.finetuning.plan import captured_model
+    from megatron.finetuning.samples import read_data
+
+    options.model_name_or_path, options.validation_file, options.do_eval = options.model, None, False
+    machine = Machine(options.devices, num_bytes(options.memory), options.bandwidth)
+    with _progress() as progress:
+        progress("reading data")
+        data = read_data(options)
+        progress("capturing")
+        captured, batch, _ = captured_model(options, data)
+        choice, candidates, graph, competition = cut_model(
+            captured, batch, machine, options, methods=_methods(options), milp_seconds=options.milp, progress=progress
+        )
+    _show(graph, competition, choice.result, {id(each.result): each.simulated_ms for each in candidates})
+    if options.output:
+        choice.file.write(options.output)
+        print(f"Partition: {options.output}")
+    _draw(graph, choice.result, options)
+    if options.json:
+        found = json.loads(choice.file.to_json())
+        names = ("method", "objective_ms", "device_of_node", "stage_of_node")
+        print(json.dumps({**{name: found[name] for name in names}, "simulated_ms": choice.simulated_ms}))
+    return 0
+
+
+def _run_graph(options: argparse.Namespace) -> int:
     graph = read_graph(options.graph)
     if graph.unknown:
         print(f"note: {options.graph}: keys that mean nothing here: {', '.join(graph.unknown)}", file=sys.stderr)
-    methods = list(options.methods)
-    if options.milp is not None and "milp" not in methods:
-        methods.append("milp")
-    errors = Console(stderr=True)
-    with errors.status("reading") if errors.is_terminal else nullcontext() as status:
+    with _progress() as progress:
         competition = compete(
             graph,
-            methods=methods,
+            methods=_methods(options),
             max_stages_per_device=options.max_stages_per_device,
             milp_seconds=options.milp,
             seed=options.seed,
-            progress=status.update if status else lambda text: None,
+            progress=progress,
         )
-    _show(graph, competition)
     choice = competition.choice
+    _show(graph, competition, choice, {})
     content = _content(choice)
     if options.output:
         write_whole(options.output, json.dumps(content, indent=1) + "\n")
         print(f"Partition: {options.output}")
+    _draw(graph, choice, options)
+    if options.json:
+        print(json.dumps(content))
+    return 0
+
+
+def _methods(options: argparse.Namespace) -> list[str]:
+    methods = list(options.methods)
+    if options.milp is not None and "milp" not in methods:
+        methods.append("milp")
+    return methods
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Says on standard error what is under way: in place, or where that is no terminal not at all."""
+    errors = Console(stderr=True)
+    with errors.status("reading") if errors.is_terminal else nullcontext() as status:
+        yield status.update if status else lambda text: None
+
+
+def _draw(graph: Graph, choice: Result, options: argparse.Namespace) -> None:
     if options.picture:
         from megatron.partition.draw import draw
 
         draw(graph, choice, options.picture)
         print(f"Picture: {options.picture}")
-    if options.json:
-        print(json.dumps(content))
-    return 0
 
 
 def _content(result: Result) -> dict:
@@ -92,21 +158,25 @@ def _content(result: Result) -> dict:
     }
 
 
-def _show(graph: Graph, competition: Competition) -> None:
+def _show(graph: Graph, competition: Competition, choice: Result, simulated: Mapping[int, float]) -> None:
+    """`simulated`: milliseconds of a microbatch, by the id of a result."""
     console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
     bound = graph.bound_ms
     table = Table(title=f"{graph.name or 'graph'}: {graph.num_devices} devices, bound {bound:.3f} ms")
     columns = ("method", "stages", "depth", "busiest ms", "over bound", "most GiB", "crosses MB", "seconds", "from")
+    columns = (*columns[:5], "simulated ms", *columns[5:]) if simulated else columns
     for column in columns:
         table.add_column(column, justify="left" if column in ("method", "from") else "right")
     for result in competition.results:
         value = result.value
+        timed = [f"{simulated[id(result)]:.3f}" if id(result) in simulated else ""] if simulated else []
         table.add_row(
-            result.method + (" *" if result is competition.choice else ""),
+            result.method + (" *" if result is choice else ""),
             str(result.partition.num_stages),
             str(value.depth),
             f"{value.objective_ms:.3f}",
             f"{value.objective_ms / bound:.4f}" if bound else "",
+            *timed,
             f"{max(value.memory_bytes) / GIB:.2f}",
             f"{value.crossing_bytes / 1e6:.1f}",
             f"{result.seconds:.1f}",
@@ -115,7 +185,6 @@ def _show(graph: Graph, competition: Competition) -> None:
     console.print(table)
     for method, reason in competition.failures.items():
         console.print(f"{method}: {reason}", highlight=False)
-    choice = competition.choice
     devices = Table(title=f"choice: {choice.method}")
     for column in ("device", "stages", "compute ms", "utilisation", "GiB", "of GiB"):
         devices.add_column(column, justify="right")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
@@ -25,8 +24,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> 
 
     Raises ValueError for what cannot be.
     """
-    words = [_with_underscores(word) for word in (sys.argv[1:] if argv is None else argv)]
-    args = _parser(prog).parse_args(words)
+    args = _parser(prog).parse_args(argv)
     validate(args)
     return args
 
@@ -91,12 +89,14 @@ def number(name: str, default: int) -> int:
     return int(text)
 
 
-def _with_underscores(word: str) -> str:
-    """`--learning-rate=1` as `--learning_rate=1`."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+def both_spellings(group) -> Callable[..., argparse.Action]:
+    """`add_argument` of a group, which takes `--learning-rate` for `--learning_rate`, too."""
+
+    def add(*names: str, **words: object) -> argparse.Action:
+        others = [name.replace("_", "-") for name in names if "_" in name]
+        return group.add_argument(*names, *others, **words)
+
+    return add
 
 
 def _at_least(least: float, kind: type) -> Callable[[str], float]:
@@ -131,9 +131,15 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _add_model_and_data(group) -> None:
-    add = group.add_argument
+    add = both_spellings(group)
     add("--model_name_or_path", required=True, metavar="FOLDER", help="a folder with config, weights and tokenizer")
-    add("--task", choices=TASKS, required=True, help="what is learned")
+    add_data(group, required=True)
+
+
+def add_data(group, *, required: bool) -> None:
+    """What is learned from which data."""
+    add = both_spellings(group)
+    add("--task", choices=TASKS, required=required, help="what is learned")
     add("--train_file", metavar="FILE", help="JSONL, CSV or parquet")
     add("--validation_file", metavar="FILE", help="the same for evaluations")
     add("--text_column", help="column of the text; none: the first known name that the file has")
@@ -154,15 +160,23 @@ def _add_model_and_data(group) -> None:
     add("--max_eval_samples", type=_count, help="of the file's first samples")
 
 
+def add_microbatch(group) -> None:
+    """What a microbatch and the state of a parameter are."""
+    add = both_spellings(group)
+    add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
+    add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
+    add("--bf16", dest="dtype", action="store_const", const="bfloat16", help="the same as --dtype bfloat16")
+
+
 def _add_training(group) -> None:
-    add = group.add_argument
+    add = both_spellings(group)
     add("--do_train", action="store_true", help="train; without --do_train and --do_eval: both, as files are given")
     add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_steps says")
-    add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
+    add_microbatch(group)
     add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
     add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
     add("--learning_rate", type=_real, default=5e-5, help="at its peak")
-    add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
     add("--weight_decay", type=_real, default=0.0, help="of weights that are no biases and in no norm")
     add("--adam_beta1", type=_real, default=0.9, help="decay of the first moment")
     add("--adam_beta2", type=_real, default=0.999, help="decay of the second moment")
@@ -176,12 +190,10 @@ def _add_training(group) -> None:
     add("--warmup_ratio", type=_real, default=0.0, help="the same as a part of all")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
     add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
-    add("--bf16", dest="dtype", action="store_const", const="bfloat16", help="the same as --dtype bfloat16")
 
 
 def _add_pipeline(group) -> None:
-    add = group.add_argument
+    add = both_spellings(group)
     add("--pipeline_schedule", choices=SCHEDULES, default="ftpipe", help="ftpipe does not wait; flush is exact")
     add("--partition", metavar="FILE", help="of tools/partition.py; none: the model is profiled and cut here")
     add("--max_stages_per_device", type=_count, default=2, help="where the model is cut here")
@@ -198,7 +210,7 @@ def _add_pipeline(group) -> None:
 
 
 def _add_output(group) -> None:
-    add = group.add_argument
+    add = both_spellings(group)
     add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
     add("--overwrite_output_dir", action="store_true", help="begin again where it has checkpoints of another run")
     add("--save_steps", type=_whole, default=0, help="save each so many batches, 0: at the end only")

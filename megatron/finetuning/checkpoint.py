@@ -2,8 +2,8 @@
 
 Each rank writes the tensors of its stages into a file of its own, as large models come from Hugging Face; the index
 says in which file each lies. Tensors that belong to no stage, because the task has no use for them, are copied from
-where the model came from. A folder is written under another name and renamed when all of it is on the disk: there is a whole
-checkpoint under its name, or none.
+where the model came from. A folder is written under another name and renamed when all of it is on the disk: there is a
+whole checkpoint under its name, or none.
 """
 
 from __future__ import annotations
