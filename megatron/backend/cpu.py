@@ -11,6 +11,7 @@ import logging
 import warnings
 
 import torch
+from torch.utils import _device as torch_device
 
 from megatron.backend.host_optimizers import type_with_cuda_names
 
@@ -52,6 +53,8 @@ def install_stand_ins() -> None:
     # Moves tensors to the device: they are there.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, device=None: self
+    # `with torch.device(...)` knows the factories by a list that torch makes once: of its own, and not of these.
+    torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_random()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def join(args: argparse.Namespace) -> None:
     problem = None
     try:
         initialize.choose_device(args)
-        _check_output_dir(args)
+        check_output_dir(args)
     except ValueError as error:
         problem = str(error)
     try:
@@ -70,7 +71,7 @@ def join(args: argparse.Namespace) -> None:
     initialize.join(args, store)
 
 
-def _check_output_dir(args: argparse.Namespace) -> None:
+def check_output_dir(args: argparse.Namespace) -> None:
     """Find where to go on. Raises ValueError where a run would write over another's checkpoints."""
     args.resumed_from = None
     if args.output_dir is None:
@@ -102,6 +103,10 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     num_steps = _num_steps(args, batches)
     if args.eval_each_epoch and batches is not None:
         args.eval_steps = batches.batches_per_epoch
+    for size in sorted(
+        {len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)} if batches else ()
+    ):
+        _check_size(plan, size, args)
     facts = {
         "signature": plan.partition.signature,
         "stages": plan.stages_digest,
@@ -154,6 +159,16 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     torch.distributed.barrier()
     pipeline.engine.close()
     report.close()
+
+
+def _check_size(plan: Plan, num_microbatches: int, args: argparse.Namespace) -> None:
+    """Raises ValueError where the schedule cannot run batches of this size, such as the last one of an epoch."""
+    try:
+        plan.schedule.validate(num_microbatches)
+    except ValueError as error:
+        if num_microbatches == args.gradient_accumulation_steps:
+            raise
+        raise ValueError(f"the last batch of an epoch: {error}; or give --dataloader_drop_last") from error
 
 
 def _no_save(batches: int, microbatches: int) -> None:

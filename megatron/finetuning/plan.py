@@ -82,7 +82,6 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
         args.pipeline_schedule, edges_of(captured, crossing), partition,
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
     )  # fmt: skip
-    schedule.validate(args.gradient_accumulation_steps)
     return Plan(
         captured=captured,
         partition=partition,

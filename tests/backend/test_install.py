@@ -51,6 +51,16 @@ def test_factories_take_the_name_cuda():
 
 
 @on_cpu
+def test_a_device_as_context_is_obeyed_by_factories():
+    """transformers builds models within `torch.device("meta")`: a factory that does not obey leaves garbage there."""
+    result = run_python(
+        "from megatron import backend\nbackend.install()\nimport torch\n"
+        "with torch.device('meta'):\n    made = [torch.arange(3), torch.empty(3), torch.nn.Linear(2, 2).weight]\n"
+        "assert all(each.is_meta for each in made), made\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_type_names_are_cuda_names_for_megatron_core_only():
     """The optimizers compare `param.type()` with CUDA's names; all other callers see the truth."""
     tensor = torch.zeros(1, dtype=torch.bfloat16)

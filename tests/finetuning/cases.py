@@ -1,0 +1,132 @@
+"""What ranks of the tests of fine-tuning run: whole runs of the tiny models, on partitions made by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from megatron.capture.blocks import blocks_of
+from megatron.capture.signature import signature
+from megatron.finetuning import job
+from megatron.finetuning.arguments import parse_args
+from megatron.finetuning.data.epochs import Epochs
+from megatron.finetuning.model import open_model
+from megatron.finetuning.optimizers import decaying, make_optimizer, make_scheduler
+from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
+from megatron.finetuning.plan import captured_model
+from megatron.finetuning.samples import read_data
+from megatron.training.metrics import read_metrics
+from megatron.training.signals import StopSignal
+from tests.finetuning import tiny
+
+
+@dataclass
+class Outcome:
+    """`lines`: of the metrics file. `weights`: of the folder that was written."""
+
+    lines: list[dict]
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines if "loss" in line]
+
+    def evaluation(self) -> dict[str, float]:
+        (line,) = [line for line in self.lines if "eval_loss" in line]
+        return line
+
+
+def partition(
+    folder: Path, task: str, rank_of_stage: Sequence[int], *words: object, dropout: float = 0.0, scattered: int = 0
+) -> Path:
+    """Contiguous stages of about as many blocks each. `scattered`: blocks of the first stage that go to a later one as
+    soon as they can, so that stages are no chain.
+    """
+    args = tiny.arguments(folder, task, *words, dropout=dropout)
+    captured, _, _ = captured_model(args, read_data(args))
+    blocks, first, num_stages = blocks_of(captured), len(captured.inputs), len(rank_of_stage)
+    stage_of_node = dict.fromkeys(range(first), 0)
+    for place in range(len(blocks)):
+        stage_of_node[first + place] = place * num_stages // len(blocks)
+    cost = StageCost(1.0, 3.0, 1.0, 2.0, 0, 0)
+    file = PartitionFile(
+        form=FORM, model=captured.model_name, task=task, signature=signature(captured),
+        micro_batch_size=args.per_device_train_batch_size, sequence=(args.max_seq_length, args.max_target_length),
+        dtype=args.dtype, method="by hand", objective_ms=0.0, stage_of_node=stage_of_node,
+        rank_of_stage=tuple(rank_of_stage), stages=(cost,) * num_stages, bandwidth_gigabytes_per_second=10.0,
+        memory_limit_bytes=2.0**34, weight_bytes_per_parameter=16.0,
+    )  # fmt: skip
+    path = folder / f"{task}-{'-'.join(map(str, rank_of_stage))}-{dropout}.json"
+    file.write(path)
+    return path
+
+
+def finetune(folder: Path, task: str, *, words: Sequence[object] = (), dropout: float = 0.0, name: str) -> Outcome:
+    """One run of all ranks."""
+    folder = Path(folder)
+    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(dist.get_world_size()), str(dist.get_rank())
+    metrics, output = folder / f"{name}.jsonl", folder / name
+    try:
+        args = parse_args(
+            [*tiny.command(folder, task, *words, dropout=dropout), "--output_dir", str(output), "--metrics_file",
+             str(metrics), "--logging_steps", "1000"]
+        )  # fmt: skip
+        args.distributed_backend = "gloo"
+        job.check_output_dir(args)
+        dist.barrier()
+        job.run(args, StopSignal())
+    finally:
+        del os.environ["WORLD_SIZE"], os.environ["RANK"]
+    if dist.get_rank():
+        return Outcome([])
+    return Outcome(read_metrics(str(metrics)), weights_of(output, task))
+
+
+def weights_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
+    """As `from_pretrained` has them, every name of the model."""
+    model = loaded(folder, task)
+    return {name: each.detach() for name, each in model.state_dict().items()}
+
+
+def loaded(folder: Path, task: str) -> torch.nn.Module:
+    from megatron.finetuning.tasks import TASKS
+
+    model, found = getattr(transformers, TASKS[task].auto_model).from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model
+
+
+def plain(folder: Path, task: str, *, words: Sequence[object] = ()) -> Outcome:
+    """The same training in one process, with nothing but torch and transformers."""
+    args = parse_args(tiny.command(Path(folder), task, *map(str, words)))
+    data = read_data(args)
+    torch.manual_seed(args.seed)
+    model = loaded(Path(args.model_name_or_path), task).train()
+    decays = decaying(open_model(args.model_name_or_path, data.task.auto_model, changes=data.changes))
+    optimizer = make_optimizer(dict(model.named_parameters()), args, decays=decays)
+    epochs = Epochs(
+        num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
+    )  # fmt: skip
+    num_steps = int(args.num_train_epochs * epochs.batches_per_epoch)
+    scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
+    lines = []
+    for step, batch in zip(range(1, num_steps + 1), epochs.batches(), strict=False):
+        losses = []
+        for indices in batch:
+            loss = model(**data.training.batch(indices, len(indices))).loss
+            (loss / len(batch)).backward()
+            losses.append(loss.item())
+        if args.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        lines.append({"step": step, "loss": sum(losses) / len(losses), "learning_rate": scheduler.get_last_lr()[0]})
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return Outcome(lines, {name: each.detach() for name, each in model.state_dict().items()})

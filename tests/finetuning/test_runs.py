@@ -1,0 +1,137 @@
+"""Whole runs of `finetune.py`'s job: what they train, what they write, and where they go on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron import backend
+
+backend.install()
+
+from megatron.finetuning.samples import read_data
+from tests import workers
+from tests.finetuning import cases, tiny
+
+CASES = "tests.finetuning.cases"
+CLASSES = "sequence-classification"
+EVALUATED = ["--do_train", "--do_eval", "--num_train_epochs", 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def run(folder: Path, name: str, *words: object, task: str = CLASSES, ranks: int = 2, dropout: float = 0.0):
+    outcome, *_ = workers.run(
+        ranks, f"{CASES}:finetune", folder=folder, task=task, words=tuple(map(str, words)), dropout=dropout, name=name
+    )
+    return outcome
+
+
+def same(one: cases.Outcome, other: cases.Outcome, *, exactly: bool = True) -> None:
+    assert one.weights.keys() == other.weights.keys()
+    for name, weights in one.weights.items():
+        if exactly:
+            assert torch.equal(weights, other.weights[name]), name
+        else:
+            torch.testing.assert_close(weights, other.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("task", "schedule", "words"),
+    [
+        (CLASSES, "flush", ["--gradient_accumulation_steps", 3, "--max_grad_norm", 0.1, "--weight_decay", 0.1]),
+        pytest.param(
+            "text-to-text",
+            "gpipe",
+            ["--optim", "sgd", "--learning_rate", 0.1, "--gradient_accumulation_steps", 2],
+            marks=pytest.mark.full,
+        ),
+        pytest.param("causal-lm", "flush", ["--optim", "adafactor", "--learning_rate", 0.01], marks=pytest.mark.full),
+        pytest.param("image-classification", "flush", ["--warmup_steps", 3], marks=pytest.mark.full),
+        pytest.param("question-answering", "gpipe", ["--optim", "adam"], marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_train_what_one_process_trains(folder, task, schedule, words):
+    """Two stages on each rank, a short last microbatch and a short last batch, clipping, weight decay."""
+    words = [*words, "--num_train_epochs", 2, "--lr_scheduler_type", "cosine", "--pipeline_schedule", schedule]
+    expected = cases.plain(folder, task, words=words)
+    cut = cases.partition(folder, task, (0, 1, 0, 1))
+    found = run(folder, f"{task}-{schedule}", *words, "--partition", cut, task=task)
+    assert len(set(expected.losses)) == len(expected.losses) > 2
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert [line["learning_rate"] for line in found.lines] == [line["learning_rate"] for line in expected.lines]
+    same(found, expected, exactly=False)
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("flush", marks=pytest.mark.full), "ftpipe"])
+def test_ranks_do_not_matter(folder, schedule):
+    """With dropout, the same stages on two ranks, or all on one: the same bits, ftpipe's too."""
+    words = ["--num_train_epochs", 2, "--gradient_accumulation_steps", 2, "--pipeline_schedule", schedule]
+    runs = [
+        run(
+            folder, f"places-{schedule}-{number}", *words, "--partition",
+            cases.partition(folder, CLASSES, ranks, dropout=0.1), dropout=0.1, ranks=len(set(ranks)),
+        )
+        for number, ranks in enumerate([(0, 1, 1, 0), (0, 0, 0, 0)])
+    ]  # fmt: skip
+    assert runs[0].losses == runs[1].losses
+    same(*runs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("ftpipe", (0, 1, 0, 1)),
+        pytest.param("2bw", (0, 1), marks=pytest.mark.full),
+        pytest.param("flush", (0, 1, 0, 1), marks=pytest.mark.full),
+        pytest.param("pipedream", (0, 1), marks=pytest.mark.full),
+    ],
+)
+def test_a_resumed_run_is_the_run(folder, schedule, ranks):
+    """A run that has saved on its way, and one that goes on from what it saved: the same bits at the end."""
+    words = [
+        "--num_train_epochs", 2, "--pipeline_schedule", schedule, "--save_steps", 3, "--partition",
+        cases.partition(folder, CLASSES, ranks, dropout=0.1), "--gradient_accumulation_steps",
+        1 if schedule == "pipedream" else 2, "--dataloader_drop_last",
+    ]  # fmt: skip
+    whole = run(folder, f"whole-{schedule}", *words, dropout=0.1)
+    checkpoint = folder / f"whole-{schedule}" / "checkpoint-3"
+    rest = run(folder, f"rest-{schedule}", *words, "--resume_from_checkpoint", checkpoint, dropout=0.1)
+    assert rest.losses == whole.losses[3:] and len(rest.losses) >= 3
+    same(whole, rest)
+    assert cases.weights_of(checkpoint, CLASSES).keys() == whole.weights.keys()
+
+
+def test_an_evaluation_is_the_models(folder):
+    """What a run says of its last weights is what transformers finds with the folder that it wrote."""
+    words = ["--pipeline_schedule", "ftpipe", "--partition", cases.partition(folder, CLASSES, (0, 1, 0, 1))]
+    validation = tiny.data_file(folder, num_samples=70, seed=3)
+    found = run(folder, "evaluated", *EVALUATED, *words, "--validation_file", validation).evaluation()
+    args = tiny.arguments(folder, CLASSES, "--validation_file", validation, "--do_eval")
+    rows = read_data(args).validation
+    model = cases.loaded(folder / "evaluated", CLASSES).eval()
+    batch = rows.batch(range(len(rows)), len(rows))
+    with torch.no_grad():
+        output = model(**batch)
+    assert found["eval_loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+    assert found["eval_accuracy"] == (output.logits.argmax(-1) == batch["labels"]).double().mean().item()
+
+
+def test_a_new_head_begins_alike_everywhere(folder):
+    """A folder of the inner model: its tensors are found under their short names, and the head is made by the seed."""
+    inner = cases.loaded(tiny.model_folder(folder), CLASSES).bert
+    inner.save_pretrained(folder / "inner")
+    tiny.tokenizer().save_pretrained(folder / "inner")
+    outcomes = []
+    for ranks in ((0, 1), (0, 0)):
+        words = ["--max_steps", 1, "--learning_rate", 0, "--model_name_or_path", folder / "inner", "--partition"]
+        cut = cases.partition(folder, CLASSES, ranks)
+        outcomes.append(run(folder, f"head-{ranks}", *words, cut, ranks=len(set(ranks))))
+    same(*outcomes)
+    head = outcomes[0].weights["classifier.weight"]
+    assert 0.005 < head.std() < 0.05 and not outcomes[0].weights["classifier.bias"].any()
+    for name, weights in inner.state_dict().items():
+        assert torch.equal(outcomes[0].weights[f"bert.{name}"], weights), name

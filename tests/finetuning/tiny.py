@@ -1,0 +1,126 @@
+"""Tiny models in folders, as users have them, and files of samples for them: nothing is downloaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from megatron.finetuning.arguments import parse_args
+
+WORDS = [f"w{number}" for number in range(40)]
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+_SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+transformers.logging.set_verbosity_error()
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*_SPECIAL, *WORDS])}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
+        eos_token="[SEP]", model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+
+
+def _bert(cls: type, dropout: float):
+    config = transformers.BertConfig(
+        vocab_size=44, **_SHAPE, max_position_embeddings=32, hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout, num_labels=2,
+    )  # fmt: skip
+    return cls(config)
+
+
+def _t5(dropout: float):
+    config = transformers.T5Config(
+        vocab_size=44, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=3,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _gpt2(dropout: float):
+    config = transformers.GPT2Config(
+        vocab_size=44, n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
+        attn_pdrop=dropout, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _vit(dropout: float):
+    config = transformers.ViTConfig(
+        **_SHAPE, image_size=8, patch_size=4, num_channels=1, hidden_dropout_prob=dropout, num_labels=3
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+MODELS = {
+    "sequence-classification": lambda dropout: _bert(transformers.BertForSequenceClassification, dropout),
+    "question-answering": lambda dropout: _bert(transformers.BertForQuestionAnswering, dropout),
+    "text-to-text": _t5,
+    "causal-lm": _gpt2,
+    "image-classification": _vit,
+}
+
+
+def model_folder(folder: Path, task: str = "sequence-classification", *, dropout: float = 0.0) -> Path:
+    """A model of the task with its tokenizer, saved as users have them."""
+    path = folder / f"{task}-{dropout}"
+    if not path.exists():
+        torch.manual_seed(0)
+        MODELS[task](dropout).save_pretrained(path)
+        if task != "image-classification":
+            tokenizer().save_pretrained(path)
+    return path
+
+
+def sample(task: str, choose: random.Random) -> dict:
+    words = choose.choices(WORDS, k=choose.randint(3, 9))
+    text = " ".join(words)
+    if task == "sequence-classification":
+        return {"text": text, "label": "odd" if int(words[0][1:]) % 2 else "even"}
+    if task == "text-to-text":
+        return {"source": text, "target": " ".join(words[:3])}
+    if task == "causal-lm":
+        return {"text": text}
+    if task == "question-answering":
+        answers = {"text": [words[1]], "answer_start": [len(words[0]) + 1]}
+        return {"question": words[1], "context": text, "answers": answers}
+    return {"image": [[choose.random() for _ in range(8)] for _ in range(8)], "label": choose.randrange(3)}
+
+
+def data_file(folder: Path, task: str = "sequence-classification", *, num_samples: int = 20, seed: int = 0) -> Path:
+    path = folder / f"{task}-{num_samples}-{seed}.jsonl"
+    choose = random.Random(seed)
+    samples = [sample(task, choose) for _ in range(num_samples)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in samples), encoding="utf-8")
+    return path
+
+
+def arguments(folder: Path, task: str = "sequence-classification", *words: object, dropout: float = 0.0, **files):
+    """Of a run, parsed: the tiny model, its data, sequences of 12 tokens."""
+    return parse_args(command(folder, task, *words, dropout=dropout, **files))
+
+
+def command(
+    folder: Path, task: str = "sequence-classification", *words: object, dropout: float = 0.0, num_samples: int = 20
+) -> list[str]:
+    return [
+        "--model_name_or_path", str(model_folder(folder, task, dropout=dropout)), "--task", task,
+        "--train_file", str(data_file(folder, task, num_samples=num_samples)), "--output_dir", str(folder / "out"),
+        "--max_seq_length", "12", "--max_target_length", "6", "--doc_stride", "2",
+        "--per_device_train_batch_size", "3", *map(str, words),
+    ]  # fmt: skip
+
+
+def namespace(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), **changes})
