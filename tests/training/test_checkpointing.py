@@ -133,7 +133,9 @@ def test_both_weight_versions_are_restored(tmp_path, degrees):
         assert fresh.keys() == {0} and equal(fresh[0], before[3])
 
 
-@pytest.mark.parametrize("skips", [(), (2,), (3,)])
+@pytest.mark.parametrize(
+    "skips", [pytest.param((), marks=pytest.mark.full), (2,), pytest.param((3,), marks=pytest.mark.full)]
+)
 def test_three_weight_versions_are_restored(tmp_path, skips):
     """A delay of two batches gets all back, skipped steps included; 2bw takes the younger two, flush the newest."""
     saved = workers.run(2, CASES + "save_three_versions", directory=str(tmp_path), changes=TWO_STAGES, skips=skips)

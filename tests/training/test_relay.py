@@ -46,12 +46,12 @@ def assert_same(expected: list[dict], found: list[dict]) -> None:
 BIT_EQUAL = {
     "a layer a stage, eager": (EXACT, 1, L2L),
     "a layer a stage, clipped": (CLIPPED, 1, f"{L2L} --l2l-update deferred"),
-    "bf16, replicas": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2}"),
     "bf16, replicas that gather": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2} {SHARES}"),
     "inputs on the host, bf16": (f"{CLIPPED} --bf16", 1, f"{L2L} {ON_HOST}"),
     "tensor ranks": (f"{CLIPPED} {TENSOR}", 2, L2L),
 }
 BIT_EQUAL_MATRIX = {
+    "bf16, replicas": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2}"),
     "replicas": (CLIPPED, 2, L2L),
     "bf16": (f"{CLIPPED} --bf16", 1, L2L),
     "one stage": ("", 1, f"{L2L} {V1}"),

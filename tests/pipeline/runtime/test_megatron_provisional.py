@@ -63,7 +63,7 @@ TABLE = {
 
 
 FULL = {  # others hold the same features
-    "uniform": ((1, 1, 1), (2, 1, 1)), "tied": ((2, 1, 1),),
+    "uniform": ((1, 1, 1), (2, 1, 1)), "tied": ((2, 1, 1), (4, 1, 1)),
     "ramp-up, warm-up, clipped": ((2, 1, 1),), "drained": ((1, 1, 1),),
 } | dict.fromkeys((
     "plain", "tied uniform", "BERT",

@@ -162,7 +162,7 @@ DROPOUT_OVER_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", DROPOUT_OVER_TENSORS)
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.full), "sequence parallel"])
 def test_dropout_over_tensor_ranks_does_not_depend_on_the_pipeline(name):
     """With t=2 tensor ranks draw masks of their own, so no single process is the reference: p=2 equals p=1 instead."""
     case = cases.Case(**DROPOUT_OVER_TENSORS[name], p=2)

@@ -47,7 +47,7 @@ def assert_in_order(accounts, *, moves=False):
         (2, {"schedule": "gpipe", "p": 2, "clip": 1.0}),
         (2, {"schedule": "flush", "p": 2, "clip": 1.0, "tied": True, "drains": (1,)}),
         pytest.param(2, {"schedule": "flush", "t": 2, "sequence_parallel": True}, marks=FULL),
-        (2, {"schedule": "2bw", "p": 2, "clip": 1.0, "tied": True}),
+        pytest.param(2, {"schedule": "2bw", "p": 2, "clip": 1.0, "tied": True}, marks=FULL),
         (2, {"schedule": "2bw", "p": 2, "recompute": True, "dropout": 0.1, "dtype": "bfloat16", "extra_warmup": True}),
         (2, {"schedule": "2bw", "p": 2, "dtype": "float16", "overflow_batches": (2,), "drains": (1,)}),
         pytest.param(2, {"schedule": "2bw", "t": 2, "clip": 1.0, "sequence_parallel": True}, marks=FULL),
@@ -59,7 +59,7 @@ def assert_in_order(accounts, *, moves=False):
         ),
         (2, {"schedule": "2bw", "d": 2, "clip": 1.0, "single_gradient_buffer": True}),
         (2, {"schedule": "2bw", "p": 2, "predict": True, "clip": 1.0, "tied": True, "drains": (1,)}),
-        (
+        pytest.param(
             2,
             {
                 "schedule": "2bw",
@@ -70,6 +70,7 @@ def assert_in_order(accounts, *, moves=False):
                 "overflow_batches": (2,),
                 "drains": (3,),
             },
+            marks=FULL,
         ),
         pytest.param(
             2,
@@ -252,7 +253,9 @@ def test_weights_come_and_gradients_go_in_order(num_ranks, num_virtual_stages, r
     ("num_ranks", "residency", "options"),
     [
         (1, Residency(2, "deferred", "host"), {"layers": 3, "clip": 1.0, "tied": True, "drains": (1,)}),
-        (2, Residency(2, "eager"), {"layers": 4, "p": 2, "dtype": "bfloat16", "dropout": 0.1}),
+        pytest.param(
+            2, Residency(2, "eager"), {"layers": 4, "p": 2, "dtype": "bfloat16", "dropout": 0.1}, marks=FULL
+        ),
         (2, Residency(2, "deferred"), {"layers": 2, "d": 2, "dtype": "float16", "overflow_batches": (2,)}),
         (2, Residency(2, "eager"), {"layers": 4, "d": 2, "dtype": "bfloat16", "gathers": True, "drains": (1,)}),
         pytest.param(
