@@ -119,6 +119,7 @@ def assert_as_proved(rows: list[dict]) -> None:
         assert min(row["counted"]["bytes"]) > 0
 
 
+@pytest.mark.full
 def test_memory_is_what_the_checker_proves():
     """A GPT of megatron.core on four stages: saved microbatches and live weight versions, counted while each schedule
     runs, are the checker's, and the saved bytes are those of that many microbatches."""

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
 from tests.network_hosts import make_hosts
 
 PAYLOAD, ACTIVATIONS, MICROBATCHES, EVICTIONS = 1 << 16, 1 << 18, 8, 3
 
 
+@pytest.mark.full
 def test_pairs_cross_the_link_under_standard_only(tmp_path):
     """p=4 on two hosts. `standard` sends one boundary's activations, or gradients, and the three microbatches that
     stage 0 evicts, or gets back; `pair-adjacent` sends those of two boundaries, and nothing of a pair. The counters say

@@ -96,6 +96,7 @@ def test_one_node_script_shows_its_usage(script, usage):
     assert result.returncode == 1 and usage in result.stderr
 
 
+@pytest.mark.full
 def test_bert_from_text_to_losses(tmp_path):
     """Without arguments the BERT script makes its data of the text that every machine has, trains and evaluates."""
     environment = {"OUTPUT": str(tmp_path), "PYTHONPATH": str(ROOT), "LAYERS": "2", "HIDDEN": "32", "ITERATIONS": "3"}

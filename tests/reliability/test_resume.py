@@ -11,6 +11,7 @@ from tests.reliability.conftest import LAST, TWO_BW
 from tests.reliability.test_bad_input import assert_only_whole_checkpoints
 
 
+@pytest.mark.full
 def test_evaluations_and_checkpoints_between_change_nothing(uninterrupted, saving):
     """A drained 2bw run has bit for bit the losses of one that never drains."""
     assert launch.losses(saving / "metrics.jsonl") == uninterrupted

@@ -5,6 +5,8 @@ One that was killed is followed at once: test_resume.py.
 
 import json
 
+import pytest
+
 from tests.reliability import launch
 from tests.reliability.test_bad_input import assert_only_whole_checkpoints
 
@@ -17,6 +19,7 @@ def job(directory, iterations, metrics="metrics.jsonl"):
     return launch.Job(command, directory=directory)
 
 
+@pytest.mark.full
 def test_the_second_job_is_refused_and_the_first_goes_on(tmp_path):
     """The second names the first, which stands still meanwhile, and whose checkpoints stay whole. Should
     somebody else take the directory, the first ends at its next save and writes nothing."""

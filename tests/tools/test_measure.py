@@ -36,6 +36,7 @@ def write_search(path, *records):
     return path
 
 
+@pytest.mark.full
 def test_real_runs_are_measured_beside_predictions(run, tmp_path):
     """The best of a search trains on two stages; one that training refuses is classified; a second call runs nothing
     again and draws the picture."""

@@ -151,6 +151,7 @@ def test_uneven_stages_equal_one_process(num_ranks, model, layout):
     check(num_ranks, model, layout, exact=True)
 
 
+@pytest.mark.full
 def test_evaluations_and_checkpoints_change_nothing(tmp_path):
     """Under interleaved, too: losses, weights and generators are bit for bit those of a run without drains, and the
     timeline is drawn."""
