@@ -51,7 +51,8 @@ def test_words(text: str, instruction: Instruction):
     "text",
     ["", "F0", "0F", "0F1garbage", " 0F1", "0F1\n", "0f1", "-1F0", "0F-1", "01F0", "0F01", "0X1", "0F1@", "0F1@x",
      "0F1@-1", "0SEND_F", "0SEND_F1@2", "0STEP", "0STEP1", "0STEP1@1", "0REDUCE_NORM", "1.0F0", "0F1,0F2",
-     "0F1+1", "0F1@1+0", "0F1@1+", "0F1@1-1", "0B1@1+1", "0R1@1+1", "0STEP@1+1", "\u0661F0", "0F\u0661", "(0F1;1B2)OVERLAP_F_B", "0UNSHARD"],
+     "0F1+1", "0F1@1+0", "0F1@1+", "0F1@1-1", "0B1@1+1",
+     "0R1@1+1", "0STEP@1+1", "\u0661F0", "0F\u0661", "(0F1;1B2)OVERLAP_F_B", "0UNSHARD"],
 )  # fmt: skip
 def test_anything_else_is_refused(text: str):
     """What is not exactly one instruction is an error that quotes it."""

@@ -38,6 +38,9 @@ class EmulatedGraphStage:
     def load_version(self, version: int) -> None:
         """No weights to show."""
 
+    def load_ahead(self, version: int, horizon: int) -> None:
+        """Nor any to predict."""
+
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         sleep_for(self._times.forward)
         return self._outputs

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
 from megatron.pipeline.runtime.module_reduction import ModuleReduction, TiedParameter, clip_factor
@@ -24,6 +25,7 @@ from megatron.pipeline.runtime.prediction_clip import prediction_factor
 from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.runtime.weight_predictor import WeightPredictor
 
 
 @dataclass
@@ -59,7 +61,9 @@ class ModuleUpdate:
     nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate
     scheduler over `optimizer`. `reduce_partial`: of the schedule, whose weights are predicted; `versions` are
     `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into stages, so each clips as the step
-    before did, and not by what its stage's own gradients ask for.
+    before did, and not by what its stage's own gradients ask for. `AheadVersions` get their predictor here.
+
+    Raises ValueError for `AheadVersions` with an optimizer that cannot be predicted.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class ModuleUpdate:
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
+        if isinstance(versions, AheadVersions):
+            versions.predict_with(WeightPredictor(optimizer, scheduler=scheduler))
         self._reduction.warm_up()
 
     def begin_batch(self, info: BatchInfo) -> None:

@@ -206,6 +206,9 @@ class GraphStage(Protocol):
 
     def load_version(self, version: int) -> None: ...
 
+    def load_ahead(self, version: int, horizon: int) -> None:
+        """Before a forward: show weight `version`, the newest, predicted so many steps ahead."""
+
     def forward_only(
         self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
     ) -> Mapping[int, tuple[Tensor, ...]]: ...

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.runtime.graph_executor import GraphExecutor
+from megatron.pipeline.runtime.stage import GraphStage
 
 
 class StagewiseExecutor(GraphExecutor):
@@ -16,6 +17,12 @@ class StagewiseExecutor(GraphExecutor):
         super().__init__(*arguments, **options)
         self._begun: dict[int, int] = {}  # stage -> the batch of its last backward
         self._num_stepped: Counter[int] = Counter()  # version -> stages
+
+    def _show_weights(self, stage: GraphStage, instruction: Instruction) -> None:
+        if instruction.horizon:
+            stage.load_ahead(instruction.version, instruction.horizon)
+        else:
+            stage.load_version(instruction.version)
 
     def _backward(self, instruction: Instruction) -> None:
         stage, batch = instruction.stage, self._microbatches[instruction.microbatch].batch
