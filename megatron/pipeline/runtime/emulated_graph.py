@@ -66,6 +66,9 @@ class _StageStep:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
+    def begin_forward(self, info: BatchInfo, version: int) -> None:
+        """No weights."""
+
     def begin_backward(self, info: BatchInfo) -> None:
         """No gradients."""
 

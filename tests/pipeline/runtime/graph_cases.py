@@ -19,6 +19,7 @@ from megatron.pipeline.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.gap_aware import GapAware
 from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
 from megatron.pipeline.runtime.stage import BatchReport, Microbatch, TensorSpec
@@ -164,17 +165,19 @@ def replayed(
     lr: float = 0.1,
     kind: str = "sgd",
     predict: bool = False,
+    gap_aware: bool = False,
     drains: Sequence[int] = (),
 ) -> Outcome:
     """FTPipe's numbers in one process: each stage in turn by its depth, at the one version that it has. In which order
     stages take turns is random, for it does not matter. `predict`: each forward has a prediction of its own.
+    `gap_aware`: gradients are divided by the gap.
     """
     graph, choose = shape.graph, random.Random(0)
     nodes = [Node(graph, stage) for stage in range(graph.num_stages)]
     named = [dict(node.named_parameters()) for node in nodes]
     stepped = [{name: each.detach().clone().requires_grad_() for name, each in own.items()} for own in named]
     optimizers = [optimizer_of(own.values(), lr=lr, kind=kind) for own in stepped]
-    rule = _Rule(stepped, optimizers, [scheduler_of(each, kind=kind) for each in optimizers], predict)
+    rule = _Rule(stepped, optimizers, [scheduler_of(each, kind=kind) for each in optimizers], predict, gap_aware)
     losses = [[] for _ in batches]
     norms = [[0.0] * len(nodes) for _ in batches]
     first, number = 0, 0
@@ -197,12 +200,23 @@ def replayed(
 class _Rule:
     """The weights of the stages that a replay steps, and where forwards are computed. `versions`: steps so far."""
 
-    def __init__(self, stepped, optimizers, schedulers, predict) -> None:
+    def __init__(self, stepped, optimizers, schedulers, predict, gap_aware) -> None:
         self.stepped, self.optimizers, self.schedulers, self.predict = stepped, optimizers, schedulers, predict
+        self.gap_aware = gap_aware
         self.versions = [0] * len(stepped)
+        self.forwards, self.sizes = {}, {}  # by stage, name and batch: the weights of the first forward; mean steps
 
     def step(self, stage, named) -> None:
+        before = {name: each.detach().clone() for name, each in self.stepped[stage].items()}
+        for name, each in self.stepped[stage].items() if self.gap_aware else ():
+            forward, size = self.forwards.pop((stage, name, self.versions[stage])), self.sizes.get((stage, name))
+            if size is not None:
+                steps = torch.where(size > 0, (forward - each.detach()).abs() / size, 0.0)
+                each.grad = each.grad / (1 + steps)
         self.optimizers[stage].step()
+        for name, each in self.stepped[stage].items():
+            step = (before[name] - each.detach()).abs()
+            self.sizes[stage, name] = torch.lerp(self.sizes.get((stage, name), step), step, 1 - 0.99)
         if self.schedulers[stage] is not None:
             self.schedulers[stage].step()
         self.versions[stage] += 1
@@ -220,6 +234,8 @@ class _Rule:
         if self.predict and horizon:
             predictor = WeightPredictor(self.optimizers[stage], scheduler=self.schedulers[stage])
             predictor.predict(horizon, [(mine[name], mine[name].detach(), each.data) for name, each in named.items()])
+        for name, each in named.items():
+            self.forwards.setdefault((stage, name, batch), each.detach().clone())
         yield
         self.show(stage, named)
 
@@ -242,7 +258,8 @@ def _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, 
                 kept[stage, i] = inputs, None
             else:
                 kept[stage, i] = _leaves(inputs, graph, stage)
-                outputs, loss = node(data_of(i), kept[stage, i])
+                with rule.forward(stage, of[i - stretch.start], named[stage]):
+                    outputs, loss = node(data_of(i), kept[stage, i])
                 kept[stage, i] = kept[stage, i], (outputs, loss)
             if loss is not None:
                 losses[of[i - stretch.start]].append(loss.item())
@@ -297,11 +314,12 @@ def run(
     lr: float = 0.1,
     kind: str = "sgd",
     predict: bool = False,
+    gap_aware: bool = False,
     slow: float = 0.0,
 ) -> Outcome:
     """Train this rank's stages; after the second batch drain, and evaluate on `evaluate` microbatches if not 0.
-    `preset` "stale": FTPipe's; `predict`: with predicted weights. `slow`: seconds, of which each computation
-    sleeps a random part.
+    `preset` "stale": FTPipe's; `predict`: with predicted weights; `gap_aware`: steps are. `slow`: seconds,
+    of which each computation sleeps a random part.
     """
     graph, rank = shape.graph, dist.get_rank()
     cut = {"num_stages": graph.num_stages, "rank_of_stage": shape.rank_of_stage, "edges": shape.edges}
@@ -341,7 +359,8 @@ def run(
         for stage, own in of_stage.items():
             optimizer = optimizer_of(own.values(), lr=lr, kind=kind)
             updates[stage] = ModuleUpdate(
-                own, versions=versions_of[stage], optimizer=optimizer, num_grad_buffers=1,
+                own, versions=versions_of[stage], num_grad_buffers=1,
+                optimizer=GapAware(optimizer) if gap_aware else optimizer,
                 scheduler=scheduler_of(optimizer, kind=kind),
             )  # fmt: skip
         update = StageUpdates(updates, job_group=job)

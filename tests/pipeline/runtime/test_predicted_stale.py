@@ -22,7 +22,7 @@ FULL = pytest.mark.full
         *(
             pytest.param(
                 random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3),
-                ((1,) * 9, (2, 2, 2, 2), (5, 5))[seed % 3], ("sgd", "adamw")[seed % 2], 0.003 * (seed % 4 > 1),
+                ((1,) * 9, (2, 2, 2, 2), (5, 5, 5))[seed % 3], ("sgd", "adamw")[seed % 2], 0.003 * (seed % 4 > 1),
                 marks=FULL,
             )
             for seed in range(1, 13)
@@ -51,6 +51,43 @@ def wanted_predictions(shape, batches):
         pairs = {(of[max(0, index - depth)], batch) for index, batch in enumerate(of)}
         wanted[stage] = sum(version < batch for version, batch in pairs)
     return wanted
+
+
+@pytest.mark.parametrize(
+    ("shape", "batches", "options"),
+    [
+        (SKIPS, (1,) * 6, {"predict": True}),
+        pytest.param(SKIPS, (2, 1, 3, 2), {"predict": True, "kind": "adamw"}, marks=FULL),
+        pytest.param(SKIPS, (2, 1, 3, 2), {"slow": 0.004}, marks=FULL),
+        *(
+            pytest.param(
+                random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3),
+                ((1,) * 9, (2, 2, 2, 2), (5, 5, 5))[seed % 3],
+                {"predict": seed % 4 < 2, "kind": ("sgd", "adamw")[seed % 2]}, marks=FULL,
+            )
+            for seed in range(1, 7)
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gap_aware_steps_are_those_of_a_replay(shape, batches, options):
+    """Where weights are predicted and where not; reports have the norm of what was computed, before it shrinks."""
+    slow, options = options.get("slow", 0.0), {each: options[each] for each in options if each != "slow"}
+    options |= {"recompute": True, "batches": batches, "gap_aware": True}
+    outcomes = run(shape, preset="stale", slow=slow, **options)
+    expected = graph_cases.replayed(shape, **options)
+    assert_same(outcomes, expected)
+    plain = graph_cases.replayed(shape, **{**options, "gap_aware": False})
+    assert not all(torch.equal(each, expected.parameters[name]) for name, each in plain.parameters.items())
+
+
+@FULL
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_nothing_shrinks_without_a_gap(kind):
+    """A single stage steps as its optimizer does, bit for bit."""
+    options = {"batches": (2, 1, 3), "recompute": True, "kind": kind}
+    outcomes = run(Shape((), (0,)), preset="stale", gap_aware=True, **options)
+    assert_same(outcomes, graph_cases.replayed(Shape((), (0,)), **options))
 
 
 @FULL
