@@ -2,7 +2,8 @@
 
 A schedule is data only if its smallest part can be written down, read back and compared. An instruction is a frozen
 value: what to do (`Kind`), on which global stage, and where they apply the microbatch, the weight version and the peer.
-Its text form (`2F5@1`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's. Reading it is strict.
+Its text form (`2F5@1`, `2F5@1+2`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's. Reading it
+is strict.
 
 What a word means is said once, in `WORDS`. Passes, checker, simulator, planner, drawing and trace ask that table and
 keep none of their own, so a new word is a row there, its proof in the checker, and a method of the executor.
@@ -240,7 +241,9 @@ RECEIVE_OF = {WORDS[kind].receives: kind for kind in RECEIVES}
 
 _ARROWS = dict.fromkeys(SENDS, ">") | dict.fromkeys(RECEIVES, "<")
 _WORDS = "|".join(kind.value for kind in Kind)
-_TEXT = re.compile(rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*))?(?:([<>])(0|[1-9][0-9]*))?")
+_TEXT = re.compile(
+    rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*)(?:\+([1-9][0-9]*))?)?(?:([<>])(0|[1-9][0-9]*))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +257,7 @@ class Instruction:
         version: the weight version that a computation uses or an update leads to; None for transfers, and where a
             program says nothing about versions.
         peer: the other stage of a transfer; None where only one can be meant.
+        horizon: of a forward, how many steps ahead of its version the weights are predicted that it uses.
     """
 
     kind: Kind
@@ -261,12 +265,14 @@ class Instruction:
     microbatch: int | None = None
     version: int | None = None
     peer: int | None = None
+    horizon: int = 0
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
         version = "" if self.version is None else f"@{self.version}"
+        horizon = f"+{self.horizon}" if self.horizon else ""
         peer = "" if self.peer is None or self.kind not in _ARROWS else f"{_ARROWS[self.kind]}{self.peer}"
-        return f"{self.stage}{self.kind.value}{microbatch}{version}{peer}"
+        return f"{self.stage}{self.kind.value}{microbatch}{version}{horizon}{peer}"
 
     def shifted(self, *, microbatches: int, versions: int) -> Instruction:
         """The same instruction, later in the run."""
@@ -276,6 +282,7 @@ class Instruction:
             None if self.microbatch is None else self.microbatch + microbatches,
             None if self.version is None else self.version + versions,
             self.peer,
+            self.horizon,
         )
 
     @staticmethod
@@ -284,7 +291,8 @@ class Instruction:
         """Read the text form; the whole text must be one instruction.
 
         Raises:
-            ValueError: an unknown word, characters left over, a microbatch or version missing or out of place.
+            ValueError: an unknown word, characters left over, a microbatch, version or horizon missing or out of
+                place.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
@@ -292,10 +300,14 @@ class Instruction:
                 f"{text!r} is not an instruction; the form is STAGE WORD MICROBATCH[@VERSION], "
                 "such as 2F5@1, 2SEND_F5, 2SEND_F5>4 or 2STEP@4"
             )
-        stage, word, microbatch, version, arrow, peer = match.groups()
+        stage, word, microbatch, version, horizon, arrow, peer = match.groups()
         kind = Kind(word)
         if arrow is not None and _ARROWS.get(kind) != arrow:
             raise ValueError(f"{text!r}: only SENDs go to a stage (>), and only RECVs come from one (<)")
+        if horizon is not None and kind is not Kind.FORWARD:
+            raise ValueError(
+                f"{text!r}: only a forward takes predicted weights, and {word} no steps ahead (+{horizon})"
+            )
         if kind.is_update:
             if microbatch is not None or version is None:
                 raise ValueError(f"{text!r}: {word} takes a version and no microbatch, such as {stage}{word}@1")
@@ -309,4 +321,5 @@ class Instruction:
             None if microbatch is None else int(microbatch),
             None if version is None else int(version),
             None if peer is None else int(peer),
+            int(horizon or 0),
         )

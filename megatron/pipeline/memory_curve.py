@@ -141,7 +141,8 @@ class _Rank:
     def _versions(self) -> Iterator[tuple[float, int]]:
         """When versions are made, how many buffers that takes."""
         entered = self.rule.entry_versions(self.timeline.first_batch)
-        yield self.start, len(entered)
+        predicted = any(each.horizon for each, _, _ in self.spans)  # one more set, which is kept
+        yield self.start, len(entered) + predicted
         last_use = dict.fromkeys(entered, -math.inf)
         for each, _, end in self.spans:
             if each.kind in COMPUTATIONS and each.version is not None:
@@ -153,7 +154,7 @@ class _Rank:
                     older.append(known.popleft())
                 if self.rule.updates_alone:
                     older = [version for version in older if last_use[version] > time]
-                    yield time, 1 + len(older)
+                    yield time, 1 + len(older) + predicted
                 else:
                     most = self.rule.max_live_versions(self.stages[0], len(self.sizes["weights"]))
                     yield time, min(1 + len(older), most)

@@ -10,6 +10,8 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     delay k  max(j-k, 0)                  the first forward of batch v+k        k+1              flush, 2bw: k = 0, 1
     stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
     stale    the newest, each time        whatever follows the chain of v       1                FTPipe, Table 1
+    stale-predicted
+             that, predicted ahead        whatever follows the chain of v       1, and one predicted    FTPipe, 4.2
     2bw-provisional
              j, predicted                 the first forward of batch v+1        2, and the true  docs/provisional.md
 
@@ -20,7 +22,8 @@ FTPipe's `stale` keeps one version: a forward uses the newest at its stage, and 
 when others have been made. A stage of depth k (edges to the end) has its forward of microbatch i behind its backward of
 microbatch i-k-1, and steps behind the last backward of a batch; so counted from the last drain it uses the version of
 the batch that microbatch i-k belongs to, and in the backward that of its own batch. Batches may have any size
-(accumulation).
+(accumulation). `stale-predicted` is the same, but a forward uses its version predicted as many steps ahead as that of
+its backward is newer: F5@1+2. So many are known before the run (docs/ftpipe.md).
 
 The last row steps as 2bw does, so its weights are 2bw's; but batch j is computed at an estimate of version j: PREDICT@j
 takes the step to it before the first forward of batch j, from the gradients of those microbatches of batch j-1 that are
@@ -48,6 +51,7 @@ class WeightPolicy:
             each stage uses its newest version, and steps as soon as it can.
         predicts: batch j uses a prediction of version j instead; with a delay of 1.
         refreshes: a recompute and a backward use what is the newest then; with a delay of None.
+        looks_ahead: a forward uses its version predicted ahead to that of its backward; where that refreshes.
 
     Raises:
         ValueError: a delay that is no number of batches, or one that nothing can be predicted over.
@@ -57,6 +61,7 @@ class WeightPolicy:
     delay: int | None
     predicts: bool = False
     refreshes: bool = False
+    looks_ahead: bool = False
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.delay, int) and not isinstance(self.delay, bool) and self.delay >= 0
@@ -73,6 +78,11 @@ class WeightPolicy:
             raise ValueError(
                 f"weights {self.name} refresh where each stage uses its newest version; give a delay of None, not "
                 f"{self.delay}"
+            )
+        if self.looks_ahead and not self.refreshes:
+            raise ValueError(
+                f"weights {self.name} look ahead to those of the backward, which are the forward's own; have them "
+                "refresh"
             )
 
     def __str__(self) -> str:
@@ -103,9 +113,9 @@ class WeightPolicy:
         return 1 if self.delay is None else self.delay + 1
 
     def max_live_versions(self, stage: int, num_stages: int) -> int:
-        """The most versions that a stage holds at once."""
+        """The most versions that a stage holds at once, a prediction included."""
         if self.refreshes:
-            return 1
+            return 2 if self.looks_ahead and stage < num_stages - 1 else 1
         return num_stages - stage if self.delay is None else self.delay + 1
 
     @property
@@ -149,18 +159,22 @@ FLUSH = WeightPolicy("flush", delay=0)
 TWO_BW = WeightPolicy("2bw", delay=1)
 STASH = WeightPolicy("stash", delay=None)
 STALE = WeightPolicy("stale", delay=None, refreshes=True)
+STALE_PREDICTED = WeightPolicy("stale-predicted", delay=None, refreshes=True, looks_ahead=True)
 PROVISIONAL = WeightPolicy("2bw-provisional", delay=1, predicts=True)
 
-POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in (FLUSH, TWO_BW, STASH, STALE, PROVISIONAL)}
+_ALL = (FLUSH, TWO_BW, STASH, STALE, STALE_PREDICTED, PROVISIONAL)
+POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in _ALL}
+_PREDICTED = {TWO_BW: PROVISIONAL, STALE: STALE_PREDICTED}
 
 
 def predicting(policy: WeightPolicy) -> WeightPolicy:
     """The policy that steps as this one does and predicts. Raises ValueError where there is none."""
-    if policy != TWO_BW:
+    if policy not in _PREDICTED:
         raise ValueError(
-            f"weights {policy} are not predicted: only 2bw's are, since their batches are computed one step behind"
+            f"weights {policy} are not predicted: only those of {' and '.join(map(str, _PREDICTED))} are, whose "
+            "batches are computed behind their step"
         )
-    return PROVISIONAL
+    return _PREDICTED[policy]
 
 
 def weight_policy(name: str | WeightPolicy) -> WeightPolicy:

@@ -1,6 +1,17 @@
 """The rules of the weight policies are the papers'."""
 
-from megatron.pipeline.weights import FLUSH, POLICIES, STASH, TWO_BW
+import pytest
+
+from megatron.pipeline.weights import (
+    FLUSH,
+    POLICIES,
+    STALE,
+    STALE_PREDICTED,
+    STASH,
+    TWO_BW,
+    WeightPolicy,
+    predicting,
+)
 
 
 def test_2bw_is_the_papers_formula():
@@ -30,4 +41,15 @@ def test_how_many_versions_a_stage_holds():
     stages = range(4)
     assert [FLUSH.max_live_versions(stage, 4) for stage in stages] == [1, 1, 1, 1]
     assert [TWO_BW.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 2]
+    assert [STALE.max_live_versions(stage, 4) for stage in stages] == [1, 1, 1, 1]
+    assert [STALE_PREDICTED.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 1]
     assert [STASH.max_live_versions(stage, 4) for stage in stages] == [4, 3, 2, 1]
+
+
+def test_what_is_predicted():
+    """2bw's and stale weights are; only where weights refresh is there anything ahead of a forward."""
+    assert predicting(STALE) is STALE_PREDICTED and predicting(TWO_BW).predicts
+    with pytest.raises(ValueError, match="weights stash are not predicted: only those of 2bw and stale are"):
+        predicting(STASH)
+    with pytest.raises(ValueError, match="have them refresh"):
+        WeightPolicy("mine", delay=None, looks_ahead=True)

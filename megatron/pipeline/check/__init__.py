@@ -11,6 +11,7 @@ proof a file:
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
     predictions    where a policy predicts: from the gradients that the program says, before the batch begins
     versions       each computation uses the version that the policy says and finds it live; few are live
+    horizons       and is predicted, where the policy looks ahead, just up to the version of its backward
     residency      where weights live on the host: each computation finds its own on the device; few are there
     host_updates   and each stage's gradients come to the host complete, and are applied there once
     stash          where inputs are stashed there: each comes back before its recompute; few are on the device
@@ -35,6 +36,7 @@ from megatron.pipeline.check.balance import prove_balance
 from megatron.pipeline.check.compact import CompactProgram, compact
 from megatron.pipeline.check.computations import prove_computations
 from megatron.pipeline.check.error import ProgramError
+from megatron.pipeline.check.horizons import prove_horizons
 from megatron.pipeline.check.host_updates import prove_host_updates
 from megatron.pipeline.check.memory import prove_memory
 from megatron.pipeline.check.periods import Origin, Periodic, prove_periods, prove_repetition
@@ -91,7 +93,7 @@ def _prove(
     elif compacted.versioned:
         prove_updates(compacted)
         prove_predictions(compacted)
-        live_versions = prove_versions(compacted)
+        live_versions = prove_horizons(compacted, prove_versions(compacted))
         prove_host_updates(compacted)
     num_fetches, peak_resident = prove_residency(compacted)
     prove_stash(compacted)

@@ -7,6 +7,7 @@ way, proves what concerns one instruction alone:
 - its kind is one that the checker knows (an instruction that a consumer does not handle is an error, never a no-op);
 - its stage exists and lives on the rank in whose row it stands;
 - it names a microbatch of the program exactly where its kind has one, and a version exactly where its kind has one;
+- only a forward is predicted ahead, and only under a policy that says so;
 - the peer of a transfer, where it is given, is a stage with an edge, and it is given where several have one; that of
   a move is the pair stage.
 
@@ -188,6 +189,7 @@ def compact(program: Program) -> CompactProgram:
     num_stages = len(rank_of_stage)
     transfers, slot_of_peer, num_slots = _transfers(program)
     all_codes, all_places, all_slots, all_versions = [], [], [], []
+    looks_ahead = program.weights.looks_ahead and not program.forward_only
     communicates = moves = versioned = False
     for rank, row in enumerate(program.rows):
         codes, places, slots, versions = [], [], [], []
@@ -196,6 +198,8 @@ def compact(program: Program) -> CompactProgram:
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version
             if code is None or not 0 <= stage < num_stages or rank_of_stage[stage] != rank:
                 raise error_at(program, rank, position, _explain_owner(instruction, rank_of_stage))
+            if instruction.horizon and (code != F or not looks_ahead):
+                raise error_at(program, rank, position, _explain_horizon(program, instruction))
             if code < FIRST_UPDATE:
                 if microbatch is None or not 0 <= microbatch - first < num_microbatches:
                     raise error_at(program, rank, position, _explain_microbatch(microbatch, first, num_microbatches))
@@ -263,6 +267,14 @@ def _explain_microbatch(microbatch: int | None, first: int, num_microbatches: in
     return (
         f"there is no microbatch {microbatch}: the program has microbatches {first} to {first + num_microbatches - 1}"
     )
+
+
+def _explain_horizon(program: Program, instruction: Instruction) -> str:
+    if instruction.kind is not Kind.FORWARD:
+        return f"only a forward is predicted ahead, and {instruction.kind.value} uses weights as they are"
+    if program.forward_only:
+        return "a program that evaluates uses weights as they are"
+    return f"weights {program.weights.name} are not predicted ahead"
 
 
 def _explain_transfer(program: Program, instruction: Instruction) -> str:

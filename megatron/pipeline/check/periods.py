@@ -132,6 +132,7 @@ def _shifted(instruction: Instruction, shift: Origin) -> Instruction:
         None if microbatch is None else microbatch + shift.microbatch,
         None if version is None else version + shift.batch,
         instruction.peer,
+        instruction.horizon,
     )
 
 

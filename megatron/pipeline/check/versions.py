@@ -9,7 +9,7 @@ its rank have made since, less those that the policy has retired.
     delay k  max(j - k, 0)                      the newest and the k before: STEP@(t+1) retires t-k
     stash    the newest at this stage, which    the newest, and each that a microbatch saved here ran its forward with
              is that of microbatch i - k
-    stale    the same                           the newest
+    stale    the same                           the newest, and where it looks ahead (see `horizons`) a prediction
 
 Where the weights predict, these are predicted versions, which PREDICT makes in place of STEP; batch j uses j, and the
 newest and the one before are live. The true version is one more value, that nothing computes with.
@@ -94,7 +94,7 @@ class _StageVersions:
         self.batch_of, self.depth = batch_of, program.graph.depth(stage)
         self.maker = rule.maker.value
         self.stashes, self.refreshes = rule.updates_alone, rule.refreshes
-        self.bound = rule.max_live_versions(stage, program.num_stages)
+        self.bound = 1 if rule.refreshes else rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)

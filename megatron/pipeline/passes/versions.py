@@ -1,7 +1,8 @@
 """Give every computation the weight version that the policy says.
 
 The forward decides; recompute and backward use what their forward used, whatever has been stepped since. Where weights
-refresh they use the newest of their stage instead.
+refresh they use the newest of their stage instead, and where policies look ahead a forward is predicted up to there:
+to the version of its own batch.
 """
 
 from megatron.pipeline.instruction import Instruction, Kind
@@ -28,7 +29,10 @@ def set_versions(legs: Legs, outline: Program) -> Legs:
             elif rule.refreshes and kind.is_computation:
                 version_of[stage, microbatch] = newest[stage]
             if kind.is_computation:
-                instruction = Instruction(kind, stage, microbatch, version_of[stage, microbatch])
+                version, horizon = version_of[stage, microbatch], 0
+                if rule.looks_ahead and kind is Kind.FORWARD:
+                    horizon = outline.batch_of(microbatch) - version
+                instruction = Instruction(kind, stage, microbatch, version, horizon=horizon)
             versioned.append(instruction)
         result.append(versioned)
     return result

@@ -38,6 +38,9 @@ class EmulatedGraphStage:
     def load_version(self, version: int) -> None:
         """No weights to show."""
 
+    def load_ahead(self, version: int, horizon: int) -> None:
+        """Nor any to predict."""
+
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         sleep_for(self._times.forward)
         return self._outputs
@@ -62,6 +65,9 @@ class _StageStep:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+
+    def begin_forward(self, info: BatchInfo, version: int) -> None:
+        """No weights."""
 
     def begin_backward(self, info: BatchInfo) -> None:
         """No gradients."""

@@ -212,11 +212,15 @@ class Executor:
         if microbatch.batch not in self._with_forwards:
             self._with_forwards.add(microbatch.batch)
             self._update.begin_batch(self._batches[microbatch.batch])
-        stage.load_version(instruction.version)
+        self._show_weights(stage, instruction)
         input = self._input_of(stage, instruction)
         self._wait_for_moves(instruction)
         self._saved.add(index)
         self._hand_on(instruction, stage.forward(microbatch, input))
+
+    def _show_weights(self, stage: Stage, instruction: Instruction) -> None:
+        """Those of a forward."""
+        stage.load_version(instruction.version)
 
     def _forward_only(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]

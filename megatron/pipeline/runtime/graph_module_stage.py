@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.pipeline.edges import StageGraph
 from megatron.pipeline.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.activations import ActivationStore, RandomState
+from megatron.pipeline.runtime.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.stage import Microbatch
 from megatron.pipeline.runtime.versions import WeightVersions
@@ -41,7 +42,8 @@ class GraphModuleStage:
             loss or None).
         graph: the stages.
         edges: the other stage -> what travels between them.
-        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`.
+        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` where
+            the schedule's weights look ahead.
         data: what a stage takes of a microbatch besides inputs.
         has_loss: the module returns a loss.
         recompute: the program contains R instructions for this stage.
@@ -91,6 +93,14 @@ class GraphModuleStage:
 
     def load_version(self, version: int) -> None:
         self._versions.load(version)
+
+    def load_ahead(self, version: int, horizon: int) -> None:
+        if not isinstance(self._versions, AheadVersions):
+            raise ValueError(
+                f"stage {self.index} is to predict its weights, and keeps them in {type(self._versions).__name__}; "
+                "give it AheadVersions"
+            )
+        self._versions.load_ahead(version, horizon)
 
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         saved = _Saved(inputs)

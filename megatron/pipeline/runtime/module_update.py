@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.ahead_versions import AheadVersions
+from megatron.pipeline.runtime.gap_aware import GapAware
 from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
 from megatron.pipeline.runtime.module_reduction import ModuleReduction, TiedParameter, clip_factor
@@ -24,6 +26,7 @@ from megatron.pipeline.runtime.prediction_clip import prediction_factor
 from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.runtime.weight_predictor import WeightPredictor
 
 
 @dataclass
@@ -56,10 +59,13 @@ class ModuleUpdate:
     none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
     `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
     but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
-    nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate
-    scheduler over `optimizer`. `reduce_partial`: of the schedule, whose weights are predicted; `versions` are
-    `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into stages, so each clips as the step
-    before did, and not by what its stage's own gradients ask for.
+    nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate scheduler
+    over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
+    are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
+    stages, so each clips as the step before did, and not by what its stage's own gradients ask for. `AheadVersions` get
+    their predictor here.
+
+    Raises ValueError for `AheadVersions` with an optimizer that cannot be predicted.
     """
 
     def __init__(
@@ -67,7 +73,7 @@ class ModuleUpdate:
         parameters: Mapping[str, torch.nn.Parameter],
         *,
         versions: WeightVersions,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | GapAware,
         scheduler: Any = None,
         clip_grad: float = 0.0,
         num_grad_buffers: int = 2,
@@ -102,11 +108,19 @@ class ModuleUpdate:
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
+        if isinstance(versions, AheadVersions):
+            inner = optimizer.optimizer if isinstance(optimizer, GapAware) else optimizer
+            versions.predict_with(WeightPredictor(inner, scheduler=scheduler))
         self._reduction.warm_up()
 
     def begin_batch(self, info: BatchInfo) -> None:
         report = BatchReport(batch=info.index, num_samples=info.num_samples)
         self._pending[info.index + 1] = _Pending(info, report)
+
+    def begin_forward(self, info: BatchInfo, version: int) -> None:
+        """Where the stage steps by itself: its first forward of the batch has the weights that are shown."""
+        if isinstance(self.optimizer, GapAware) and version < info.index:
+            self.optimizer.remember(info.index)
 
     def begin_backward(self, info: BatchInfo) -> None:
         self._accumulating = self._pending[info.index + 1].buffer = self._buffers.take()
@@ -145,6 +159,8 @@ class ModuleUpdate:
             raise ValueError("clipping needs the global norm before the step, which this weight policy takes after it")
         report.learning_rate = self.optimizer.param_groups[0]["lr"]
         report.skipped = pending.reduced and report.overflow
+        if not pending.reduced:  # before a gap-aware step shrinks gradients
+            pending.norm_squared = self._norm_squared(pending.buffer)
         if not report.skipped:
             self._write(version, pending)
         elif not self._predicts:
@@ -152,8 +168,6 @@ class ModuleUpdate:
         buffer, pending.buffer = pending.buffer, None
         if pending.reduced:
             del self._pending[version]
-        else:
-            pending.norm_squared = self._norm_squared(buffer)
         self._buffers.give_back(buffer)
         return report
 
@@ -164,7 +178,10 @@ class ModuleUpdate:
                 pending.buffer.scale(self.clip_factor)
         self._buffers.show(pending.buffer)
         with self.versions.true_weights() if self._predicts else self.versions.making(version):
-            self.optimizer.step()
+            if isinstance(self.optimizer, GapAware):
+                self.optimizer.step_of(version - 1)
+            else:
+                self.optimizer.step()
         self._buffers.show(self._accumulating if self._accumulating is not pending.buffer else None)
         if self.scheduler is not None:
             self.scheduler.step()

@@ -206,6 +206,9 @@ class GraphStage(Protocol):
 
     def load_version(self, version: int) -> None: ...
 
+    def load_ahead(self, version: int, horizon: int) -> None:
+        """Before a forward: show weight `version`, the newest, predicted so many steps ahead."""
+
     def forward_only(
         self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
     ) -> Mapping[int, tuple[Tensor, ...]]: ...
@@ -269,8 +272,19 @@ class StagewiseUpdate(Protocol):
 
     def show_newest(self) -> None: ...
 
-    def of_stage(self, stage: int) -> WeightUpdate:
-        """The update of one stage: `begin_backward` and `step` of it are called."""
+    def of_stage(self, stage: int) -> StageUpdate:
+        """The update of one stage."""
+
+
+class StageUpdate(Protocol):
+    """The weight update of a stage that steps by itself, as far as it is called stage by stage."""
+
+    def begin_forward(self, info: BatchInfo, version: int) -> None:
+        """The first forward of the batch at the stage follows, with `version`: the parameters show its weights."""
+
+    def begin_backward(self, info: BatchInfo) -> None: ...
+
+    def step(self, version: int) -> BatchReport: ...
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.pipeline.instruction import Instruction
 from megatron.pipeline.runtime.graph_executor import GraphExecutor
+from megatron.pipeline.runtime.stage import GraphStage
 
 
 class StagewiseExecutor(GraphExecutor):
@@ -15,7 +16,18 @@ class StagewiseExecutor(GraphExecutor):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._begun: dict[int, int] = {}  # stage -> the batch of its last backward
+        self._begun_forward: dict[int, int] = {}  # the same of its last forward
         self._num_stepped: Counter[int] = Counter()  # version -> stages
+
+    def _show_weights(self, stage: GraphStage, instruction: Instruction) -> None:
+        if instruction.horizon:
+            stage.load_ahead(instruction.version, instruction.horizon)
+        else:
+            stage.load_version(instruction.version)
+        batch = self._microbatches[instruction.microbatch].batch
+        if self._begun_forward.get(stage.index) != batch:
+            self._begun_forward[stage.index] = batch
+            self._update.of_stage(stage.index).begin_forward(self._batches[batch], instruction.version)
 
     def _backward(self, instruction: Instruction) -> None:
         stage, batch = instruction.stage, self._microbatches[instruction.microbatch].batch

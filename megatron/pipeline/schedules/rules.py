@@ -42,6 +42,11 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             "replicas would reduce the gradients of each stage behind every batch, and weights "
             f"{schedule.weights.name} step at once; use flush, or one replica"
         )
+    if schedule.weights.looks_ahead and not schedule.recompute:
+        raise ValueError(
+            f"under {schedule.name_of_weights} a forward uses predicted weights, which are gone before its backward; "
+            "add recompute, or use weights stale"
+        )
     if order.merges and (schedule.balance or schedule.residency is not None):
         what = "balance" if schedule.balance else "weights on the host"
         raise ValueError(

@@ -109,7 +109,7 @@ class Schedule:
         """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, l2l or a registered
         one.
 
-        `predict`: with predicted weights, which go with 2bw's.
+        `predict`: with predicted weights, which go with 2bw's and with stale ones.
 
         Raises:
             ValueError: another name, or as the constructor.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,14 +16,17 @@ from torch import nn
 
 from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import Tensor as Travelling
+from megatron.pipeline.runtime.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.gap_aware import GapAware
 from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
 from megatron.pipeline.runtime.stage import BatchReport, Microbatch, TensorSpec
 from megatron.pipeline.runtime.stage_updates import StageUpdates
 from megatron.pipeline.runtime.trace import RankTrace, Tracer, gather_traces
 from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.runtime.weight_predictor import WeightPredictor
 from megatron.pipeline.schedules import Schedule
 
 WIDTH, SAMPLES = 8, 3
@@ -49,6 +54,7 @@ class Outcome:
     peak_saved: dict[int, int] = field(default_factory=dict)
     left: tuple[int, int] = (0, 0)
     traces: list[RankTrace] | None = None
+    num_predictions: dict[int, int] = field(default_factory=dict)
 
 
 def random_shape(seed: int, *, num_stages: int, num_ranks: int) -> Shape:
@@ -111,8 +117,15 @@ def data_of(microbatch: Microbatch | int):
     return number, *(torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(2))
 
 
-def optimizer_of(parameters, *, lr: float = 0.1) -> torch.optim.Optimizer:
+def optimizer_of(parameters, *, lr: float = 0.1, kind: str = "sgd") -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr / 10, weight_decay=0.1)
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, *, kind: str) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """Learning rates that change with every step, for AdamW."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if kind == "adamw" else None
 
 
 def in_one_process(shape: Shape, batches: Sequence[int], *, clip_grad: float = 0.0) -> Outcome:
@@ -145,16 +158,26 @@ def in_one_process(shape: Shape, batches: Sequence[int], *, clip_grad: float = 0
 
 
 def replayed(
-    shape: Shape, batches: Sequence[int], *, recompute: bool, lr: float = 0.1, drains: Sequence[int] = ()
+    shape: Shape,
+    batches: Sequence[int],
+    *,
+    recompute: bool,
+    lr: float = 0.1,
+    kind: str = "sgd",
+    predict: bool = False,
+    gap_aware: bool = False,
+    drains: Sequence[int] = (),
 ) -> Outcome:
     """FTPipe's numbers in one process: each stage in turn by its depth, at the one version that it has. In which order
-    stages take turns is random, for it does not matter.
+    stages take turns is random, for it does not matter. `predict`: each forward has a prediction of its own.
+    `gap_aware`: gradients are divided by the gap.
     """
     graph, choose = shape.graph, random.Random(0)
     nodes = [Node(graph, stage) for stage in range(graph.num_stages)]
     named = [dict(node.named_parameters()) for node in nodes]
     stepped = [{name: each.detach().clone().requires_grad_() for name, each in own.items()} for own in named]
-    optimizers = [optimizer_of(own.values(), lr=lr) for own in stepped]
+    optimizers = [optimizer_of(own.values(), lr=lr, kind=kind) for own in stepped]
+    rule = _Rule(stepped, optimizers, [scheduler_of(each, kind=kind) for each in optimizers], predict, gap_aware)
     losses = [[] for _ in batches]
     norms = [[0.0] * len(nodes) for _ in batches]
     first, number = 0, 0
@@ -164,7 +187,7 @@ def replayed(
             sizes = batches[first : last + 1]
             stretch = range(number - sum(sizes), number)
             of = [batch for batch, count in enumerate(sizes, start=first) for _ in range(count)]
-            _replay(graph, nodes, named, stepped, optimizers, stretch, of, batches, recompute, losses, norms, choose)
+            _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, norms, choose)
             first = last + 1
     reports = [
         BatchReport(batch, losses={"loss": sum(found) / len(found)}, grad_norm=sum(norms[batch]) ** 0.5)
@@ -174,7 +197,50 @@ def replayed(
     return Outcome(reports, parameters)
 
 
-def _replay(graph, nodes, named, stepped, optimizers, stretch, of, batches, recompute, losses, norms, choose):
+class _Rule:
+    """The weights of the stages that a replay steps, and where forwards are computed. `versions`: steps so far."""
+
+    def __init__(self, stepped, optimizers, schedulers, predict, gap_aware) -> None:
+        self.stepped, self.optimizers, self.schedulers, self.predict = stepped, optimizers, schedulers, predict
+        self.gap_aware = gap_aware
+        self.versions = [0] * len(stepped)
+        self.forwards, self.sizes = {}, {}  # by stage, name and batch: the weights of the first forward; mean steps
+
+    def step(self, stage, named) -> None:
+        before = {name: each.detach().clone() for name, each in self.stepped[stage].items()}
+        for name, each in self.stepped[stage].items() if self.gap_aware else ():
+            forward, size = self.forwards.pop((stage, name, self.versions[stage])), self.sizes.get((stage, name))
+            if size is not None:
+                steps = torch.where(size > 0, (forward - each.detach()).abs() / size, 0.0)
+                each.grad = each.grad / (1 + steps)
+        self.optimizers[stage].step()
+        for name, each in self.stepped[stage].items():
+            step = (before[name] - each.detach()).abs()
+            self.sizes[stage, name] = torch.lerp(self.sizes.get((stage, name), step), step, 1 - 0.99)
+        if self.schedulers[stage] is not None:
+            self.schedulers[stage].step()
+        self.versions[stage] += 1
+        self.show(stage, named)
+
+    def show(self, stage, named) -> None:
+        """The weights, behind the back of graphs that have saved them."""
+        for name, each in named.items():
+            each.data.copy_(self.stepped[stage][name].detach())
+
+    @contextmanager
+    def forward(self, stage, batch, named):
+        """A block in which the weights of a forward of `batch` are there."""
+        horizon, mine = batch - self.versions[stage], self.stepped[stage]
+        if self.predict and horizon:
+            predictor = WeightPredictor(self.optimizers[stage], scheduler=self.schedulers[stage])
+            predictor.predict(horizon, [(mine[name], mine[name].detach(), each.data) for name, each in named.items()])
+        for name, each in named.items():
+            self.forwards.setdefault((stage, name, batch), each.detach().clone())
+        yield
+        self.show(stage, named)
+
+
+def _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, norms, choose):
     made, back, kept = {}, {}, {}
     next_forward, next_backward = ([stretch.start] * len(nodes) for _ in range(2))
     while min(next_backward) < stretch.stop:
@@ -187,12 +253,13 @@ def _replay(graph, nodes, named, stepped, optimizers, stretch, of, batches, reco
                 continue
             inputs = {source: made.pop((source, stage, i)) for source in sources}
             if recompute and depth:
-                with torch.no_grad():
+                with torch.no_grad(), rule.forward(stage, of[i - stretch.start], named[stage]):
                     outputs, loss = node(data_of(i), inputs)
                 kept[stage, i] = inputs, None
             else:
                 kept[stage, i] = _leaves(inputs, graph, stage)
-                outputs, loss = node(data_of(i), kept[stage, i])
+                with rule.forward(stage, of[i - stretch.start], named[stage]):
+                    outputs, loss = node(data_of(i), kept[stage, i])
                 kept[stage, i] = kept[stage, i], (outputs, loss)
             if loss is not None:
                 losses[of[i - stretch.start]].append(loss.item())
@@ -216,12 +283,10 @@ def _replay(graph, nodes, named, stepped, optimizers, stretch, of, batches, reco
             next_backward[stage] += 1
             if j + 1 == stretch.stop or of[j + 1 - stretch.start] != batch:
                 for name, each in named[stage].items():
-                    stepped[stage][name].grad = each.grad
+                    rule.stepped[stage][name].grad = each.grad
                     norms[batch][stage] += each.grad.norm(dtype=torch.float64).item() ** 2
                     each.grad = None
-                optimizers[stage].step()
-                for name, each in named[stage].items():  # behind the back of graphs that have saved it
-                    each.data.copy_(stepped[stage][name].detach())
+                rule.step(stage, named[stage])
 
 
 def _leaves(inputs, graph, stage):
@@ -247,15 +312,20 @@ def run(
     evaluate: int = 0,
     tracing: bool = False,
     lr: float = 0.1,
+    kind: str = "sgd",
+    predict: bool = False,
+    gap_aware: bool = False,
     slow: float = 0.0,
 ) -> Outcome:
     """Train this rank's stages; after the second batch drain, and evaluate on `evaluate` microbatches if not 0.
-    `preset` "stale": FTPipe's. `slow`: seconds, of which each computation sleeps a random part.
+    `preset` "stale": FTPipe's; `predict`: with predicted weights; `gap_aware`: steps are. `slow`: seconds,
+    of which each computation sleeps a random part.
     """
     graph, rank = shape.graph, dist.get_rank()
     cut = {"num_stages": graph.num_stages, "rank_of_stage": shape.rank_of_stage, "edges": shape.edges}
     if preset == "stale":
-        schedule = Schedule(order="async", weights="stale", recompute=recompute, **cut)
+        weights = "stale-predicted" if predict else "stale"
+        schedule = Schedule(order="async", weights=weights, recompute=recompute, **cut)
     else:
         schedule = Schedule.preset(preset, recompute=recompute, **cut)
     nodes = {stage: Node(graph, stage) for stage in schedule.stages_of(rank)}
@@ -267,7 +337,8 @@ def run(
     }
     parameters = {name: each for own in of_stage.values() for name, each in own.items()}
     if preset == "stale":
-        versions_of = {stage: WeightVersions(own, window=1) for stage, own in of_stage.items()}
+        make = AheadVersions if predict else partial(WeightVersions, window=1)
+        versions_of = {stage: make(own) for stage, own in of_stage.items()}
     else:
         versions_of = dict.fromkeys(nodes, WeightVersions(parameters, window=1))
     stages = [
@@ -284,15 +355,15 @@ def run(
     ]  # fmt: skip
     job = dist.new_group(list(range(dist.get_world_size())))
     if preset == "stale":
-        update = StageUpdates(
-            {
-                stage: ModuleUpdate(
-                    own, versions=versions_of[stage], optimizer=optimizer_of(own.values(), lr=lr), num_grad_buffers=1
-                )
-                for stage, own in of_stage.items()
-            },
-            job_group=job,
-        )
+        updates = {}
+        for stage, own in of_stage.items():
+            optimizer = optimizer_of(own.values(), lr=lr, kind=kind)
+            updates[stage] = ModuleUpdate(
+                own, versions=versions_of[stage], num_grad_buffers=1,
+                optimizer=GapAware(optimizer) if gap_aware else optimizer,
+                scheduler=scheduler_of(optimizer, kind=kind),
+            )  # fmt: skip
+        update = StageUpdates(updates, job_group=job)
     else:
         update = ModuleUpdate(
             parameters, versions=next(iter(versions_of.values())), clip_grad=clip_grad, num_grad_buffers=1,
@@ -318,4 +389,5 @@ def run(
         engine.saved_microbatches_peak,
         (len(executor._handed_on) + len(executor._handed_back), sum(len(stage.activations) for stage in stages)),
         gather_traces(engine.trace()) if tracing else None,
+        {stage: each.num_predictions for stage, each in versions_of.items()} if predict else {},
     )

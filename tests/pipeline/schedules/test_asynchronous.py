@@ -1,6 +1,8 @@
 """FTPipe's order and weights: any graph of stages, proved for any number of batches, with little idle time."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,11 +19,12 @@ from megatron.pipeline.stages import stages_by_rank
 from megatron.pipeline.text import from_csv
 from tests.pipeline.runtime.graph_cases import random_shape
 
+PREDICTED = {"weights": "stale-predicted", "recompute": True}
 EDGES = (Edge(0, 1), Edge(0, 3), Edge(1, 2), Edge(2, 3))
 
 
 def stale(num_stages=4, **choices) -> Schedule:
-    return Schedule(order="async", weights="stale", num_stages=num_stages, **choices)
+    return Schedule(**{"order": "async", "weights": "stale", "num_stages": num_stages} | choices)
 
 
 @st.composite
@@ -33,7 +36,8 @@ def schedules(draw):
     choose = random.Random(seed)
     forward = [choose.uniform(0.5, 1.5) for _ in range(num_stages)]
     return stale(
-        num_stages, rank_of_stage=shape.rank_of_stage, edges=shape.edges, recompute=draw(st.booleans()),
+        num_stages, rank_of_stage=shape.rank_of_stage, edges=shape.edges,
+        **draw(st.sampled_from([{"recompute": False}, {"recompute": True}, PREDICTED])),
         work=tuple((each, 2 * each) for each in forward) if draw(st.booleans()) else (),
     )  # fmt: skip
 
@@ -41,12 +45,15 @@ def schedules(draw):
 @settings(max_examples=30, deadline=None)
 @given(schedules(), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_every_graph_is_proved_and_cut_where_a_run_may_stop(schedule, sizes):
-    """One live version; the legs of a stream are the program's; and so for any number of batches of a size."""
+    """One live version, and a predicted one where there is any ahead;
+    the legs of a stream are the program's; and so for any number of batches of a size."""
     program = schedule.build(sizes)
     report = check(
         program, max_saved=schedule.max_saved_microbatches(sizes), max_saved_on_rank=schedule.max_saved_on_rank(sizes)
     )
-    assert set(report.live_versions) == {1} and from_csv(program.to_csv()) == program
+    horizons = Counter(each.stage for row in program.rows for each in row if each.horizon)
+    assert report.live_versions == tuple(1 + (stage in horizons) for stage in range(schedule.num_stages))
+    assert from_csv(program.to_csv()) == program
     simulate(program, Costs(step=0.1, latency=0.2))
     check_periodic(schedule.build_periodic(sizes[0]))
     stream, rows = schedule.stream(), [[] for _ in program.rows]
@@ -106,6 +113,75 @@ def test_other_weights_are_rejected(old, new, message):
         check(wrong)
 
 
+def predicted(batches=(1,) * 6):
+    return stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), **PREDICTED).build(batches)
+
+
+def test_horizons_are_the_steps_between_a_forward_and_its_backward():
+    """Also with accumulation; else the program is that of stale, whose text has none."""
+    for batches in ((1,) * 6, (2,) * 4, (3, 1, 2), (9,)):
+        program, plain = (
+            predicted(batches),
+            stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True).build(batches),
+        )
+        found = [
+            (each, other)
+            for rows in zip(program.rows, plain.rows, strict=True)
+            for each, other in zip(*rows, strict=True)
+        ]
+        assert all(replace(each, horizon=0) == other for each, other in found)
+        assert "+" not in plain.to_csv()
+        for each, _ in found:
+            if each.kind is Kind.FORWARD:
+                assert each.horizon == program.batch_of(each.microbatch) - each.version
+                assert not (each.horizon and program.graph.depth(each.stage) == 0)
+        assert any(each.horizon for each, _ in found) == (len(batches) > 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("0F4@1+3", "0F4@1", "its backward uses version 4, so it is to be predicted 3 ahead, not 0"),
+        ("0F4@1+3", "0F4@1+2", "its backward uses version 4, so it is to be predicted 3 ahead, not 2"),
+        ("0F4@1+3", "0F4@1+4", "its backward uses version 4, so it is to be predicted 3 ahead, not 4"),
+        ("3F2@2", "3F2@2+1", "its backward uses version 2, so it is to be predicted 0 ahead, not 1"),
+        ("0F4@1+3", "0F4@2+2", "stale-predicted runs batch 4 here with version 1"),
+    ],
+)
+def test_another_horizon_is_rejected(old, new, reason):
+    """At the instruction, with the reason; each forward off by one, too."""
+    program = predicted()
+    with pytest.raises(ProgramError) as caught:
+        check(replaced(program, old, Instruction.parse(new)))
+    assert caught.value.reason == reason
+    assert str(program.rows[caught.value.rank][caught.value.position]) == old
+
+
+def test_every_horizon_that_is_off_is_rejected():
+    program = predicted((2, 1, 3, 2))
+    for row in program.rows:
+        for each in row:
+            ahead = [each.horizon - 1, each.horizon + 1] if each.kind is Kind.FORWARD else [1]
+            for horizon in ahead if each.horizon or each.kind is not Kind.FORWARD else ahead[1:]:
+                with pytest.raises(ProgramError, match="predicted"):
+                    check(replaced(program, str(each), replace(each, horizon=horizon)))
+
+
+def test_only_a_policy_that_looks_ahead_has_horizons():
+    """Not stale's, not a forward that nobody recomputes, and not an evaluation."""
+    program = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True).build((1,) * 6)
+    with pytest.raises(ProgramError, match="weights stale are not predicted ahead"):
+        check(replaced(program, "0F4@1", Instruction.parse("0F4@1+3")))
+    kept = predicted()
+    rows = tuple(tuple(each for each in row if (each.kind, each.stage) != (Kind.RECOMPUTE, 0)) for row in kept.rows)
+    with pytest.raises(ProgramError, match=r"0F1@0\+1: predicted weights are gone before its backward"):
+        check(replace(kept, rows=rows, not_recomputed=(0, 3)))
+    evaluation = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), **PREDICTED).build_evaluation(1, version=2)
+    check(evaluation)
+    with pytest.raises(ProgramError, match="a program that evaluates uses weights as they are"):
+        check(replaced(evaluation, "0F0@2", Instruction.parse("0F0@2+1")))
+
+
 def test_a_step_between_a_recompute_and_its_backward_is_rejected():
     program = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True).build((2,) * 3)
     row = [each for each in program.rows[0] if str(each) != "2STEP@1"]
@@ -148,6 +224,7 @@ def test_the_busiest_rank_is_hardly_idle(num_ranks, per_rank, most):
         ({"order": "merged-1f1b"}, "takes one batch at a time"),
         ({"weights": "2bw"}, "async has stages of a rank at different batches, and 2bw updates them together"),
         ({"balance": True}, "balance"),
+        ({"weights": "stale-predicted"}, "predicted weights, which are gone before its backward; add recompute"),
     ],
 )
 def test_what_does_not_go_together_is_refused(choices, message):
