@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from megatron.finetuning.feed import Feed
 from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.plan import Plan
 from megatron.finetuning.stage_module import Results, StageModule, Summary
+from megatron.pipeline.runtime.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.gap_aware import GapAware
 from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
 from megatron.pipeline.runtime.stage import TensorSpec
@@ -98,7 +101,8 @@ def assemble(
 def _versions(plan: Plan, of_stage, first_batch: int, *, alone: bool) -> dict[int, WeightVersions]:
     weights, num_stages = plan.schedule.weights, plan.schedule.num_stages
     if alone:
-        return {index: WeightVersions(own, window=1, first_version=first_batch) for index, own in of_stage.items()}
+        make = AheadVersions if weights.looks_ahead else partial(WeightVersions, window=1)
+        return {index: make(own, first_version=first_batch) for index, own in of_stage.items()}
     together = {name: each for own in of_stage.values() for name, each in own.items()}
     window = max(weights.max_live_versions(index, num_stages) for index in of_stage)
     return dict.fromkeys(of_stage, WeightVersions(together, window=window, first_version=first_batch))
@@ -108,13 +112,16 @@ def _updates(plan: Plan, args, of_stage, versions, num_steps, job, device):
     """(what the engine takes, the updates that step)."""
     common = {"num_grad_buffers": plan.schedule.weights.max_gradient_buffers, "device": device}
 
-    def stepping(parameters: dict) -> dict:
+    def stepping(parameters: dict, depth: int = 0) -> dict:
         optimizer = make_optimizer(parameters, args, decays=plan.decays)
-        return {"optimizer": optimizer, "scheduler": make_scheduler(optimizer, args, num_steps=num_steps)}
+        scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
+        return {"optimizer": GapAware(optimizer) if args.gap_aware and depth else optimizer, "scheduler": scheduler}
 
     if plan.schedule.weights.refreshes:
         updates = {
-            index: ModuleUpdate(own, versions=versions[index], **stepping(own), **common)
+            index: ModuleUpdate(
+                own, versions=versions[index], **stepping(own, plan.schedule.graph.depth(index)), **common
+            )
             for index, own in of_stage.items()
         }
         return StageUpdates(updates, job_group=job, device=device), updates

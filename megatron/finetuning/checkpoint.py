@@ -42,6 +42,7 @@ class Progress:
     schedule: str
     seed: int
     optim: str
+    softened: str
 
     @staticmethod
     def read(folder: Path) -> Progress:

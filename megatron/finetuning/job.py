@@ -17,7 +17,7 @@ from megatron.finetuning.checkpoint import Progress
 from megatron.finetuning.data.epochs import Epochs
 from megatron.finetuning.dry_run import first_lines
 from megatron.finetuning.feed import Feed
-from megatron.finetuning.plan import make_plan
+from megatron.finetuning.plan import Plan, make_plan
 from megatron.finetuning.report import Report, peak_memory
 from megatron.finetuning.samples import read_data
 from megatron.finetuning.trainer import Trainer, checkpoint_saver
@@ -113,6 +113,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
         "optim": args.optim,
+        "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
     }
     done = _progress(args, facts)
     report = Report(args, num_steps=num_steps, steps_per_epoch=batches.batches_per_epoch if batches else 1)

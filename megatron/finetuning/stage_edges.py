@@ -50,11 +50,12 @@ def schedule_of(
     *,
     recompute: bool,
     norm_decides: bool = False,
+    predict: bool = False,
 ) -> Schedule:
     """The schedule of that name over these stages.
 
-    `norm_decides`: gradients are clipped by their norm. ftpipe always recomputes: its backwards use
-    newer weights than its forwards.
+    `norm_decides`: gradients are clipped by their norm. `predict`: ftpipe's forwards use predicted weights. ftpipe
+    always recomputes: its backwards use newer weights than its forwards.
 
     Raises ValueError for stages that the schedule cannot run, such as 2bw's where they are no chain.
     """
@@ -63,7 +64,8 @@ def schedule_of(
     chain = graph.is_chain
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
     if name == _ASYNCHRONOUS:
-        return Schedule(order="async", weights="stale", recompute=True, work=partition.work(graph), **common)
+        weights = "stale-predicted" if predict else "stale"
+        return Schedule(order="async", weights=weights, recompute=True, work=partition.work(graph), **common)
     if name in ("2bw", "pipedream"):
         if not chain:
             skips = " ".join(str(edge) for edge in edges if edge.target != edge.source + 1)
