@@ -110,7 +110,7 @@ class _Rank:
         else:
             staying = {
                 "optimizer": [(self.start, self._of_rank("optimizer"))],
-                "weights": self._kept("weights", self._versions()),
+                "weights": self._one_version() if self.rule.refreshes else self._kept("weights", self._versions()),
                 "gradients": [*self._kept("gradients", self._open_batches()), *self._held_gradients()],
             }
         events = staying | {
@@ -138,11 +138,16 @@ class _Rank:
                 count = number
         return events
 
+    def _one_version(self) -> list[_Event]:
+        """Each stage has one, and a further set for good where a forward is predicted ahead."""
+        predicted = {each.stage for each, _, _ in self.spans if each.horizon}
+        sizes = self.sizes["weights"]
+        return [(self.start, sum(sizes[stage] * (1 + (stage in predicted)) for stage in self.stages))]
+
     def _versions(self) -> Iterator[tuple[float, int]]:
         """When versions are made, how many buffers that takes."""
         entered = self.rule.entry_versions(self.timeline.first_batch)
-        predicted = any(each.horizon for each, _, _ in self.spans)  # one more set, which is kept
-        yield self.start, len(entered) + predicted
+        yield self.start, len(entered)
         last_use = dict.fromkeys(entered, -math.inf)
         for each, _, end in self.spans:
             if each.kind in COMPUTATIONS and each.version is not None:
@@ -154,7 +159,7 @@ class _Rank:
                     older.append(known.popleft())
                 if self.rule.updates_alone:
                     older = [version for version in older if last_use[version] > time]
-                    yield time, 1 + len(older) + predicted
+                    yield time, 1 + len(older)
                 else:
                     most = self.rule.max_live_versions(self.stages[0], len(self.sizes["weights"]))
                     yield time, min(1 + len(older), most)

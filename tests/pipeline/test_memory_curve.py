@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.check import check
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.memory_curve import MemorySizes, memory_curves
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.weights import FLUSH
 from megatron.planner.demand import demand_of
@@ -86,6 +87,15 @@ def test_the_curve_of_two_stages_by_hand():
     assert set(held["weights"].values()) == {100}
     # while F1 runs, the receive of the first gradient waits and the first activation is under way
     assert held["transfers"][1] == 2 and held["transfers"][10.0] == 0
+
+
+@pytest.mark.parametrize(("weights", "held"), [("stale", (101, 1010)), ("stale-predicted", (202, 1020))])
+def test_stages_that_step_by_themselves_have_one_version_and_perhaps_a_prediction(weights, held):
+    """Of stages of 1, 10, 100 and 1000 bytes, two on each rank, the last one has nothing ahead."""
+    schedule = Schedule(order="async", weights=weights, recompute=True, num_stages=4, rank_of_stage=(0, 1, 0, 1))
+    timeline = simulate(schedule.build((2, 2, 2)), Costs())
+    curves = memory_curves(timeline, MemorySizes(weights=(1, 10, 100, 1000)), schedule.weights)
+    assert tuple(max(curve.parts["weights"]) for curve in curves) == held
 
 
 def test_kept_gradients_are_there_until_they_are_read():

@@ -54,8 +54,8 @@ def draw_labels(axes: "Axes", cells: list[Cell], *, points: float, one_based: bo
             continue
         ink, middle = legend.ink_on(cell.shade), (cell.start + cell.end) / 2
         axes.text(middle, cell.rank - 0.04, text, ha="center", va="center", fontsize=size, color=ink, gid="microbatch")
-        if cell.version is not None and room >= 3.6 * len(str(cell.version)) + 6:
-            axes.text(middle, cell.rank + 0.40, f"v{cell.version}", color=ink, **below)
+        if cell.version is not None and room >= 3.6 * len(cell.named_version) + 6:
+            axes.text(middle, cell.rank + 0.40, f"v{cell.named_version}", color=ink, **below)
 
 
 def draw_batches(axes: "Axes", timeline: Timeline, cells: list[Cell], *, points: float) -> None:

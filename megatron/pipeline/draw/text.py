@@ -152,7 +152,7 @@ class _Row:
 
 
 def _label(cell: Cell, *, one_based: bool, versions: bool, stage: bool) -> str:
-    version = f"@{cell.version}" if versions and cell.version is not None else ""
+    version = f"@{cell.named_version}" if versions and cell.version is not None else ""
     return f"{cell.stage if stage else ''}{cell.kind.value}{cell.microbatch + one_based}{version}"
 
 
