@@ -77,18 +77,18 @@ def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, 
     work = plan.partition.work(schedule.graph)
     saved_by_stage = schedule.max_saved_microbatches((args.gradient_accumulation_steps,) * 4)
     for rank in range(schedule.num_ranks):
-        parameters, saved, seconds = 0, 0.0, 0.0
+        parameters, weights, saved, seconds = 0, 0.0, 0.0, 0.0
         for stage in schedule.stages_of(rank):
             cost = plan.partition.stages[stage]
             inputs = sum(size for (_, target), size in plan.edge_bytes.items() if target == stage)
-            parameters += cost.parameters
+            versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
+            size = plan.partition.weight_bytes_per_parameter + versions * plan.dtype.itemsize
+            parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
             saved += inputs * in_flight + cost.saved_bytes * (1 if recomputes else in_flight)
             seconds += sum(work[stage])
-        versions = schedule.weights.max_live_versions(rank, schedule.num_ranks) - 1
-        size = plan.partition.weight_bytes_per_parameter + versions * plan.dtype.itemsize
-        found.append((parameters, parameters * size, saved, 1000 * seconds))
+        found.append((parameters, weights, saved, 1000 * seconds))
     return found
 
 

@@ -74,9 +74,12 @@ def cut_model(
     *,
     methods: Sequence[str] = ("sequential", "mixed"),
     milp_seconds: float | None = None,
+    effort: float = 1.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Candidate, list[Candidate], Graph, Competition]:
     """Profile the model on `batch`, a microbatch on the device that is to be measured, and cut it.
+
+    `effort`: of mixed's search, in proportion.
 
     Returns the choice, all candidates, the graph and the competition. Raises ValueError with the reason of each method
     where nothing fits.
@@ -86,7 +89,7 @@ def cut_model(
     graph = graph_of(captured, costs, machine, args)
     competition = compete(
         graph, methods=methods, max_stages_per_device=args.max_stages_per_device, milp_seconds=milp_seconds,
-        seed=args.seed, progress=progress,
+        seed=args.seed, effort=effort, progress=progress,
     )  # fmt: skip
     candidates, seen = [], set()
     for result in competition.results:
@@ -165,7 +168,10 @@ def simulated_seconds(schedule, file: PartitionFile, edge_bytes: Sequence[int], 
     short, long = (
         simulate(schedule.build((num_microbatches,) * count), costs).makespan for count in (settling, 2 * settling)
     )
-    return (long - short) / settling / num_microbatches
+    work = file.work(schedule.graph)
+    busiest = max(sum(sum(work[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+    # A rank that began late may hide for a while that another has more to do.
+    return max((long - short) / settling / num_microbatches, busiest if all(recomputes[:-1]) else 0.0)
 
 
 def _in_order(captured: Captured, partition: Partition) -> Partition:

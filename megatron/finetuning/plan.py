@@ -26,6 +26,9 @@ from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import bytes_of_edges, edges_of, schedule_of
 from megatron.pipeline.schedules import Schedule
 
+EFFORT = 0.2
+"""Of the search where a run cuts its model itself; tools/partition.py takes all of it."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -114,7 +117,7 @@ def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
     connected = torch.distributed.is_initialized()
     if not connected or torch.distributed.get_rank() == 0:
         machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
-        choice, *_ = cut_model(captured, batch, machine, args)
+        choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
         made = [choice.file.to_json()]
     if connected and torch.distributed.get_world_size() > 1:
         torch.distributed.broadcast_object_list(made)

@@ -67,16 +67,16 @@ def test_sentences(tmp_path, name, content, sentence):
 
 
 def test_a_file_that_is_not_there():
-    with pytest.raises(ValueError, match="there is no file nowhere.jsonl"):
+    with pytest.raises(ValueError, match=r"there is no file nowhere\.jsonl"):
         read_samples("nowhere.jsonl")
 
 
 def test_columns():
     assert column(ROWS, "f", None, ("sentence", "text"), "text") == "text"
     assert column(ROWS, "f", "label", ("text",), "text") == "label"
-    with pytest.raises(ValueError, match="no column 'other' for the text; it has text, label"):
+    with pytest.raises(ValueError, match=r"no column 'other' for the text; it has text, label"):
         column(ROWS, "f", "other", ("text",), "text")
-    with pytest.raises(ValueError, match="looked for question.* name one with --question_column"):
+    with pytest.raises(ValueError, match=r"looked for question.* name one with --question_column"):
         column(ROWS, "f", None, ("question",), "question")
     with pytest.raises(ValueError, match="sample 1: 'text' is 3, and a text is wanted"):
         texts_of([{"text": 3}], "f", "text")

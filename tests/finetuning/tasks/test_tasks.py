@@ -91,7 +91,7 @@ def test_labels_are_the_training_files(folder):
     with pytest.raises(ValueError, match=r"bad.jsonl, sample 2: the label 'neither' is not in the training file"):
         read_data(tiny.namespace(args, validation_file=str(bad), do_eval=True))
     bad.write_text('{"text": "w1", "label": 0.5}\n{"text": "w2", "label": 0.25}\n')
-    with pytest.raises(ValueError, match="'label' is 0.5, and a class is a text or a whole number"):
+    with pytest.raises(ValueError, match=r"'label' is 0\.5, and a class is a text or a whole number"):
         read_data(tiny.namespace(args, train_file=str(bad)))
 
 
