@@ -78,6 +78,8 @@ def test_ranks_do_not_matter(folder, schedule):
         for number, ranks in enumerate([(0, 1, 1, 0), (0, 0, 0, 0)])
     ]  # fmt: skip
     assert runs[0].losses == runs[1].losses
+    rates = [line["learning_rate"] for line in runs[0].lines]
+    assert rates == pytest.approx([5e-5 * (1 - step / len(rates)) for step in range(len(rates))])
     same(*runs)
 
 

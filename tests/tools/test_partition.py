@@ -54,3 +54,31 @@ def test_refusals(run, made, tmp_path):
     assert status == 1 and "circle" in err and "\n" not in err.split("error:")[1].strip()
     assert run("--graph", tmp_path / "none.json")[0] == 2
     assert run("--graph", path, "--methods", "annealing")[0] == 2
+
+
+def test_a_model(run, tmp_path):
+    """Profiled on its data, cut, simulated; the file is one that a run takes."""
+    from tests.finetuning import tiny
+
+    task = "sequence-classification"
+    data = ("--task", task, "--train-file", tiny.data_file(tmp_path, task), "--max_seq_length", 12)
+    model, output = tiny.model_folder(tmp_path, task), tmp_path / "P.json"
+    machine = ("--devices", 2, "--per-device-train-batch-size", 3, "--memory", "1GiB")
+    sequential = ("--methods", "sequential", "--max-stages-per-device", 1)
+    status, out, _ = run(model, *data, *machine, *sequential, "--json", "--output", output)
+    assert status == 0 and "simulated ms" in out
+    found = json.loads(out.splitlines()[-1])
+    assert set(found) == {"method", "objective_ms", "device_of_node", "stage_of_node", "simulated_ms"}
+    content = json.loads(output.read_text())
+    assert content["rank_of_stage"] == [0, 1] and content["micro_batch_size"] == 3
+    assert content["device_of_node"] == found["device_of_node"]
+    assert run(model, *data, *machine, *sequential, "--memory", "1MB")[0] == 0
+    for words, sentence in (
+        ((model, "--graph", output), "give a MODEL, or --graph FILE"),
+        ((), "give a MODEL, or --graph FILE"),
+        ((model, *data), "a MODEL is profiled on real data: give --devices"),
+        ((model, *data, *machine, "--memory", "lots"), "'lots' is no amount of memory"),
+        ((model, *data, *machine, *sequential, "--memory", "0.01MB"), "nothing fits: the nodes need"),
+    ):
+        status, _, errors = run(*words)
+        assert status == 1 and sentence in errors, errors

@@ -148,9 +148,12 @@ class ModuleUpdate:
         if stepped:
             del self._pending[version]
 
-    def take_norm_squared(self, version: int) -> float:
-        """Of the gradients of a batch that is stepped, in place of `reduce_norm`, where others add up norms."""
-        return self._pending.pop(version).norm_squared.item()
+    def take_stepped(self, version: int) -> tuple[float, float]:
+        """(squared norm of the gradients, learning rate) of a batch that is stepped, in place of `reduce_norm`, where
+        others add up norms.
+        """
+        pending = self._pending.pop(version)
+        return pending.norm_squared.item(), pending.report.learning_rate
 
     def step(self, version: int) -> BatchReport:
         pending = self._pending[version]

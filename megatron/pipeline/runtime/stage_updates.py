@@ -45,14 +45,14 @@ class StageUpdates:
 
     def step(self, version: int) -> BatchReport:
         """All stages have stepped."""
-        report = self._reports[version]
-        report.learning_rate = next(iter(self._updates.values())).optimizer.param_groups[0]["lr"]
-        return report
+        return self._reports[version]
 
     def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Chain thread, behind the steps: complete the report."""
-        local = sum(update.take_norm_squared(version) for update in self._updates.values())
-        self._reduction.reduce_norm(self._reports.pop(version), local, wishes, losses)
+        norms, rates = zip(*(update.take_stepped(version) for update in self._updates.values()), strict=True)
+        report = self._reports.pop(version)
+        report.learning_rate = rates[0]
+        self._reduction.reduce_norm(report, sum(norms), wishes, losses)
 
     def begin_evaluation(self) -> None:
         self.show_newest()

@@ -1,0 +1,96 @@
+"""The door: exit status and sentences, a run without a launcher, and one that torchrun starts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from megatron.finetuning.dry_run import run_dry
+from megatron.training.entry import SameEverywhere
+from megatron.training.metrics import read_metrics
+from tests.finetuning import cases, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = "sequence-classification"
+
+
+def start(*command: str, cwd: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=cwd, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_a_wrong_command_line_is_one_sentence(tmp_path):
+    job = start(ROOT / "finetune.py", "--task", "causal-lm", cwd=tmp_path)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert output.startswith("finetune.py: error: the following arguments are required: --model_name_or_path")
+    assert output.count("\n") == 1
+
+
+def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
+    cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0))
+    args = tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut)
+    run_dry(args)
+    output = capsys.readouterr().out
+    assert "BertForSequenceClassification: 4 stages on 2 ranks, ftpipe" in output
+    assert "use weights that are up to 3 2 1 0 steps older" in output
+    assert "simulated: " in output and " ms a microbatch, 1 of them a batch" in output
+    args.model_name_or_path = str(tmp_path / "nowhere")
+    with pytest.raises(SameEverywhere, match="is no folder; download the model first"):
+        run_dry(args)
+
+
+@pytest.mark.full
+def test_a_run_without_a_launcher(tmp_path):
+    """Profiles and cuts the model by itself; twice into one folder is refused, and so is another run's rest."""
+    command = tiny.command(tmp_path, CLASSES, "--num_train_epochs", 1, "--save_steps", 4)
+    validation = tiny.data_file(tmp_path, num_samples=7, seed=5)
+    command += ["--validation_file", str(validation), "--metrics_file", str(tmp_path / "metrics.jsonl")]
+    job = start(ROOT / "finetune.py", *command, cwd=tmp_path)
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, output
+    lines = read_metrics(str(tmp_path / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 7] and "eval_accuracy" in lines[-1]
+    cases.loaded(tmp_path / "out", CLASSES)
+    again = start(ROOT / "finetune.py", *command, cwd=tmp_path)
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 2 and "has checkpoints of another run (checkpoint-4)" in output
+    rest = start(ROOT / "finetune.py", *command, "--resume_from_checkpoint", "--seed", "7", cwd=tmp_path)
+    output, _ = rest.communicate(timeout=200)
+    assert rest.returncode == 2 and "was made with another seed (42) than this run's (7)" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_job_that_is_ended(tmp_path, number):
+    """SIGTERM to one rank saves and ends all; a killed rank is named by the others, within seconds."""
+    cut = cases.partition(tmp_path, CLASSES, (0, 1, 0, 1))
+    command = tiny.command(tmp_path, CLASSES, "--num_train_epochs", 4000, "--partition", cut)
+    command += ["--metrics_file", str(tmp_path / "metrics.jsonl")]
+    job = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, ROOT / "finetune.py", *command,
+                cwd=tmp_path)  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "metrics.jsonl").exists() or (tmp_path / "metrics.jsonl").stat().st_size < 2000:
+        assert time.monotonic() < deadline and job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), number)
+    output, _ = job.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert job.returncode == 0, output
+        assert "exiting on request after step" in output
+        (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+        cases.loaded(checkpoint, CLASSES)
+    else:
+        assert job.returncode != 0 and "died" in output, output
