@@ -78,7 +78,7 @@ def _run_model(options: argparse.Namespace) -> int:
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
 
-    options.model_name_or_path, options.validation_file, options.do_eval = options.model, None, False
+    options.model_name_or_path, options.do_train, options.do_eval = options.model, True, False
     machine = Machine(options.devices, num_bytes(options.memory), options.bandwidth)
     with _progress() as progress:
         progress("reading data")

@@ -39,6 +39,16 @@ def check_folder(folder: str) -> Path:
     return path
 
 
+def read_config(folder: str, changes: Mapping[str, object] | None = None):
+    """The configuration of a model's folder. Raises ValueError for a folder that is none."""
+    transformers = require_transformers()
+    check_folder(folder)
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dict(changes or {}))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}/config.json cannot be read: {_first_line(error)}") from error
+
+
 def open_model(
     folder: str,
     auto_model: str,
@@ -55,11 +65,7 @@ def open_model(
     Raises ValueError for a folder that is none, or an architecture that has no model for the task.
     """
     transformers = require_transformers()
-    check_folder(folder)
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dict(changes or {}))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}/config.json cannot be read: {_first_line(error)}") from error
+    config = read_config(folder, changes)
     config.use_cache = False
     context = contextlib.nullcontext() if real else fake_parameters(dtype)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron.finetuning.data.files import read_samples
 from megatron.finetuning.data.rows import Rows
-from megatron.finetuning.model import check_folder, require_transformers
+from megatron.finetuning.model import check_folder, read_config, require_transformers
 from megatron.finetuning.tasks import TASKS, File, Task
 
 _PROCESSOR_FILES = {
@@ -46,11 +47,11 @@ def read_data(args: argparse.Namespace) -> Data:
     training, validation = (
         File(path, read_samples(path, limit=limit)) if path is not None else None
         for path, limit in (
-            (args.train_file, args.max_train_samples),
+            (args.train_file if args.do_train or not args.do_eval else None, args.max_train_samples),
             (args.validation_file if args.do_eval else None, args.max_eval_samples),
         )
     )
-    prepared = task.prepare(args, processor, training or validation)
+    prepared = task.prepare(args, processor, training or validation, _classes(args.model_name_or_path))
     return Data(
         task,
         processor,
@@ -58,6 +59,12 @@ def read_data(args: argparse.Namespace) -> Data:
         None if training is None else _of_type(prepared.rows(training), args),
         None if validation is None else _of_type(prepared.rows(validation), args),
     )
+
+
+def _classes(folder: str) -> dict[str, int]:
+    """The classes that a model of this task knows already; those without names of their own are none."""
+    classes = read_config(folder).label2id or {}
+    return {} if any(re.fullmatch("LABEL_[0-9]+", str(name)) for name in classes) else dict(classes)
 
 
 def _of_type(rows: Rows, args: argparse.Namespace) -> Rows:

@@ -85,7 +85,7 @@ def finetune(folder: Path, task: str, *, words: Sequence[object] = (), dropout: 
         del os.environ["WORLD_SIZE"], os.environ["RANK"]
     if dist.get_rank():
         return Outcome([])
-    return Outcome(read_metrics(str(metrics)), weights_of(output, task))
+    return Outcome(read_metrics(str(metrics)), weights_of(output, task) if args.do_train else {})
 
 
 def weights_of(folder: Path, task: str) -> dict[str, torch.Tensor]:

@@ -122,6 +122,21 @@ def test_an_evaluation_is_the_models(folder):
     assert found["eval_accuracy"] == (output.logits.argmax(-1) == batch["labels"]).double().mean().item()
 
 
+@pytest.mark.full
+def test_an_evaluation_alone(folder):
+    """Of a folder that a run wrote, on samples of one class: what the run's own evaluation says of them."""
+    cut = cases.partition(folder, CLASSES, (0, 1))
+    validation = folder / "one.jsonl"
+    lines = tiny.data_file(folder, num_samples=30, seed=4).read_text().splitlines(keepends=True)
+    validation.write_text("".join(line for line in lines if "odd" in line))
+    words = ["--pipeline_schedule", "flush", "--partition", cut, "--validation_file", validation]
+    trained = run(folder, "trained", *EVALUATED, "--learning_rate", 1e-2, *words).evaluation()
+    alone = ["--do_eval", "--model_name_or_path", folder / "trained", *words]
+    found = run(folder, "alone", *alone).evaluation()
+    assert found["eval_loss"] == trained["eval_loss"] and found["eval_accuracy"] == trained["eval_accuracy"]
+    assert found["step"] == 0 and not list((folder / "alone").glob("*"))
+
+
 def test_a_new_head_begins_alike_everywhere(folder):
     """A folder of the inner model: its tensors are found under their short names, and the head is made by the seed."""
     inner = cases.loaded(tiny.model_folder(folder), CLASSES).bert

@@ -18,7 +18,7 @@ from megatron.finetuning.tasks.tokens import padded
 TEXT = ("text", "content", "sentence", "document")
 
 
-def _prepare(args: argparse.Namespace, tokenizer: Any, file: File) -> Prepared:
+def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     name = column(file.samples, file.path, args.text_column, TEXT, "text")
 
     def rows(each: File) -> Rows:

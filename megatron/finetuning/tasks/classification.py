@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ SECOND = ("text_pair", "sentence2", "hypothesis", "question2")
 LABEL = ("label", "labels", "class")
 
 
-def _prepare(args: argparse.Namespace, tokenizer: Any, file: File) -> Prepared:
+def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     first = column(file.samples, file.path, args.text_column, FIRST, "text")
     second = args.text_pair_column or next((name for name in SECOND if name in file.samples[0]), None)
     if args.text_pair_column:
         column(file.samples, file.path, second, (), "text pair")
-    labels = Labels(file, column(file.samples, file.path, args.label_column, LABEL, "label"))
+    labels = Labels(file, column(file.samples, file.path, args.label_column, LABEL, "label"), classes)
     give_padding(tokenizer)
 
     def rows(each: File) -> Rows:

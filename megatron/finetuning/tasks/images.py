@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ IMAGE = ("image", "pixel_values", "image_path", "file_name")
 LABEL = ("label", "labels", "class")
 
 
-def _prepare(args: argparse.Namespace, processor: Any, file: File) -> Prepared:
+def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     image = column(file.samples, file.path, args.image_column, IMAGE, "image")
-    labels = Labels(file, column(file.samples, file.path, args.label_column, LABEL, "label"))
+    labels = Labels(file, column(file.samples, file.path, args.label_column, LABEL, "label"), classes)
 
     def rows(each: File) -> Rows:
         column(each.samples, each.path, image, (), "image")

@@ -12,12 +12,16 @@ from megatron.finetuning.tasks.task import File
 
 
 class Labels:
-    """The classes of a file, in order. Raises ValueError for a column with a single one, or with one for each sample of
+    """The classes of a file, in order; or those that the model `known`s, if they are all of them. Raises ValueError for a column with a single one, or with one for each sample of
     a hundred and more, as scores have."""
 
-    def __init__(self, file: File, column: str) -> None:
+    def __init__(self, file: File, column: str, known: Mapping[str, int]) -> None:
         self.column = column
         values = {_plain(file, number, column) for number, _ in enumerate(file.samples)}
+        if values <= known.keys():
+            self.names = sorted(known, key=known.__getitem__)
+            self._number = dict(known)
+            return
         if len(values) < 2:
             raise ValueError(f"{file.path}: {column!r} has the value {values.pop()} alone; two classes are needed")
         if len(values) == len(file.samples) >= 100:
@@ -41,8 +45,8 @@ class Labels:
             name = _plain(file, number, self.column)
             if name not in self._number:
                 raise ValueError(
-                    f"{file.path}, sample {number + 1}: the label {name!r} is not in the training file, which has "
-                    f"{', '.join(self.names[:10])}; leave the sample out"
+                    f"{file.path}, sample {number + 1}: the label {name!r} is not one of the model's, which "
+                    f"are those of the training file: {', '.join(self.names[:10])}; leave the sample out"
                 )
             found.append(self._number[name])
         return torch.tensor(found)

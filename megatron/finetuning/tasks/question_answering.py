@@ -34,7 +34,7 @@ class _Window:
     offsets: list[tuple[int, int] | None]
 
 
-def _prepare(args: argparse.Namespace, tokenizer: Any, file: File) -> Prepared:
+def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     names = {
         "question": column(file.samples, file.path, args.question_column, ("question",), "question"),
         "context": column(file.samples, file.path, args.context_column, ("context", "passage"), "context"),

@@ -32,12 +32,13 @@ class Prepared:
 @dataclass(frozen=True)
 class Task:
     """`auto_model`: the class of transformers. `keep`: fields of its output that evaluations want beside the loss.
-    `prepare(args, processor, file)`: reads of a file, the training one where there is one, what the rows need.
+    `prepare(args, processor, file, classes)`: reads of a file, the training one where there is one, what the rows need;
+    `classes`: those that the model knows already, and their numbers.
     `summary(name, tensor, batch)`: what metrics need of a kept output. `auto_processor`: the class that makes rows.
     """
 
     auto_model: str
-    prepare: Callable[[argparse.Namespace, Any, File], Prepared]
+    prepare: Callable[[argparse.Namespace, Any, File, Mapping[str, int]], Prepared]
     keep: tuple[str, ...] = ()
     summary: Callable[[str, Tensor, Mapping[str, Tensor]], Tensor] = lambda name, tensor, batch: tensor
     auto_processor: str = "AutoTokenizer"

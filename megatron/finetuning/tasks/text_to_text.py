@@ -18,7 +18,7 @@ SOURCE = ("text", "source", "input", "document", "question", "sentence")
 TARGET = ("target", "summary", "answer", "output", "label")
 
 
-def _prepare(args: argparse.Namespace, tokenizer: Any, file: File) -> Prepared:
+def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     source = column(file.samples, file.path, args.text_column, SOURCE, "text")
     target = column(file.samples, file.path, args.target_column, TARGET, "target")
 

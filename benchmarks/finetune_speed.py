@@ -1,0 +1,155 @@
+"""What a mixed partition gains on a real, unbalanced model: a T5 on two processes, each on a core of its own.
+
+    python benchmarks/finetune_speed.py                  # about 4 minutes; a table
+    python benchmarks/finetune_speed.py --json result.json
+
+A T5 whose source is long and whose target is short: its encoder outweighs its decoder, and an attention's block cannot
+be cut. `tools/partition.py` finds the best stages in a row, and the best mixed ones. Each partition is trained by
+`finetune.py` under ftpipe, in turns, on made-up words.
+
+limit      seconds of a microbatch that the busiest rank computes in the very run: its spans without what it waits for
+gain       sequential over mixed: measured, and as the simulator predicts from the profile
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.pipeline.instruction import Kind
+from megatron.pipeline.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 2
+_COMPUTATIONS = [kind for kind in Kind if kind.is_computation or kind is Kind.STEP]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each partition (default: 3)")
+    parser.add_argument("--steps", type=int, default=60, help="batches of a turn (default: 60)")
+    parser.add_argument("--json", metavar="FILE", help="also write what was measured")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), options)
+    show(found)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict:
+    """By partition: `seconds` and `limit` of a microbatch in each turn, `simulated` seconds."""
+    write_model(folder)
+    task = [
+        "--task", "text-to-text", "--train_file", str(folder / "train.jsonl"), "--max_seq_length", "128",
+        "--max_target_length", "8", "--per_device_train_batch_size", "4",
+    ]  # fmt: skip
+    found = {}
+    for name, methods in (("sequential", ["sequential"]), ("mixed", ["mixed"])):
+        said = subprocess.run(
+            [sys.executable, "tools/partition.py", str(folder / "t5"), *task, "--devices", str(RANKS), "--methods",
+             *methods, "--max-stages-per-device", "2" if name == "mixed" else "1", "--json", "--output",
+             str(folder / f"{name}.json")],
+            cwd=ROOT, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        chosen = json.loads(said.stdout.splitlines()[-1])
+        found[name] = {"simulated": chosen["simulated_ms"] / 1000, "seconds": [], "limit": []}
+        found[name]["stages"] = json.loads((folder / f"{name}.json").read_text())["rank_of_stage"]
+    for _ in range(options.repeats):
+        for name, each in found.items():
+            run(folder, name, task, options.steps)
+            seconds, limit = judged(Timeline.load(folder / "timeline" / "measured.json"))
+            each["seconds"].append(seconds)
+            each["limit"].append(limit)
+    return found
+
+
+def run(folder: Path, name: str, task: list[str], steps: int) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "finetune.py",
+         "--model_name_or_path", str(folder / "t5"), *task, "--partition", str(folder / f"{name}.json"), "--optim",
+         "sgd", "--learning_rate", "1e-3", "--max_steps", str(steps), "--output_dir", str(folder / name),
+         "--pipeline_timeline", str(folder / "timeline"), "--pipeline_timeline_iterations", "10"],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+
+
+def judged(measured: Timeline) -> tuple[float, float]:
+    """Seconds from batch to batch, and those of them in which the busiest rank computes; without fill and drain."""
+    inner = range(measured.first_batch + 8, measured.first_batch + len(measured.batches) - 8)
+    spans = [span for span in measured.spans if span.instruction.kind in _COMPUTATIONS]
+    busy: dict[int, float] = {}
+    for span in spans:
+        if batch_of(measured, span) in inner:
+            busy[span.rank] = busy.get(span.rank, 0.0) + span.end - span.start
+    ends = sorted(
+        max(span.end for span in spans if span.instruction.kind is Kind.STEP and span.instruction.version == batch + 1)
+        for batch in (inner[0], inner[-1])
+    )
+    return (ends[1] - ends[0]) / (len(inner) - 1), max(busy.values()) / len(inner)
+
+
+def batch_of(measured: Timeline, span) -> int:
+    """Batches are of one microbatch."""
+    instruction = span.instruction
+    return instruction.version - 1 if instruction.kind is Kind.STEP else instruction.microbatch
+
+
+def write_model(folder: Path) -> None:
+    """A T5 of 6 layers each way with random weights, its tokenizer, and samples of made-up words."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = [f"w{number}" for number in range(1000)]
+    special = ["<pad>", "</s>", "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *words])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=len(fast), d_model=256, d_kv=64, d_ff=1024, num_layers=3, num_decoder_layers=3, num_heads=4,
+        dropout_rate=0.1, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder / "t5")
+    fast.save_pretrained(folder / "t5")
+    choose = random.Random(0)
+    lines = [
+        {"source": " ".join(choose.choices(words, k=127)), "target": " ".join(choose.choices(words, k=7))}
+        for _ in range(400)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def show(found: dict) -> None:
+    """The table of the docs."""
+    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    table = Table("", "stages", "ms a microbatch", "limit, ms", "of the limit", "simulated, ms")
+    for name, each in found.items():
+        shares = [limit / seconds for limit, seconds in zip(each["limit"], each["seconds"], strict=True)]
+        table.add_row(
+            name, " ".join(map(str, each["stages"])), f"{1000 * median(each['seconds']):.1f}",
+            f"{1000 * median(each['limit']):.1f}", f"{median(shares):.1%}", f"{1000 * each['simulated']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    one, other = found["sequential"], found["mixed"]
+    gain = median(a / b for a, b in zip(one["seconds"], other["seconds"], strict=True))
+    console.print(f"sequential over mixed: {gain:.3f} measured, {one['simulated'] / other['simulated']:.3f} simulated")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
