@@ -19,7 +19,7 @@ from megatron.finetuning.dry_run import first_lines
 from megatron.finetuning.feed import Feed
 from megatron.finetuning.plan import Plan, make_plan
 from megatron.finetuning.report import Report, peak_memory
-from megatron.finetuning.samples import read_data
+from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Trainer, checkpoint_saver
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.trace import gather_traces
@@ -96,25 +96,9 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     torch.manual_seed(args.seed)
     data = read_data(args)
     plan = make_plan(args, data)
-    batches = Epochs(
-        num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
-    ) if args.do_train else None  # fmt: skip
+    batches = _batches(args, data, plan) if args.do_train else None
     num_steps = _num_steps(args, batches)
-    if args.eval_each_epoch and batches is not None:
-        args.eval_steps = batches.batches_per_epoch
-    for size in sorted(
-        {len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)} if batches else ()
-    ):
-        _check_size(plan, size, args)
-    facts = {
-        "signature": plan.partition.signature,
-        "stages": plan.stages_digest,
-        "schedule": args.pipeline_schedule,
-        "seed": args.seed,
-        "optim": args.optim,
-        "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
-    }
+    facts = _facts(args, plan)
     done = _progress(args, facts)
     report = Report(args, num_steps=num_steps, steps_per_epoch=batches.batches_per_epoch if batches else 1)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
@@ -126,40 +110,63 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         checkpoint.restore(pipeline, args.resumed_from)
     for line in first_lines(plan, args):
         report.say(line)
-    new = _gathered_names(pipeline)
-    if new:
+    if new := _gathered_names(pipeline):
         report.say(f"note: {args.model_name_or_path} has no values for {', '.join(new)}; they begin at random")
-    report.say(
-        f"{num_steps - done.batches} of {num_steps} batches to train, "
-        f"{time.perf_counter() - started:.1f} s since the start"
-        if args.do_train
-        else "evaluation alone"
-    )
+    seconds = time.perf_counter() - started
+    report.say(f"{num_steps - done.batches} of {num_steps} batches to train, {seconds:.1f} s since the start")
     common = {"source": args.model_name_or_path, "unused": plan.unused, "save_rest": plan.save_rest}
     trainer = Trainer(
         pipeline, args, report, stop,
         batches=batches.batches(done.batches) if batches else iter(()), num_steps=num_steps,
         validation=data.validation if args.do_eval else None,
-        save=checkpoint_saver(pipeline, args, common=common, facts=facts) if args.do_train else _no_save,
+        save=checkpoint_saver(pipeline, args, common=common, facts=facts),
     )  # fmt: skip
-    went_through = trainer.train()
-    if went_through and args.do_eval and trainer.evaluated_step != num_steps:
-        trainer.evaluate()
-    if went_through and args.do_train:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        checkpoint.save_model(pipeline, Path(args.output_dir), **common)
-        report.say(f"model in {args.output_dir}")
+    if trainer.train():
+        if args.do_eval and trainer.evaluated_step != num_steps:
+            trainer.evaluate()
+        if args.do_train:
+            checkpoint.save_model(pipeline, Path(args.output_dir), **common)
+            report.say(f"model in {args.output_dir}")
     peaks = " ".join(f"{each / 2**20:.0f}" for each in peak_memory(backend.device()))
     report.say(f"most memory of each rank, MiB: {peaks}")
     if args.pipeline_timeline:
-        with ByProduct(f"--pipeline_timeline {args.pipeline_timeline}", consequence="without it").attempt():
-            write_pictures(
-                plan.schedule, gather_traces(pipeline.engine.trace()), Path(args.pipeline_timeline),
-                drains=trainer.drains, most=args.pipeline_timeline_iterations,
-            )  # fmt: skip
+        _draw(plan, pipeline, trainer, args)
     torch.distributed.barrier()
     pipeline.engine.close()
     report.close()
+
+
+def _batches(args: argparse.Namespace, data: Data, plan: Plan) -> Epochs:
+    """The run's batches. Raises ValueError where the schedule cannot run one of them."""
+    batches = Epochs(
+        num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
+    )  # fmt: skip
+    for size in sorted({len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)}):
+        _check_size(plan, size, args)
+    if args.eval_each_epoch:
+        args.eval_steps = batches.batches_per_epoch
+    return batches
+
+
+def _facts(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
+    """What a resumed run must have alike; see `Progress`."""
+    return {
+        "signature": plan.partition.signature,
+        "stages": plan.stages_digest,
+        "schedule": args.pipeline_schedule,
+        "seed": args.seed,
+        "optim": args.optim,
+        "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
+    }
+
+
+def _draw(plan: Plan, pipeline: Pipeline, trainer: Trainer, args: argparse.Namespace) -> None:
+    with ByProduct(f"--pipeline_timeline {args.pipeline_timeline}", consequence="without it").attempt():
+        write_pictures(
+            plan.schedule, gather_traces(pipeline.engine.trace()), Path(args.pipeline_timeline),
+            drains=trainer.drains, most=args.pipeline_timeline_iterations,
+        )  # fmt: skip
 
 
 def _check_size(plan: Plan, num_microbatches: int, args: argparse.Namespace) -> None:
@@ -170,10 +177,6 @@ def _check_size(plan: Plan, num_microbatches: int, args: argparse.Namespace) -> 
         if num_microbatches == args.gradient_accumulation_steps:
             raise
         raise ValueError(f"the last batch of an epoch: {error}; or give --dataloader_drop_last") from error
-
-
-def _no_save(batches: int, microbatches: int) -> None:
-    assert batches == microbatches == 0, "nothing is trained, so nothing is saved"
 
 
 def _num_steps(args: argparse.Namespace, batches: Epochs | None) -> int:

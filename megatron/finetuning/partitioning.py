@@ -94,11 +94,18 @@ def cut_model(
     candidates, seen = [], set()
     for result in competition.results:
         progress(f"simulating {result.method}")
-        candidate = candidate_of(captured, costs, batch, result, machine, args)
+        try:
+            candidate = candidate_of(captured, costs, batch, result, machine, args)
+        except ValueError as error:  # stages that make no pipeline, such as one that trains nothing
+            competition.failures[result.method] = str(error)
+            continue
         key = (tuple(candidate.file.stage_of_node.items()), candidate.file.rank_of_stage)
         if key not in seen:
             seen.add(key)
             candidates.append(candidate)
+    if not candidates:
+        reasons = "; ".join(f"{method}: {reason}" for method, reason in competition.failures.items())
+        raise ValueError(f"no partition makes a pipeline ({reasons}); try other --methods, or more devices")
     least = min(each.simulated_ms for each in candidates)
     near = [each for each in candidates if each.simulated_ms <= ALIKE * least]
     choice = min(near, key=lambda each: (each.depth, each.simulated_ms))

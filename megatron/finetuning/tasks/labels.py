@@ -12,8 +12,10 @@ from megatron.finetuning.tasks.task import File
 
 
 class Labels:
-    """The classes of a file, in order; or those that the model `known`s, if they are all of them. Raises ValueError for a column with a single one, or with one for each sample of
-    a hundred and more, as scores have."""
+    """The classes of a file, in order; or those that the model knows, if they are all of them.
+
+    Raises ValueError for a column with a single one, or with one for each sample of a hundred and more, as scores have.
+    """
 
     def __init__(self, file: File, column: str, known: Mapping[str, int]) -> None:
         self.column = column
