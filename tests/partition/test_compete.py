@@ -53,7 +53,7 @@ def test_nothing_fits():
         compete(graph, effort=0.01)
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused(monkeypatch):
     """Methods by name, a limit for milp, and METIS only where it is installed."""
     graph = graphs.random_dag(0, size=8, devices=2)
     for change, reason in (
@@ -64,11 +64,18 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(ValueError, match=reason):
             compete(graph, **change)
-    if importlib.util.find_spec("pymetis") is None:
-        with pytest.raises(ValueError, match="metis needs pymetis"):
-            compete(graph, methods=["metis"])
-    else:
-        assert compete(graph, methods=["metis"]).results
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="metis needs pymetis"):
+        compete(graph, methods=["metis"])
+
+
+def test_metis_divides_evenly():
+    """A chain of equal nodes falls into even pieces; on a random graph no device has twice its share."""
+    chain = parse_graph(graphs.content([4] * 12, [(i, i + 1) for i in range(11)], devices=3))
+    assert compete(chain, methods=["metis"]).choice.value.compute_ms == (16, 16, 16)
+    graph = graphs.random_dag(0, size=40, devices=4)
+    choice = compete(graph, methods=["metis"]).choice
+    assert choice.method == "metis" and max(choice.value.compute_ms) < 2 * sum(choice.value.compute_ms) / 4
 
 
 def test_milp_is_no_worse_than_what_it_starts_from():
