@@ -34,7 +34,7 @@ def cut_with_metis(units: Units, seed: int = 0) -> tuple[list[int], list[int]]:
         return stages_of_devices(units, [0] * len(units))
     options = pymetis.Options(seed=seed)
     _, devices = pymetis.part_graph(
-        units.num_devices, xadj=starts, adjncy=flat, vweights=weights, eweights=bytes_of, options=options
+        units.num_devices, pymetis.CSRAdjacency(starts, flat), vweights=weights, eweights=bytes_of, options=options
     )
     return stages_of_devices(units, devices)
 
