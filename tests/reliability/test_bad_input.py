@@ -121,6 +121,7 @@ def test_damaged_data_file(tmp_path, text, damage, words):
     outcome.assert_failed_clearly("error:", *words)
 
 
+@pytest.mark.full
 def test_token_ids_beyond_the_vocabulary(tmp_path, text):
     """The id and the vocabulary are named, once for the job."""
     _copy_and_damage(text, tmp_path, _foreign)
@@ -186,9 +187,8 @@ def assert_only_whole_checkpoints(directory, *, was_killed=False):
     return latest
 
 
-@pytest.mark.parametrize(
-    "schedule", [TWO_BW, pytest.param(["--pipeline-schedule", "l2l"], marks=pytest.mark.full)], ids=["2bw", "l2l"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", [TWO_BW, ["--pipeline-schedule", "l2l"]], ids=["2bw", "l2l"])
 def test_disk_full_while_saving(tmp_path, schedule):
     """On a file system of 3 MiB some checkpoint does not fit: the job says so, those before are whole, and no temporary
     directory is left."""

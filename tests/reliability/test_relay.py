@@ -33,6 +33,7 @@ def killed_in_an_update(directory, *flags, iteration, update):
     return saving, before, saved
 
 
+@pytest.mark.full
 def test_killed_in_an_update_of_a_stage(tmp_path):
     """kill -9 when one stage is at the next version on the host, and one has its masters and not its weights: what was
     saved is whole, and the same job goes on from it with the losses that it had before.

@@ -169,7 +169,8 @@ def test_signal_to_the_launcher_saves_too(tmp_path):
     assert _saved_once(tmp_path) < 100_000
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_signal_to_one_rank_saves_once_and_ends_all(tmp_path, rank):
     """SIGTERM to any one rank in the middle of training, with processes that load samples: one checkpoint of the last
     iteration, status 0."""

@@ -22,6 +22,7 @@ def flags(extra: str = "") -> list[str]:
     return f"{BASE} {data_flags()} {extra}".split()
 
 
+@pytest.mark.full
 @pytest.mark.alone  # it takes seconds from seconds: beside another test, less than 0 may remain
 def test_one_process_profiles_what_one_rank_needs(run, tmp_path):
     """Every place, both lengths of the middle; the profile predicts p = 1 and says what p = 2 lacks."""

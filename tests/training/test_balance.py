@@ -26,12 +26,12 @@ QUICK = {
     "p=4 bf16": (4, 1, "--bf16"),
     "p=4 2bw attention": (4, 1, f"{TWO_BW} {SELECTIVE}"),
     "p=4 interleaved": (4, 1, INTERLEAVED),
-    "p=4 t=2 sequence parallel, layer": (4, 2, f"{SEQUENCE} {FULL}"),
     "p=4 d=2 attention": (4, 2, SELECTIVE),
 }
 SCOPES = {"none": "", "attention": SELECTIVE, "layer": FULL, "program": "--pipeline-recompute"}
 FULL_CASES = {
     "p=8": (8, 1, ""),
+    "p=4 t=2 sequence parallel, layer": (4, 2, f"{SEQUENCE} {FULL}"),
     **{f"p={p} {scope}": (p, 1, flags) for p in (4, 8) for scope, flags in SCOPES.items() if (p, scope) != (8, "none")},
     **{f"p={p} 2bw {scope}": (p, 1, f"{TWO_BW} {flags}") for p in (4, 8) for scope, flags in SCOPES.items()
        if (p, scope) != (4, "attention")},

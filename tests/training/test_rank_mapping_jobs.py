@@ -100,7 +100,8 @@ PLACES = {  # host, rank and stage by physical rank
 }
 
 
-@pytest.mark.parametrize("start", [with_torchrun, pytest.param(with_srun, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("start", [with_torchrun, with_srun])
 @pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_ranks_move_and_numbers_stay(tmp_path, start, per_host):
     """Rank 0 and its pair on the second host, LOCAL_RANK untouched, every loss bit-equal to the standard mapping's."""

@@ -13,7 +13,10 @@ from tests.training.run_case import data_flags
     "flags",
     [
         "--pipeline-model-parallel-size 2 --fp16 --clip-grad 0.5 --eval-iters 1 --eval-interval 3",
-        "--tensor-model-parallel-size 2 --sequence-parallel --untie-embeddings-and-output-weights",
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --untie-embeddings-and-output-weights",
+            marks=pytest.mark.full,
+        ),
         "--use-distributed-optimizer --bf16 --recompute-granularity selective",
     ],
 )

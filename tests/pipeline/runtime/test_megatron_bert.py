@@ -14,7 +14,17 @@ backend.install()
 
 from tests import workers
 from tests.pipeline.runtime import megatron_cases as cases
-from tests.pipeline.runtime.test_megatron_update import CLOSE, EXACT, P124, SPREAD, Outcomes, Row, check, layouts_of
+from tests.pipeline.runtime.test_megatron_update import (
+    CLOSE,
+    EXACT,
+    P124,
+    SPREAD,
+    Outcomes,
+    Row,
+    check,
+    layouts_of,
+    marked,
+)
 
 BERT = {"bert": True, "batches": (4,) * 6}
 TWO_BW = BERT | {"schedule": "2bw"}
@@ -63,7 +73,7 @@ def grid():
     return Outcomes(GRID)
 
 
-@pytest.mark.parametrize(("name", "layout"), layouts_of(SELECTION), ids=str)
+@pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full={"2bw tensors"}), ids=str)
 def test_training_equals_one_process(selection, name, layout):
     """Losses, norms and both weight versions of the selection are the single process's."""
     check(selection[name, layout], SELECTION[name].allowed)

@@ -23,7 +23,7 @@ RUNS = {
     "2bw fp16, overflow around": COMMON | FP16 | {"schedule": "2bw", "overflow_batches": (2, 3)},
     "2bw distributed optimizer": COMMON | DISTRIBUTED | {"schedule": "2bw"},
 }
-QUICK = {"flush", "2bw", "2bw fp16, overflow around", "2bw distributed optimizer"}
+QUICK = {"2bw fp16, overflow around", "2bw distributed optimizer"}
 
 
 @pytest.mark.parametrize(

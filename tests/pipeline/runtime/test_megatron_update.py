@@ -4,6 +4,7 @@ The cases are data: a name, the options, the layouts (p, t, d) and how exact the
 test_megatron_update_full.py. The references are plain torch in one process, see `megatron_reference`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -125,11 +126,28 @@ def selection():
     return Outcomes(SELECTION)
 
 
+TWINS = {
+    "gpipe",
+    "flush tensor parallel, tied",
+    "2bw recompute instructions",
+    "2bw full recompute",
+    "2bw data parallel",
+}
+"""Rows whose claim others have, too: modules' tests, sequence parallel, the distributed optimizer."""
+
+
 def layouts_of(table: dict[str, Row]) -> list[tuple[str, tuple[int, int, int]]]:
     return [(name, layout) for name, row in table.items() for layout in row.layouts]
 
 
-@pytest.mark.parametrize(("name", "layout"), layouts_of(SELECTION), ids=str)
+def marked(table: dict[str, Row], *, full: Collection[str]) -> list:
+    """The same as parameters; those of the rows `full` are kept for the full selection."""
+    return [
+        pytest.param(name, layout, marks=pytest.mark.full if name in full else ()) for name, layout in layouts_of(table)
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full=TWINS), ids=str)
 def test_training_equals_one_process(selection, name, layout):
     """Every layout of every case reproduces the single process within what its row allows."""
     check(selection[name, layout], SELECTION[name].allowed)

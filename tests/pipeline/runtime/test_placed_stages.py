@@ -34,7 +34,6 @@ FP16 = {"dtype": "float16", "layers": 4, "hidden": 16, "clip": 1.0, "batches": (
 CASES = {
     "v": (V | {"drains": (1, 3)}, EXACT),
     "v tied, distributed optimizer, d=2": (V | TIED | {"d": 2, "distributed_optimizer": True}, CLOSE),
-    "v tied, sequence parallel": (V | TIED | {"t": 2, "sequence_parallel": True}, SPREAD),
     "v of 2bw, tied": (TWO_BW_V | TIED | {"drains": (2,)}, CLOSE),
     "v of 2bw, fp16": (TWO_BW_V | FP16, EXACT),
     "shuffled, dropout": (SHUFFLED | {"dropout": 0.1, "recompute": True}, EXACT),
@@ -42,6 +41,7 @@ CASES = {
     "lopsided tied": (V | TIED | {"schedule": "lopsided"}, CLOSE),
 }
 MATRIX = {
+    "v tied, sequence parallel": (V | TIED | {"t": 2, "sequence_parallel": True}, SPREAD),
     "v tied, clipped": (V | TIED, CLOSE),
     "v of 2bw, eight batches": (TWO_BW_V | TIED | {"drains": (2,), "batches": (4,) * 8}, CLOSE),
     "v tied, d=2": (V | TIED | {"d": 2}, CLOSE),

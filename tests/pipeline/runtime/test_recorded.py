@@ -118,7 +118,7 @@ def assert_in_order(accounts, *, moves=False):
             {"schedule": "2bw", "p": 2, "d": 2, "dtype": "float16", "distributed_optimizer": True, "drains": (1,)},
             marks=FULL,
         ),
-        (4, {"schedule": "bpipe", "p": 4, "moves": True, "batches": (4, 4)}),
+        pytest.param(4, {"schedule": "bpipe", "p": 4, "moves": True, "batches": (4, 4)}, marks=FULL),
         (4, {"schedule": "2bw", "p": 4, "moves": True, "balance": True, "batches": (4,) * 3, "dtype": "bfloat16"}),
     ],
 )
