@@ -55,6 +55,12 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
         )
+    for name in ("bf16", "fp16"):
+        if getattr(args, name):
+            raise ValueError(
+                f"--{name} means weights in FP32 and computation in less, which captured stages do not do; "
+                "--dtype bfloat16 has weights, gradients and optimizer in bfloat16"
+            )
     size = args.per_device_train_batch_size
     if args.per_device_eval_batch_size not in (None, size):
         raise ValueError(
@@ -165,8 +171,7 @@ def add_microbatch(group) -> None:
     add = both_spellings(group)
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
-    add("--bf16", dest="dtype", action="store_const", const="bfloat16", help="the same as --dtype bfloat16")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights, gradients and optimizer")
 
 
 def _add_training(group) -> None:
@@ -189,6 +194,8 @@ def _add_training(group) -> None:
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
     add("--warmup_ratio", type=_real, default=0.0, help="the same as a part of all")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
+    add("--bf16", action="store_true", help="refused: see --dtype")
+    add("--fp16", action="store_true", help="refused: see --dtype")
     add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
 
 

@@ -34,6 +34,7 @@ def test_clipping_follows_the_schedule():
         (["--do_eval"], "--do_eval needs --validation_file"),
         (["--devices", "4"], "--devices 4 is for --dry_run"),
         (["--data_parallel_size", "2"], "replicas of a captured pipeline are not supported"),
+        (["--bf16"], "--bf16 means weights in FP32 .*; --dtype bfloat16 has"),
         (["--learning_rate", "-1"], "-1 is less than 0"),
         (["--task", "poetry"], "invalid choice: 'poetry'"),
         (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),

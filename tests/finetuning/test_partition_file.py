@@ -63,7 +63,7 @@ def test_files_that_are_none(tmp_path):
     [
         (["--per_device_train_batch_size", 4], "is for --per_device_train_batch_size 3, not 4"),
         (["--max_seq_length", 10], "is for --max_seq_length 12, not 10"),
-        (["--bf16"], "is for --dtype float32, not bfloat16"),
+        (["--dtype", "bfloat16"], "is for --dtype float32, not bfloat16"),
     ],
 )
 def test_flags_that_it_is_not_for(folder, path, words, sentence):
