@@ -4,8 +4,8 @@
     python benchmarks/finetune_speed.py --json result.json
 
 A T5 whose source is long and whose target is short: three feed-forward layers of its encoder outweigh all else, so no
-cut in a row is even. `tools/partition.py` finds the best stages in a row, and the best mixed ones. Each partition is trained by
-`finetune.py` under ftpipe, in turns, on made-up words.
+cut in a row is even. `tools/partition.py` finds the best stages in a row, and the best mixed ones. Each partition is
+trained by `finetune.py` under ftpipe, in turns, on made-up words.
 
 limit      seconds of a microbatch that the busiest rank computes in the very run: its spans without what it waits for
 gain       sequential over mixed: measured, and as the simulator predicts from the profile

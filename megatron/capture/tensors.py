@@ -7,7 +7,7 @@ tensor lies. Of a file only the header and the wanted tensors are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,12 +42,25 @@ def tensor_files(folder: Path | str) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / _ONE)
 
 
+def names_in_files(names: Iterable[str], renamed: Callable[[str], str] | None) -> dict[str, str]:
+    """Name of a tensor -> its name in the files, where `renamed` says the name in the model of one in a file.
+
+    A file may have the model's own names, too.
+    """
+    found = {name: name for name in names}
+    if renamed is not None:
+        for name in list(found):
+            found.setdefault(renamed(name), name)
+    return found
+
+
 def load_stage(
     stage: CapturedStage,
     folder: Path | str,
     *,
     device: torch.device | str = "cpu",
     base: str = "",
+    renamed: Callable[[str], str] | None = None,
     initial: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None,
 ) -> tuple[str, ...]:
     """Fill a stage's parameters and persistent buffers.
@@ -58,6 +71,7 @@ def load_stage(
         device: of replaced parameters.
         base: the name of the model inside the model (``base_model_prefix``), without which a folder of the inner model
             has its names.
+        renamed: the name in the model of a tensor in a file, where modules were renamed since; None: the same.
         initial: makes a parameter that the folder lacks, such as a new classifier, from name, shape and dtype; None:
             that is refused.
 
@@ -65,7 +79,8 @@ def load_stage(
     """
     places = tensor_files(folder)
     wanted = {**dict(stage.named_parameters()), **_persistent_buffers(stage)}
-    found = {name: _name_in(places, stage.names.get(name, (name,)), base) for name in wanted}
+    known = names_in_files(places, renamed)
+    found = {name: _name_in(known, stage.names.get(name, (name,)), base) for name in wanted}
     values: dict[str, Tensor] = {}
     for path in dict.fromkeys(places[there] for there in found.values() if there is not None):
         with _opened(path) as file:
@@ -90,11 +105,11 @@ def _persistent_buffers(stage: CapturedStage) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in stage.named_buffers() if name in kept}
 
 
-def _name_in(places: dict[str, Path], names: Sequence[str], base: str) -> str | None:
-    """Under which of its names a tensor lies in the folder."""
+def _name_in(known: Mapping[str, str], names: Sequence[str], base: str) -> str | None:
+    """What a tensor of these names is called in the files."""
     short = tuple(name.removeprefix(f"{base}.") for name in names) if base else ()
     long = tuple(f"{base}.{name}" for name in names) if base else ()
-    return next((name for name in (*names, *short, *long) if name in places), None)
+    return next((known[name] for name in (*names, *short, *long) if name in known), None)
 
 
 def _read(file, path: Path, name: str, like: Tensor) -> Tensor:

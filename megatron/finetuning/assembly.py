@@ -74,7 +74,9 @@ def assemble(
     made: list[str] = []
     modules = {}
     for index, stage in cut_stages.items():
-        made += load_stage(stage, folder, device=device, base=plan.base, initial=_initial(args, plan, device))
+        made += load_stage(
+            stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan, device)
+        )
         modules[index] = StageModule(stage.to(device), results)
     alone = plan.schedule.weights.updates_alone
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}

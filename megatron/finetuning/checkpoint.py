@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.capture.tensors import tensor_files
+from megatron.capture.tensors import names_in_files, tensor_files
 from megatron.finetuning.assembly import Pipeline
 from megatron.planner.files import write_whole
 
@@ -66,16 +66,25 @@ def _checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda each: int(_NAME.fullmatch(each.name)[1]))
 
 
-def save(
-    pipeline: Pipeline, folder: Path, *, source: str, unused: Iterable[Sequence[str]], save_rest, progress: Progress
-) -> None:
-    """Write the newest weights and what it takes to go on as `folder`. Drained, collective.
+@dataclass(frozen=True)
+class Origin:
+    """What a folder has beside the stages' tensors.
 
-    `source`: where tensors that belong to no stage are copied from. `unused`: the names under which each of them may
-    lie there, its own first. `save_rest(folder)`: writes configuration and tokenizer, on rank 0.
+    `source`: the folder from which tensors that belong to no stage are copied. `unused`: the names under which each of
+    them may lie there, its own first. `renamed`: the name in the model of a tensor in a file. `save_rest(folder)`:
+    writes configuration and tokenizer, on rank 0.
     """
+
+    source: str
+    unused: tuple[tuple[str, ...], ...]
+    renamed: Callable[[str], str]
+    save_rest: Callable[[Path], None]
+
+
+def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -> None:
+    """Write the newest weights and what it takes to go on as `folder`. Drained, collective."""
     partial = folder.with_name(f".{folder.name}.partial")
-    _write(pipeline, partial, source=source, unused=unused, save_rest=save_rest, progress=progress)
+    _write(pipeline, partial, origin, progress)
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was begun again
         partial.rename(folder)
@@ -83,13 +92,13 @@ def save(
     torch.distributed.barrier()
 
 
-def save_model(pipeline: Pipeline, folder: Path, *, source: str, unused: Iterable[Sequence[str]], save_rest) -> None:
+def save_model(pipeline: Pipeline, folder: Path, origin: Origin) -> None:
     """Write the newest weights into `folder`, which may have other things in it. Drained, collective.
 
     The files of tensors have names of their own, so a model that was there is whole until the index is replaced.
     """
     partial = folder / ".model.partial"
-    _write(pipeline, partial, source=source, unused=unused, save_rest=save_rest, progress=None)
+    _write(pipeline, partial, origin, None)
     if torch.distributed.get_rank() == 0:
         written = sorted(partial.iterdir(), key=lambda each: each.name == _INDEX)  # the index last
         for each in written:
@@ -103,7 +112,7 @@ def save_model(pipeline: Pipeline, folder: Path, *, source: str, unused: Iterabl
     torch.distributed.barrier()
 
 
-def _write(pipeline: Pipeline, partial: Path, *, source, unused, save_rest, progress: Progress | None) -> None:
+def _write(pipeline: Pipeline, partial: Path, origin: Origin, progress: Progress | None) -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
@@ -119,11 +128,11 @@ def _write(pipeline: Pipeline, partial: Path, *, source, unused, save_rest, prog
     sizes: list[dict[str, int]] = [{} for _ in range(size)]
     torch.distributed.all_gather_object(sizes, {name: each.nbytes for name, each in own.items()})
     if rank == 0:
-        rest = _rest(source, unused)
+        rest = _rest(origin.source, origin.unused, origin.renamed)
         if rest:
             _write_tensors(rest, partial / _file(size, size, token[0]))
         _write_index(partial, [*sizes, {name: each.nbytes for name, each in rest.items()}], token[0])
-        save_rest(partial)
+        origin.save_rest(partial)
         if progress is not None:
             write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
         _sync_folder(partial)
@@ -177,11 +186,12 @@ def _newest(pipeline: Pipeline) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
 
 
-def _rest(source: str, unused: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+def _rest(source: str, unused: Iterable[Sequence[str]], renamed: Callable[[str], str]) -> dict[str, Tensor]:
     """Tensors of the model that no stage uses, as they were."""
     places, rest = tensor_files(source), {}
+    known = names_in_files(places, renamed)
     for own, *others in unused:
-        name = next((each for each in (own, *others) if each in places), None)
+        name = next((known[each] for each in (own, *others) if each in known), None)
         if name is not None:
             with safe_open(places[name], framework="pt") as file:
                 rest[own] = file.get_tensor(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.assembly import Pipeline, assemble
-from megatron.finetuning.checkpoint import Progress
+from megatron.finetuning.checkpoint import Origin, Progress
 from megatron.finetuning.data.epochs import Epochs
 from megatron.finetuning.dry_run import first_lines
 from megatron.finetuning.feed import Feed
@@ -29,6 +30,9 @@ from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, 
 from megatron.training.logging import configure_logging
 from megatron.training.signals import StopSignal
 from megatron.training.timeline import write_pictures
+
+MOST_NEW = 0.3
+"""The part of a model's parameters that may begin at random: a new head, and no more."""
 
 
 def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
@@ -110,22 +114,24 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         checkpoint.restore(pipeline, args.resumed_from)
     for line in first_lines(plan, args):
         report.say(line)
-    if new := _gathered_names(pipeline):
+    new = _gathered_names(pipeline)
+    require_most(plan, new, args.model_name_or_path)
+    if new:
         report.say(f"note: {args.model_name_or_path} has no values for {', '.join(new)}; they begin at random")
     seconds = time.perf_counter() - started
     report.say(f"{num_steps - done.batches} of {num_steps} batches to train, {seconds:.1f} s since the start")
-    common = {"source": args.model_name_or_path, "unused": plan.unused, "save_rest": plan.save_rest}
+    origin = Origin(args.model_name_or_path, plan.unused, plan.renamed, plan.save_rest)
     trainer = Trainer(
         pipeline, args, report, stop,
         batches=batches.batches(done.batches) if batches else iter(()), num_steps=num_steps,
         validation=data.validation if args.do_eval else None,
-        save=checkpoint_saver(pipeline, args, common=common, facts=facts),
+        save=checkpoint_saver(pipeline, args, origin, facts),
     )  # fmt: skip
     if trainer.train():
         if args.do_eval and trainer.evaluated_step != num_steps:
             trainer.evaluate()
         if args.do_train:
-            checkpoint.save_model(pipeline, Path(args.output_dir), **common)
+            checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"model in {args.output_dir}")
     peaks = " ".join(f"{each / 2**20:.0f}" for each in peak_memory(backend.device()))
     report.say(f"most memory of each rank, MiB: {peaks}")
@@ -199,6 +205,17 @@ def _progress(args: argparse.Namespace, facts: dict) -> Progress:
                 "give the flags and the partition that it was made with"
             )
     return found
+
+
+def require_most(plan: Plan, new: Sequence[str], folder: str) -> None:
+    """Raises ValueError where more is new than a head: the folder is of another model, or has other names."""
+    sizes = {name: each.numel() for name, each in plan.captured.parameters.items()}
+    part = sum(sizes.get(name, 0) for name in new) / sum(sizes.values())
+    if part > MOST_NEW:
+        raise ValueError(
+            f"{folder} has no values for {part:.0%} of the parameters of {plan.captured.model_name}, such as {new[0]}; "
+            "give the folder of such a model"
+        )
 
 
 def _gathered_names(pipeline: Pipeline) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 
 from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
-from megatron.finetuning.model import capture_model, open_model
+from megatron.finetuning.model import capture_model, open_model, renaming
 from megatron.finetuning.optimizers import decaying
 from megatron.finetuning.partition_file import PartitionFile
 from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
@@ -35,7 +35,8 @@ class Plan:
     """`stage_of_operator`: for `cut`. `sizes`: what decides the shapes of a microbatch. `base`: the name of the model
     inside the model. `decays`: names of the weights that decay. `unused`: names under which each tensor that belongs to
     no stage may lie in the model's folder, its own first. `edge_bytes`: of a microbatch, by (source, target).
-    `save_rest(folder)`: writes the configuration and the tokenizer.
+    `save_rest(folder)`: writes the configuration and the tokenizer. `renamed`: the name in the model of a tensor in a
+    file.
     """
 
     captured: Captured
@@ -49,6 +50,7 @@ class Plan:
     unused: tuple[tuple[str, ...], ...]
     edge_bytes: Mapping[tuple[int, int], int]
     save_rest: Callable[[Path], None]
+    renamed: Callable[[str], str]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,6 +99,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
         initializer_range=float(getattr(model.config, "initializer_range", 0.02) or 0.02),
         unused=_unused(model, captured),
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
+        renamed=renaming(model),
         save_rest=lambda folder: _save_rest(folder, model, data),
     )
 

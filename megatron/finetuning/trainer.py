@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.finetuning import checkpoint
 from megatron.finetuning.assembly import Pipeline
-from megatron.finetuning.checkpoint import Progress
+from megatron.finetuning.checkpoint import Origin, Progress
 from megatron.finetuning.data.rows import Rows
 from megatron.finetuning.evaluation import evaluate
 from megatron.finetuning.report import Report
@@ -121,13 +121,13 @@ class Trainer:
 
 
 def checkpoint_saver(
-    pipeline: Pipeline, args: argparse.Namespace, *, common: dict, facts: dict
+    pipeline: Pipeline, args: argparse.Namespace, origin: Origin, facts: dict
 ) -> Callable[[int, int], None]:
-    """What writes `checkpoint-N` into --output_dir. `common`: see `checkpoint.save`. `facts`: of every `Progress`."""
+    """What writes `checkpoint-N` into --output_dir. `facts`: of every `Progress`."""
 
     def save(batches: int, microbatches: int) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{batches}"
-        checkpoint.save(pipeline, folder, progress=Progress(batches, microbatches, **facts), **common)
+        checkpoint.save(pipeline, folder, origin, Progress(batches, microbatches, **facts))
         if args.rank == 0:
             checkpoint.prune(Path(args.output_dir), args.save_total_limit)
 

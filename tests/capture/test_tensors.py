@@ -14,7 +14,7 @@ from megatron.capture.export import capture
 from megatron.capture.fake import fake_parameters, is_fake
 from megatron.capture.sequential import train_in_turn
 from megatron.capture.stage import StageData
-from megatron.capture.tensors import load_stage, tensor_files
+from megatron.capture.tensors import load_stage, names_in_files, tensor_files
 from tests.capture.cuts import contiguous
 from tests.capture.models import gpt2, tokens
 
@@ -120,3 +120,12 @@ def test_another_shape_is_refused(graph, tmp_path):
     save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensor for transformer"):
         load_stage(fresh(graph)[0], tmp_path)
+
+
+def test_modules_that_were_renamed_since():
+    """A file's names lead to the model's, and a name that the model has, too, is itself."""
+    found = names_in_files(["old.0.weight", "head", "new.1.weight"], lambda name: name.replace("old.", "new."))
+    assert found == {
+        "old.0.weight": "old.0.weight", "new.0.weight": "old.0.weight", "head": "head", "new.1.weight": "new.1.weight",
+    }  # fmt: skip
+    assert names_in_files(["a"], None) == {"a": "a"}

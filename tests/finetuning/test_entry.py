@@ -93,4 +93,4 @@ def test_a_job_that_is_ended(tmp_path, number):
         (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
         cases.loaded(checkpoint, CLASSES)
     else:
-        assert job.returncode != 0 and "died" in output, output
+        assert job.returncode != 0 and "ended without a word (killed, or crashed)" in output, output

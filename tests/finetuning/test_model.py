@@ -1,0 +1,48 @@
+"""A model from its folder."""
+
+import json
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from megatron.capture.tensors import tensor_files
+from megatron.finetuning import job
+from megatron.finetuning.model import check_folder, open_model, read_config, renaming
+from megatron.finetuning.plan import make_plan
+from megatron.finetuning.samples import read_data
+from tests.finetuning import tiny
+
+
+def test_renamed_modules_are_found(tmp_path):
+    """transformers writes a ViT's tensors under the names that its modules once had."""
+    folder = tiny.model_folder(tmp_path, "image-classification")
+    model = open_model(str(folder), "AutoModelForImageClassification")
+    own, in_files = dict(model.named_parameters()), set(tensor_files(folder))
+    assert own.keys() != in_files, "the names are the same, so this shows nothing"
+    assert {renaming(model)(name) for name in in_files} == own.keys()
+    assert {renaming(model)(name) for name in own} == own.keys()
+
+
+def test_a_folder_without_most_of_the_model_is_refused(tmp_path):
+    args = tiny.arguments(tmp_path)
+    plan = make_plan(tiny.namespace(args, partition=None, max_stages_per_device=1), read_data(args))
+    head = [name for name in plan.captured.parameters if name.startswith("classifier")]
+    job.require_most(plan, head, "folder")
+    with pytest.raises(ValueError, match=r"folder has no values for 100% of the parameters of BertForSequence"):
+        job.require_most(plan, list(plan.captured.parameters), "folder")
+
+
+def test_sentences(tmp_path):
+    with pytest.raises(ValueError, match="nowhere is no folder; download the model first"):
+        check_folder("nowhere")
+    with pytest.raises(ValueError, match=r"has no config\.json, so it is no model of transformers"):
+        check_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such thing"}))
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        read_config(str(tmp_path))
+    folder = tiny.model_folder(tmp_path, "causal-lm")
+    with pytest.raises(ValueError, match=r"gpt2 of .* has no AutoModelForSeq2SeqLM: .*; choose another --task"):
+        open_model(str(folder), "AutoModelForSeq2SeqLM")
