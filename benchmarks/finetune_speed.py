@@ -3,8 +3,8 @@
     python benchmarks/finetune_speed.py                  # about 4 minutes; a table
     python benchmarks/finetune_speed.py --json result.json
 
-A T5 whose source is long and whose target is short: three feed-forward layers of its encoder outweigh all else, so no
-cut in a row is even. `tools/partition.py` finds the best stages in a row, and the best mixed ones. Each partition is
+A T5 whose source is long and whose target is short: three attentions of its encoder outweigh all else, so no cut
+in a row is even. `tools/partition.py` finds the best stages in a row, and the best mixed ones. Each partition is
 trained by `finetune.py` under ftpipe, in turns, on made-up words.
 
 limit      seconds of a microbatch that the busiest rank computes in the very run: its spans without what it waits for
@@ -30,6 +30,7 @@ from megatron.pipeline.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
+NAMES = ("sequential", "mixed")
 _COMPUTATIONS = [kind for kind in Kind if kind.is_computation or kind is Kind.STEP]
 
 
@@ -51,20 +52,19 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
     """By partition: `seconds` and `limit` of a microbatch in each turn, `simulated` seconds."""
     write_model(folder)
     task = [
-        "--task", "text-to-text", "--train_file", str(folder / "train.jsonl"), "--max_seq_length", "128",
+        "--task", "text-to-text", "--train_file", str(folder / "train.jsonl"), "--max_seq_length", "512",
         "--max_target_length", "8", "--per_device_train_batch_size", "4",
     ]  # fmt: skip
+    subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("finetune_cuts.py")), str(folder / "t5"), *task, "--devices",
+         str(RANKS), "--output", str(folder)],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
     found = {}
-    for name, methods in (("sequential", ["sequential"]), ("mixed", ["mixed"])):
-        said = subprocess.run(
-            [sys.executable, "tools/partition.py", str(folder / "t5"), *task, "--devices", str(RANKS), "--methods",
-             *methods, "--max-stages-per-device", "2" if name == "mixed" else "1", "--json", "--output",
-             str(folder / f"{name}.json")],
-            cwd=ROOT, check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        chosen = json.loads(said.stdout.splitlines()[-1])
-        found[name] = {"simulated": chosen["simulated_ms"] / 1000, "seconds": [], "limit": []}
-        found[name]["stages"] = json.loads((folder / f"{name}.json").read_text())["rank_of_stage"]
+    for name in NAMES:
+        content = json.loads((folder / f"{name}.json").read_text())
+        simulated = json.loads((folder / "simulated.json").read_text())[name]
+        found[name] = {"simulated": simulated, "seconds": [], "limit": [], "stages": content["rank_of_stage"]}
     for _ in range(options.repeats):
         for name, each in found.items():
             run(folder, name, task, options.steps)
@@ -106,7 +106,7 @@ def batch_of(measured: Timeline, span) -> int:
 
 
 def write_model(folder: Path) -> None:
-    """A T5 of 3 and 2 layers with random weights, its tokenizer, and samples of made-up words."""
+    """A T5 of 3 layers and 1 with random weights, its tokenizer, and samples of made-up words."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -122,14 +122,14 @@ def write_model(folder: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=len(fast), d_model=256, d_kv=64, d_ff=2048, num_layers=3, num_decoder_layers=2, num_heads=4,
+        vocab_size=len(fast), d_model=128, d_kv=32, d_ff=256, num_layers=3, num_decoder_layers=1, num_heads=4,
         dropout_rate=0.1, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     transformers.T5ForConditionalGeneration(config).save_pretrained(folder / "t5")
     fast.save_pretrained(folder / "t5")
     choose = random.Random(0)
     lines = [
-        {"source": " ".join(choose.choices(words, k=127)), "target": " ".join(choose.choices(words, k=7))}
+        {"source": " ".join(choose.choices(words, k=511)), "target": " ".join(choose.choices(words, k=7))}
         for _ in range(400)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
