@@ -16,10 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class DeviceMeter(TorchDispatchMode):
-    """`peak`: the most bytes that were there at once; what was there before, or is the host's, does not count."""
+    """`peak`: the most bytes that were there at once; what was there before, or is the host's, does not count, nor do
+    storages of fewer bytes than `least`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 0) -> None:
         super().__init__()
+        self._least = least
         self.peak = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}  # by address
         self._at_most = 0  # bytes that may be live: what is gone is looked for only where they exceed the peak
@@ -51,7 +54,7 @@ class DeviceMeter(TorchDispatchMode):
         known, known_size = self._live.get(address, (None, 0))
         if known is not None and known_size == size and not known.expired():
             return
-        if not self._is_shared(address):
+        if size >= self._least and not self._is_shared(address):
             self._live[address] = StorageWeakRef(storage), size
             self._at_most += size
 
