@@ -111,6 +111,12 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
     """
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and args.max_seq_length > most and args.task != "image-classification":
+        raise ValueError(
+            f"--max_seq_length {args.max_seq_length} is more than the {most} positions of {args.model_name_or_path}; "
+            f"give {most} or less"
+        )
     batch = data.example(args.per_device_train_batch_size)
     return capture_model(model, batch, data.task.keep), batch, model
 
@@ -140,6 +146,7 @@ def _unused(model: torch.nn.Module, captured: Captured) -> tuple[tuple[str, ...]
 
 def _save_rest(folder: Path, model: torch.nn.Module, data: Data) -> None:
     model.config.architectures = [type(model).__name__]
+    model.config.dtype = next(model.parameters()).dtype
     model.config.save_pretrained(folder)
     if data.processor is not None:
         data.processor.save_pretrained(folder)

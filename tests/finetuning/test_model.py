@@ -35,6 +35,12 @@ def test_a_folder_without_most_of_the_model_is_refused(tmp_path):
         job.require_most(plan, list(plan.captured.parameters), "folder")
 
 
+def test_more_tokens_than_the_model_has_positions(tmp_path):
+    args = tiny.arguments(tmp_path, "causal-lm", "--max_seq_length", 33)
+    with pytest.raises(ValueError, match=r"--max_seq_length 33 is more than the 32 positions of .*; give 32 or less"):
+        make_plan(args, read_data(args))
+
+
 def test_sentences(tmp_path):
     with pytest.raises(ValueError, match="nowhere is no folder; download the model first"):
         check_folder("nowhere")

@@ -123,6 +123,21 @@ def test_an_evaluation_is_the_models(folder):
 
 
 @pytest.mark.full
+def test_all_in_bfloat16(folder):
+    """Weights, what crosses, gradients and the file are bfloat16, and the same bits on two ranks and on one."""
+    words = ["--dtype", "bfloat16", "--optim", "sgd", "--learning_rate", 0.1, "--num_train_epochs", 1]
+    runs = [
+        run(
+            folder, f"bf16-{len(set(ranks))}", *words, "--partition",
+            cases.partition(folder, CLASSES, ranks, "--dtype", "bfloat16"), ranks=len(set(ranks)),
+        )
+        for ranks in ((0, 1, 1, 0), (0, 0, 0, 0))
+    ]  # fmt: skip
+    same(*runs)
+    assert {each.dtype for name, each in runs[0].weights.items() if "position_ids" not in name} == {torch.bfloat16}
+
+
+@pytest.mark.full
 def test_an_evaluation_alone(folder):
     """Of a folder that a run wrote, on samples of one class: what the run's own evaluation says of them."""
     cut = cases.partition(folder, CLASSES, (0, 1))

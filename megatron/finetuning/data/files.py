@@ -10,6 +10,9 @@ from pathlib import Path
 
 Sample = dict[str, object]
 
+_TOO_MANY = object()
+"""The key of fields beyond those that the first line names."""
+
 csv.field_size_limit(2**27)
 
 
@@ -100,10 +103,10 @@ def _object(value: object, file: Path, where: str) -> Sample:
 
 
 def _csv(file: Path) -> Iterator[tuple[int, Sample]]:
-    with file.open(encoding="utf-8", newline="") as stream:
-        reader = csv.DictReader(stream, restkey="", restval=None)
+    with file.open(encoding="utf-8-sig", newline="") as stream:  # Excel marks its files so
+        reader = csv.DictReader(stream, restkey=_TOO_MANY, restval=None)
         for number, row in enumerate(reader, start=1):
-            if "" in row or None in row.values():
+            if _TOO_MANY in row or None in row.values():
                 raise ValueError(
                     f"{file}, line {reader.line_num}: it has not as many fields as the first line names; mend it"
                 )

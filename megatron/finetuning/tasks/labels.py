@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -31,7 +32,7 @@ class Labels:
                 f"{file.path}: {column!r} has another value in each of {len(values)} samples, so it is no class; name "
                 "another with --label_column"
             )
-        numeric = all(value.lstrip("-").isdigit() for value in values)
+        numeric = all(re.fullmatch("-?[0-9]+", value) for value in values)
         self.names = sorted(values, key=int if numeric else str)
         self._number = {name: number for number, name in enumerate(self.names)}
 

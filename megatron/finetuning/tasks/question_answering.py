@@ -7,6 +7,7 @@ question counts. A window that does not hold the whole answer is taught to point
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
                 f"--doc_stride {args.doc_stride} leaves windows of --max_seq_length {args.max_seq_length} next to "
                 "nothing of their own; give less than half of it"
             )
+        _require_room(tokenizer, questions, args, each)
         encoded = tokenizer(
             [question.lstrip() for question in questions], contexts, truncation="only_second",
             max_length=args.max_seq_length, padding="max_length", stride=args.doc_stride, return_tensors="pt",
@@ -81,6 +83,19 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
     return Prepared(rows)
 
 
+def _require_room(tokenizer: Any, questions: Sequence[str], args: argparse.Namespace, file: File) -> None:
+    """Raises ValueError for a question that leaves no more of a window than what windows share."""
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    for number, ids in enumerate(tokenizer(list(questions), add_special_tokens=False)["input_ids"], start=1):
+        room = args.max_seq_length - special - len(ids)
+        if room <= args.doc_stride:
+            raise ValueError(
+                f"{file.path}, sample {number}: its question of {len(ids)} tokens leaves {max(room, 0)} of "
+                f"--max_seq_length {args.max_seq_length} for the context, and windows share --doc_stride "
+                f"{args.doc_stride}; give a larger --max_seq_length or a smaller --doc_stride"
+            )
+
+
 def _of_context(encoded: Any, window: int, offsets: Sequence[Sequence[int]]) -> list[tuple[int, int] | None]:
     parts = encoded.sequence_ids(window)
     return [tuple(pair) if part == 1 else None for pair, part in zip(offsets, parts, strict=True)]
@@ -96,8 +111,17 @@ def _answers(sample: Mapping[str, object], name: str, context: str, file: File, 
             f'{file.path}, sample {number}: {name!r} is no text and no {{"text": [...], "answer_start": [...]}}; write '
             "one of them"
         )
-    found = list(zip(value["text"], value["answer_start"], strict=True))
+    texts, starts = value["text"], value["answer_start"]
+    if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
+        raise ValueError(
+            f"{file.path}, sample {number}: the text and answer_start of {name!r} are no lists of one length; mend it"
+        )
+    found = list(zip(texts, starts, strict=True))
     for text, start in found:
+        if not isinstance(text, str) or isinstance(start, bool) or not isinstance(start, int):
+            raise ValueError(
+                f"{file.path}, sample {number}: the answer {text!r} at {start!r} is no text at a whole number; mend it"
+            )
         if context[start : start + len(text)] != text or start < 0:
             raise ValueError(
                 f"{file.path}, sample {number}: the answer {text!r} does not stand at character {start} of its context"
@@ -118,15 +142,24 @@ def _span(window: _Window, answer: tuple[str, int]) -> tuple[int, int]:
 
 
 def _scores(windows: Sequence[_Window], contexts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metrics:
+    """The best answer over all windows of a question counts. Where some questions have none, it has to beat that the
+    answer is in no window: what the window says of it that is the least sure of that.
+    """
+    some_have_none = any(not any(texts) for texts in answers)
+
     def metrics(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
-        best: dict[int, tuple[float, str]] = {}
+        best = [(-math.inf, "")] * len(contexts)
+        none = [math.inf] * len(contexts)
         for window, starts, ends in zip(
             windows, predictions["start_logits"].float(), predictions["end_logits"].float(), strict=True
         ):
-            score, text = _best(window, starts, ends, contexts[window.question])
-            if window.question not in best or score > best[window.question][0]:
-                best[window.question] = score, text
-        found = [best[question][1] for question in range(len(contexts))]
+            question = window.question
+            best[question] = max(best[question], _best(window, starts, ends, contexts[question]))
+            none[question] = min(none[question], (starts[0] + ends[0]).item())
+        found = [
+            "" if some_have_none and score <= without else text
+            for (score, text), without in zip(best, none, strict=True)
+        ]
         return {
             "f1": sum(map(f1, found, answers)) / len(found),
             "exact_match": sum(map(exact_match, found, answers)) / len(found),
@@ -136,8 +169,8 @@ def _scores(windows: Sequence[_Window], contexts: Sequence[str], answers: Sequen
 
 
 def _best(window: _Window, starts: Tensor, ends: Tensor, context: str) -> tuple[float, str]:
-    """Score and text of the most likely answer in a window; no text where its first token is more likely."""
-    best = (starts[0] + ends[0]).item(), ""
+    """Score and text of the most likely answer in a window."""
+    best = -math.inf, ""
     allowed = torch.tensor([at is not None for at in window.offsets])
     count = min(BEST, int(allowed.sum()))
     firsts = starts.masked_fill(~allowed, -torch.inf).topk(count).indices.tolist()

@@ -22,6 +22,7 @@ def written(folder, name: str, content: str | bytes):
         ("rows.jsonl", "\n".join(map(json.dumps, ROWS)) + "\n\n"),
         ("lines.json", "\n".join(map(json.dumps, ROWS))),
         ("rows.json", json.dumps(ROWS, indent=1)),
+        ("excel.csv", '\ufefftext,label\n"a, b",1\n"he said ""no""\nand left",0\n'),
         ("rows.csv", 'text,label\n"a, b",1\n"he said ""no""\nand left",0\n'),
     ],
 )

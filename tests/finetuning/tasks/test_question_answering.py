@@ -48,6 +48,27 @@ def test_windows(tmp_path):
     assert rows.metrics({"start_logits": starts, "end_logits": ends}, 0.0)["f1"] in (0.0, 1.0)
 
 
+def test_windows_without_the_answer_do_not_outvote_it(tmp_path):
+    """They are taught to point at their first token; so one that is sure of that says nothing of the other windows."""
+    context = " ".join(f"w{number}" for number in range(1, 16))
+    starts, ends = torch.zeros(2, 3, 12)
+    starts[:2, 0] = ends[:2, 0] = 9.0
+    starts[2, 7], ends[2, 8] = 5.0, 5.0
+    for others, f1_of_all in (([], 1.0), ([sample("w5 w6", "")], 1.0)):
+        rows = rows_of(tmp_path, [sample(context, "w14 w15"), *others])
+        more = torch.zeros(len(rows) - 3, 12)
+        more[:, 0] = 1.0
+        found = {"start_logits": torch.cat([starts, more]), "end_logits": torch.cat([ends, more])}
+        assert rows.metrics(found, 0.0) == {"f1": f1_of_all, "exact_match": 1.0}
+
+
+def test_a_question_that_leaves_no_room(tmp_path):
+    """Three special tokens and seven of the question leave two, as many as windows share."""
+    long = {**sample("w1 w2 w3", "w2"), "question": "w0 " * 7}
+    with pytest.raises(ValueError, match="sample 1: its question of 7 tokens leaves 2 of --max_seq_length 12"):
+        rows_of(tmp_path, [long])
+
+
 def test_no_answer_is_an_answer(tmp_path):
     rows = rows_of(tmp_path, [sample("w5 w6", "")])
     starts, ends = torch.zeros(2, 1, 12)
@@ -65,6 +86,9 @@ def test_scores():
     ("change", "sentence"),
     [
         ({"answers": {"text": ["w2"], "answer_start": [1]}}, "'w2' does not stand at character 1 of its context"),
+        ({"answers": {"text": ["w2"], "answer_start": []}}, "are no lists of one length"),
+        ({"answers": {"text": "w2", "answer_start": 3}}, "are no lists of one length"),
+        ({"answers": {"text": ["w2"], "answer_start": ["3"]}}, "the answer 'w2' at '3' is no text at a whole number"),
         ({"answers": [1]}, "'answers' is no text and no"),
         ({"context": None}, "'context' is None, and a text is wanted"),
     ],

@@ -98,6 +98,13 @@ def test_labels_are_the_training_files(folder):
         read_data(tiny.namespace(args, train_file=str(bad)))
 
 
+def test_classes_that_are_no_numbers(folder):
+    """What only looks like numbers is sorted as text."""
+    path = folder / "odd.jsonl"
+    path.write_text('{"text": "w1", "label": "--5"}\n{"text": "w2", "label": "\u00b2"}\n')
+    assert read_data(tiny.namespace(tiny.arguments(folder), train_file=str(path))).changes["id2label"][0] == "--5"
+
+
 def test_two_texts(folder):
     path = folder / "pairs.jsonl"
     path.write_text('{"premise": "w1 w2", "hypothesis": "w3", "label": 10}\n' * 2 + '{"premise": "w4", '
