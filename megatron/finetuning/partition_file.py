@@ -55,7 +55,7 @@ class PartitionFile:
     method: str
     objective_ms: _Number
     stage_of_node: dict[int, int]
-    rank_of_stage: tuple[int, ...]
+    rank_of_stage: tuple[_Count, ...]
     stages: tuple[StageCost, ...]
     bandwidth_gigabytes_per_second: _Number
     memory_limit_bytes: _Number
@@ -89,11 +89,18 @@ class PartitionFile:
             raise ValueError(f"{path} has form {content.get('form')}, and this version reads {FORM}; make it again")
         content = {name: value for name, value in content.items() if name != "device_of_node"}
         try:
-            return TypeAdapter(PartitionFile).validate_python(content)
+            file = TypeAdapter(PartitionFile).validate_python(content)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ValueError(f"{path} is damaged at {where} ({first['msg']}); make it again") from error
+        count = 1 + max(file.stage_of_node.values(), default=-1)
+        if not (len(file.stages) == len(file.rank_of_stage) == count > 0):
+            raise ValueError(
+                f"{path} is damaged: its nodes have {count} stages, and it says the costs of {len(file.stages)} and "
+                f"the ranks of {len(file.rank_of_stage)}; make it again"
+            )
+        return file
 
     @staticmethod
     def read(path: Path) -> PartitionFile:

@@ -40,6 +40,9 @@ def test_it_is_read_as_it_was_written(path, tmp_path):
         ({"form": 7}, "has form 7, and this version reads 1"),
         ({"stages": "none"}, "is damaged at stages"),
         ({"rank_of_stage": [0, -1.5]}, "is damaged at rank_of_stage.1"),
+        ({"rank_of_stage": [0, 0, -1]}, "is damaged at rank_of_stage.2"),
+        ({"rank_of_stage": [0, 0]}, "is damaged: its nodes have 3 stages, .* the ranks of 2; make it again"),
+        ({"stages": []}, "is damaged: its nodes have 3 stages, and it says the costs of 0"),
         ({"surprise": 1}, "is damaged at surprise"),
     ],
 )
