@@ -75,12 +75,11 @@ def assemble(
     modules = {}
     for index, stage in cut_stages.items():
         made += load_stage(
-            stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan, device)
+            stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan)
         )
         modules[index] = StageModule(stage.to(device), results)
-    alone = plan.schedule.weights.updates_alone
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
-    versions = _versions(plan, of_stage, first_batch, alone=alone and plan.schedule.weights.refreshes)
+    versions = _versions(plan, of_stage, first_batch)
     stages = [
         GraphModuleStage(
             modules[index], index=index, graph=plan.schedule.graph, edges=_edges(plan, cut_stages[index]),
@@ -100,9 +99,9 @@ def assemble(
     return Pipeline(engine, modules, versions, updates, feed, results, tuple(made))
 
 
-def _versions(plan: Plan, of_stage, first_batch: int, *, alone: bool) -> dict[int, WeightVersions]:
+def _versions(plan: Plan, of_stage, first_batch: int) -> dict[int, WeightVersions]:
     weights, num_stages = plan.schedule.weights, plan.schedule.num_stages
-    if alone:
+    if weights.refreshes:
         make = AheadVersions if weights.looks_ahead else partial(WeightVersions, window=1)
         return {index: make(own, first_version=first_batch) for index, own in of_stage.items()}
     together = {name: each for own in of_stage.values() for name, each in own.items()}
@@ -146,7 +145,7 @@ def _spec(plan: Plan, tensor: EdgeTensor) -> TensorSpec:
     return TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype)
 
 
-def _initial(args: argparse.Namespace, plan: Plan, device: torch.device) -> Callable[..., Tensor]:
+def _initial(args: argparse.Namespace, plan: Plan) -> Callable[..., Tensor]:
     """Values of a new head: weights as the model's configuration says, biases 0, the same on every cut."""
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,6 @@ whole checkpoint under its name, or none.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -25,6 +24,7 @@ from torch import Tensor
 from megatron.capture.tensors import names_in_files, tensor_files
 from megatron.finetuning.assembly import Pipeline
 from megatron.planner.files import write_whole
+from megatron.training.checkpoint.directory import sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"
@@ -88,7 +88,7 @@ def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was begun again
         partial.rename(folder)
-        _sync(folder.parent)
+        sync_directory(folder.parent)
     torch.distributed.barrier()
 
 
@@ -103,7 +103,7 @@ def save_model(pipeline: Pipeline, folder: Path, origin: Origin) -> None:
         written = sorted(partial.iterdir(), key=lambda each: each.name == _INDEX)  # the index last
         for each in written:
             each.rename(folder / each.name)
-        _sync(folder)
+        sync_directory(folder)
         partial.rmdir()
         kept = {each.name for each in written}
         for each in folder.glob("model*.safetensors"):
@@ -135,7 +135,9 @@ def _write(pipeline: Pipeline, partial: Path, origin: Origin, progress: Progress
         origin.save_rest(partial)
         if progress is not None:
             write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
-        _sync_folder(partial)
+        for each in partial.iterdir():
+            sync_file(each)
+        sync_directory(partial)
     torch.distributed.barrier()
 
 
@@ -207,22 +209,9 @@ def _write_index(partial: Path, sizes: Sequence[Mapping[str, int]], token: str) 
 
 def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(dict(tensors), path, metadata={"format": "pt"})
-    _sync(path)
+    sync_file(path)
 
 
 def _write_state(state: object, path: Path) -> None:
     torch.save(state, path)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    for each in (*folder.iterdir(), folder):
-        _sync(each)
+    sync_file(path)

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         if args.do_train:
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"model in {args.output_dir}")
-    peaks = " ".join(f"{each / 2**20:.0f}" for each in peak_memory(backend.device()))
+    peaks = " ".join(f"{each / 2**20:.0f}" for each in peak_memory())
     report.say(f"most memory of each rank, MiB: {peaks}")
     if args.pipeline_timeline:
         _draw(plan, pipeline, trainer, args)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
 import sys
 import time
 
 import torch
 
+from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.by_products import ByProduct
 from megatron.training.metrics import MetricsFile
-
-logger = logging.getLogger(__name__)
 
 
 class Report:
@@ -97,14 +95,8 @@ class Report:
                 self._board.close()
 
 
-def peak_memory(device: torch.device) -> list[int]:
-    """Of each rank, bytes: of the process, or on CUDA of its allocator. Collective."""
-    if device.type == "cuda":
-        own = torch.cuda.max_memory_allocated(device)
-    else:
-        import resource
-
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_memory() -> list[int]:
+    """Of each rank, bytes; see `backend.peak_memory_bytes`. Collective."""
     found: list[int] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
+    torch.distributed.all_gather_object(found, backend.peak_memory_bytes())
     return found

@@ -42,12 +42,8 @@ class Outcome:
         return line
 
 
-def partition(
-    folder: Path, task: str, rank_of_stage: Sequence[int], *words: object, dropout: float = 0.0, scattered: int = 0
-) -> Path:
-    """Contiguous stages of about as many blocks each. `scattered`: blocks of the first stage that go to a later one as
-    soon as they can, so that stages are no chain.
-    """
+def partition(folder: Path, task: str, rank_of_stage: Sequence[int], *words: object, dropout: float = 0.0) -> Path:
+    """Contiguous stages of about as many blocks each."""
     args = tiny.arguments(folder, task, *words, dropout=dropout)
     captured, _, _ = captured_model(args, read_data(args))
     blocks, first, num_stages = blocks_of(captured), len(captured.inputs), len(rank_of_stage)
