@@ -136,7 +136,7 @@ class _Cutter:
     def _described(self, key: fx.Node | str) -> EdgeTensor:
         if isinstance(key, str):
             value = self._captured.parameters[key]
-            return EdgeTensor(key, tuple(value.shape), value.dtype, value.requires_grad, is_parameter=True)
+            return EdgeTensor(key, tuple(value.shape), value.dtype, value.requires_grad, self._plan.owner[key])
         value = key.meta["val"]
         order = _order(value)
         sizes = tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)

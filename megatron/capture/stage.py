@@ -14,18 +14,19 @@ from megatron.capture.randomness import Draw
 
 @dataclass(frozen=True, slots=True)
 class EdgeTensor:
-    """A tensor that goes from one stage to another for each microbatch.
+    """A tensor that goes from one stage to another.
 
     `name`: of the operator that makes it, or of the parameter in the model. `dtype`: of it and of its gradient.
     `shape`: dimensions that the batch decides are None. `sizes`: the same with what they are made of. `has_gradient`:
-    one comes back. `is_parameter`: it is a shared parameter, which changes with the weights' version only.
+    one comes back. `owner`: of a shared parameter, which changes with the version of the weights only, the stage that
+    steps it; None of what each microbatch makes anew.
     """
 
     name: str
     sizes: tuple[int | sympy.Expr, ...]
     dtype: torch.dtype
     has_gradient: bool
-    is_parameter: bool = False
+    owner: int | None = None
 
     @property
     def shape(self) -> tuple[int | None, ...]:

@@ -170,6 +170,7 @@ def add_microbatch(group) -> None:
     """What a microbatch and the state of a parameter are."""
     add = both_spellings(group)
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
+    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
     add("--dtype", choices=DTYPES, default="float32", help="of weights, gradients and optimizer")
 
@@ -180,7 +181,6 @@ def _add_training(group) -> None:
     add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_steps says")
     add_microbatch(group)
     add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
-    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
     add("--learning_rate", type=_real, default=5e-5, help="at its peak")
     add("--weight_decay", type=_real, default=0.0, help="of weights that are no biases and in no norm")
     add("--adam_beta1", type=_real, default=0.9, help="decay of the first moment")

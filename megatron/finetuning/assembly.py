@@ -136,7 +136,7 @@ def _updates(plan: Plan, args, of_stage, versions, num_steps, job, device):
 
 def _edges(plan: Plan, stage: CapturedStage) -> dict[int, EdgeTensors]:
     return {
-        other: EdgeTensors([_spec(plan, tensor) for tensor in tensors])
+        other: EdgeTensors([_spec(plan, tensor) for tensor in tensors], [tensor.owner for tensor in tensors])
         for other, tensors in (*stage.sources.items(), *stage.targets.items())
     }
 

@@ -41,7 +41,10 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     """What a run says first: stages per rank, depth, staleness, memory."""
     schedule = plan.schedule
     graph, accumulation = schedule.graph, args.gradient_accumulation_steps
-    edges = " ".join(f"{edge} ({plan.edge_bytes[edge.source, edge.target] / 1e6:.2f} MB)" for edge in graph.edges)
+    edges = " ".join(
+        f"{edge} ({plan.edge_bytes[edge.source, edge.target].a_microbatch(accumulation) / 1e6:.2f} MB)"
+        for edge in graph.edges
+    )
     ranks = "; ".join(
         f"rank {rank}: {' '.join(map(str, schedule.stages_of(rank)))} "
         f"({(of[1] + of[2]) / _GIB:.2f} GiB, {of[3]:.1f} ms)"
@@ -51,7 +54,7 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     lines = [
         f"{plan.captured.model_name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
         f"{args.pipeline_schedule}; stages, memory and work of a microbatch: {ranks}",
-        f"edges: {edges or 'none'}",
+        f"edges, with what a microbatch sends over each: {edges or 'none'}",
     ]
     if schedule.weights.refreshes:
         stale = [-(-graph.depth(stage) // accumulation) for stage in range(schedule.num_stages)]
@@ -80,18 +83,21 @@ def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, 
         parameters, weights, saved, seconds = 0, 0.0, 0.0, 0.0
         for stage in schedule.stages_of(rank):
             cost = plan.partition.stages[stage]
-            inputs = sum(size for (_, target), size in plan.edge_bytes.items() if target == stage)
+            received = [each for (_, target), each in plan.edge_bytes.items() if target == stage]
             versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
             size = plan.partition.weight_bytes_per_parameter + versions * plan.dtype.itemsize
             parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
-            saved += inputs * in_flight + cost.saved_bytes * (1 if recomputes else in_flight)
+            saved += sum(each.activations for each in received) * in_flight
+            # One value of a shared parameter for each version in flight, and the sum of its gradients.
+            held = -(-in_flight // args.gradient_accumulation_steps) + 1
+            saved += sum(each.parameters for each in received) * held
+            saved += cost.saved_bytes * (1 if recomputes else in_flight)
             seconds += sum(work[stage])
         found.append((parameters, weights, saved, 1000 * seconds))
     return found
 
 
 def _seconds(plan: Plan, args: argparse.Namespace) -> float:
-    edge_bytes = [plan.edge_bytes[edge.source, edge.target] for edge in plan.schedule.graph.edges]
-    return simulated_seconds(plan.schedule, plan.partition, edge_bytes, args.gradient_accumulation_steps)
+    return simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, args.gradient_accumulation_steps)

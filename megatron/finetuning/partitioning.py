@@ -22,9 +22,10 @@ from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import BlockCost, parameters_of, profile
 from megatron.capture.signature import signature
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
-from megatron.finetuning.stage_edges import bytes_of_edges, edges_of, schedule_of
+from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.partition import Competition, Graph, Partition, Result, compete, parse_graph
 from megatron.pipeline.costs import Costs
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 
 ALIKE = 1.005
@@ -118,6 +119,7 @@ def graph_of(captured: Captured, costs: Sequence[BlockCost], machine: Machine, a
         captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
         memory_limit_bytes=machine.memory_bytes,
         weight_bytes_per_parameter=weight_bytes(args.optim, getattr(torch, args.dtype)),
+        microbatches_per_version=args.gradient_accumulation_steps,
     )  # fmt: skip
     return parse_graph(content)
 
@@ -153,13 +155,15 @@ def candidate_of(
     edges = edges_of(captured, crossing)
     edge_bytes = bytes_of_edges(captured, crossing, captured.sizes_of(batch))
     schedule = schedule_of("ftpipe", edges, file, recompute=True)
-    seconds = simulated_seconds(schedule, file, [edge_bytes[edge.source, edge.target] for edge in schedule.graph.edges])
+    seconds = simulated_seconds(schedule, file, edge_bytes, args.gradient_accumulation_steps)
     depth = max(map(schedule.graph.depth, range(schedule.num_stages)))
     return Candidate(result, file, 1000 * seconds, depth)
 
 
-def simulated_seconds(schedule, file: PartitionFile, edge_bytes: Sequence[int], num_microbatches: int = 1) -> float:
-    """Of a microbatch in steady state, on the profiled times and the machine's bandwidth."""
+def simulated_seconds(
+    schedule: Schedule, file: PartitionFile, edge_bytes: Mapping[tuple[int, int], EdgeBytes], num_microbatches: int
+) -> float:
+    """Of a microbatch in steady state, in batches of so many, on the profiled times and the machine's bandwidth."""
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
     costs = Costs(
         forward=[
@@ -169,7 +173,9 @@ def simulated_seconds(schedule, file: PartitionFile, edge_bytes: Sequence[int], 
         recompute=[each.plain_forward_ms / 1000 for each in file.stages],
         backward=[each.plain_backward_ms / 1000 for each in file.stages],
         bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
-        forward_bytes=list(map(float, edge_bytes)),
+        forward_bytes=[
+            edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches) for edge in schedule.graph.edges
+        ],
     )
     settling = max(3 * schedule.num_stages, 4)
     short, long = (

@@ -23,7 +23,7 @@ from megatron.finetuning.optimizers import decaying
 from megatron.finetuning.partition_file import PartitionFile
 from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
 from megatron.finetuning.samples import Data
-from megatron.finetuning.stage_edges import bytes_of_edges, edges_of, schedule_of
+from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.pipeline.schedules import Schedule
 
 EFFORT = 0.2
@@ -34,7 +34,7 @@ EFFORT = 0.2
 class Plan:
     """`stage_of_operator`: for `cut`. `sizes`: what decides the shapes of a microbatch. `base`: the name of the model
     inside the model. `decays`: names of the weights that decay. `unused`: names under which each tensor that belongs to
-    no stage may lie in the model's folder, its own first. `edge_bytes`: of a microbatch, by (source, target).
+    no stage may lie in the model's folder, its own first. `edge_bytes`: by (source, target).
     `save_rest(folder)`: writes the configuration and the tokenizer. `renamed`: the name in the model of a tensor in a
     file.
     """
@@ -48,7 +48,7 @@ class Plan:
     decays: frozenset[str]
     initializer_range: float
     unused: tuple[tuple[str, ...], ...]
-    edge_bytes: Mapping[tuple[int, int], int]
+    edge_bytes: Mapping[tuple[int, int], EdgeBytes]
     save_rest: Callable[[Path], None]
     renamed: Callable[[str], str]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import sympy
 from torch import fx
@@ -31,15 +32,30 @@ def edges_of(captured: Captured, crossing: Crossings) -> tuple[Edge, ...]:
     return edges
 
 
+class EdgeBytes(NamedTuple):
+    """What crosses one way: `activations` with each microbatch, `parameters`, shared ones, once for each version."""
+
+    activations: int = 0
+    parameters: int = 0
+
+    def a_microbatch(self, num_microbatches: int) -> float:
+        """On the mean, where a batch has `num_microbatches`."""
+        return self.activations + self.parameters / num_microbatches
+
+
 def bytes_of_edges(
     captured: Captured, crossing: Crossings, sizes: Mapping[sympy.Symbol, int]
-) -> dict[tuple[int, int], int]:
-    """What crosses for each microbatch, by (source, target)."""
-    found: dict[tuple[int, int], int] = {}
+) -> dict[tuple[int, int], EdgeBytes]:
+    """By (source, target)."""
+    found: dict[tuple[int, int], EdgeBytes] = {}
     for key, route in crossing.routes.items():
-        num_bytes = captured.parameters[key].nbytes if isinstance(key, str) else _num_bytes(key, sizes)
         for pair in route:
-            found[pair] = found.get(pair, 0) + num_bytes
+            activations, parameters = found.get(pair, EdgeBytes())
+            if isinstance(key, str):
+                parameters += captured.parameters[key].nbytes
+            else:
+                activations += _num_bytes(key, sizes)
+            found[pair] = EdgeBytes(activations, parameters)
     return found
 
 

@@ -36,21 +36,12 @@ class Results:
 
 
 class StageModule(nn.Module):
-    """`stage` with the signature of `GraphModuleStage`'s modules.
-
-    Shared parameters that it hands on are copies, one for each time that it computes: who gets one without a transfer
-    must not see it change when this stage steps, as it would not across ranks.
-    """
+    """`stage` with the signature of `GraphModuleStage`'s modules."""
 
     def __init__(self, stage: CapturedStage, results: Results) -> None:
         super().__init__()
         self.stage = stage
         self._results = results
-        self._shared = [
-            (target, [tensor.is_parameter for tensor in tensors])
-            for target, tensors in stage.targets.items()
-            if any(tensor.is_parameter for tensor in tensors)
-        ]
 
     def forward(
         self, data: StageData, inputs: Mapping[int, tuple[Tensor, ...]]
@@ -58,11 +49,6 @@ class StageModule(nn.Module):
         outputs, loss, kept = self.stage.run(data, inputs)
         if not self.training:
             self._results.note(data, loss, kept)
-        for target, are_parameters in self._shared:
-            outputs[target] = tuple(
-                tensor.clone() if is_parameter else tensor
-                for tensor, is_parameter in zip(outputs[target], are_parameters, strict=True)
-            )
         return outputs, loss
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:

@@ -56,16 +56,16 @@ def test_the_runtime_drives_captured_stages(recompute):
     microbatch = Microbatch(index=6, batch=0, position=0, num_microbatches=1)
     sent, returned = {}, {}
     for index, stage in stages.items():
-        inputs = {source: tensors[source, index].unpack(sent[source, index]) for source in modules[index].sources}
+        inputs = {source: tensors[source, index].activations.unpack(sent[source, index]) for source in modules[index].sources}
         for target, made in stage.forward(microbatch, inputs).items():
-            sent[index, target] = tensors[index, target].pack(made)
+            sent[index, target] = tensors[index, target].activations.pack(made)
     for index, stage in reversed(stages.items()):
         if recompute:
             stage.recompute(microbatch)
-        grads = {target: tensors[index, target].unpack_gradients(returned[index, target]) for target in
+        grads = {target: tensors[index, target].gradients.unpack(returned[index, target]) for target in
                  modules[index].targets}  # fmt: skip
         for source, made in stage.backward(microbatch, grads).items():
-            returned[source, index] = tensors[source, index].pack_gradients(made)
+            returned[source, index] = tensors[source, index].gradients.pack(made)
     found = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()
     assert stages[3].take_losses(0) == {"loss": (whole.item(), 1.0)}

@@ -115,8 +115,11 @@ def test_what_crosses_is_what_stages_say(folder, path):
     sizes, found = captured.sizes_of(batch), {}
     for index, stage in cut(captured, plan.stage_of_operator).items():
         for target, tensors in stage.targets.items():
-            bytes_each = (each.dtype.itemsize * _product(each.shape_at(sizes)) for each in tensors)
-            found[index, target] = sum(bytes_each)
+            of_each = [(each.owner, each.dtype.itemsize * _product(each.shape_at(sizes))) for each in tensors]
+            found[index, target] = (
+                sum(size for owner, size in of_each if owner is None),
+                sum(size for owner, size in of_each if owner is not None),
+            )
     assert plan.edge_bytes == found
 
 

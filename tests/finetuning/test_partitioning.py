@@ -33,9 +33,7 @@ def test_a_model_is_cut_and_the_simulator_chooses(tmp_path):
     args = tiny.arguments(tmp_path, CLASSES, "--partition", path)
     args.devices = 2
     plan = make_plan(args, read_data(args))
-    seconds = simulated_seconds(
-        plan.schedule, plan.partition, [plan.edge_bytes[e.source, e.target] for e in plan.schedule.graph.edges]
-    )
+    seconds = simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, 1)
     assert 1000 * seconds == pytest.approx(choice.simulated_ms)
 
 

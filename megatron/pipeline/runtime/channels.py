@@ -84,7 +84,7 @@ def _spec_of(stage: Stage | GraphStage, peer: int, letter: str) -> TensorSpec:
     """What one transfer between a stage and its peer carries: activations (F) or gradients (B)."""
     if isinstance(stage, GraphStage):
         tensors = stage.edges[peer]
-        return tensors.activations if letter == "F" else tensors.gradients
+        return (tensors.activations if letter == "F" else tensors.gradients).whole
     return stage.output_spec if peer > stage.index else stage.input_spec
 
 
@@ -123,6 +123,7 @@ class Channels:
         self._watcher: int | None = None  # the thread that asks what is overdue
         self._report = on_error
         self._error: TransferError | None = None
+        self.bytes_sent = 0
         self._links: dict[_Key, tuple[Link, TensorSpec]] = {}
         self._peers: dict[_Key, int] = {}
         self._waiting: _Awaited | None = None
@@ -177,31 +178,43 @@ class Channels:
         """Global rank at the other end of a transfer's channel."""
         return self.global_rank_of(self._peers[transfer.kind, transfer.stage, transfer.peer])
 
-    def post_send(self, kind: Kind, stage: int, microbatch: int, tensor: Tensor, peer: int | None = None) -> None:
+    def post_send(
+        self,
+        kind: Kind,
+        stage: int,
+        microbatch: int,
+        tensor: Tensor,
+        peer: int | None = None,
+        spec: TensorSpec | None = None,
+    ) -> None:
         """Start sending; returns at once. `tensor` may be freed by its owner, but not written. `peer`: the other stage,
-        where there are several.
+        where there are several. `spec`: of this transfer, where it is not the edge's usual one.
         """
         if self._error is not None:
             raise self._error
-        link, spec = self._links[kind, stage, peer]
+        link, usual = self._links[kind, stage, peer]
+        spec = spec or usual
         if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
             raise ValueError(
                 f"stage {stage} sends {tuple(tensor.shape)} {tensor.dtype} where its specification says {spec.shape} "
                 f"{spec.dtype}; every microbatch must have the same shape"
             )
+        self.bytes_sent += spec.num_bytes
         try:
             link.send(tensor if tensor.is_contiguous() else tensor.contiguous(), microbatch)
         except RuntimeError as error:
             raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
                                        error) from error  # fmt: skip
 
-    def post_receive(self, kind: Kind, stage: int, microbatch: int, peer: int | None = None) -> None:
-        """Start receiving; returns at once."""
+    def post_receive(
+        self, kind: Kind, stage: int, microbatch: int, peer: int | None = None, spec: TensorSpec | None = None
+    ) -> None:
+        """Start receiving; returns at once. `spec`: as for `post_send`."""
         for link in self._ahead:
             link.drop_read()
-        link, spec = self._links[kind, stage, peer]
+        link, usual = self._links[kind, stage, peer]
         try:
-            self._posted[kind, stage, peer, microbatch] = link.receive(spec, microbatch)
+            self._posted[kind, stage, peer, microbatch] = link.receive(spec or usual, microbatch)
         except RuntimeError as error:
             raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
                                        error) from error  # fmt: skip

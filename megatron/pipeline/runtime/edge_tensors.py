@@ -5,7 +5,8 @@ only some have gradients. Each in a transfer of its own would cost a message eac
 turn.
 
 Solution: they are packed into one flat piece of bytes, aligned as torch's own memory is, and unpacked as views of it. A
-single tensor goes as it is.
+single tensor goes as it is. Some may be left out of a transfer, which both ends know: a shared parameter moves once for
+each version (see `shared_parameters`).
 """
 
 from __future__ import annotations
@@ -21,42 +22,64 @@ from megatron.pipeline.runtime.flat_layout import ALIGNMENT
 from megatron.pipeline.runtime.stage import TensorSpec
 
 
-class EdgeTensors:
-    """The tensors of one microbatch on an edge. `specs`: of the activations; those of floating dtype have gradients.
-
-    Attributes:
-        activations, gradients: what one transfer carries; None where there is nothing.
+class TravellingTensors:
+    """The tensors of a microbatch that go one way. `specs`: of each. `owners`: of a shared parameter, or its gradient,
+    the stage that steps it; None of what is the microbatch's own.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None]) -> None:
+        self.specs = tuple(specs)
+        self.owners = tuple(owners)
+        self.has_shared = any(owner is not None for owner in owners)
+        self._packed: dict[tuple[bool, ...], TensorSpec | None] = {}
+
+    @cached_property
+    def whole(self) -> TensorSpec | None:
+        """What a transfer of all of them carries; None where there are none."""
+        return self.spec_of((True,) * len(self.specs))
+
+    def spec_of(self, present: tuple[bool, ...]) -> TensorSpec | None:
+        """What a transfer of these carries; None: there is none."""
+        if present not in self._packed:
+            specs = self._present(present)
+            self._packed[present] = _packed_spec(specs) if specs else None
+        return self._packed[present]
+
+    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """Those that are there as one tensor, contiguous; a single one is itself."""
+        specs = self._present(tuple(tensor is not None for tensor in tensors))
+        return _pack([tensor for tensor in tensors if tensor is not None], specs) if specs else None
+
+    def unpack(self, packed: Tensor | None, present: tuple[bool, ...] | None = None) -> tuple[Tensor | None, ...]:
+        """What was packed, as views; None in the place of what was not. `present`: all, unless it is given."""
+        present = present or (True,) * len(self.specs)
+        found = iter(_unpack(packed, self._present(present)) if packed is not None else ())
+        return tuple(next(found) if here else None for here in present)
+
+    def _present(self, present: tuple[bool, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(spec for spec, here in zip(self.specs, present, strict=True) if here)
+
+
+class EdgeTensors:
+    """The tensors of one microbatch on an edge.
+
+    Args:
+        specs: of the activations; those of floating dtype have gradients.
+        owners: of a shared parameter, the stage that owns it; None of an activation. None: all are activations.
+
+    Attributes:
+        activations, gradients: what goes from the edge's source to its target, and what comes back.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None] | None = None) -> None:
         if not specs:
             raise ValueError("an edge carries no tensor; leave it out")
-        self.specs = tuple(specs)
-        self.have_gradients = tuple(spec.dtype.is_floating_point for spec in self.specs)
-        self.gradient_specs = tuple(spec for spec in self.specs if spec.dtype.is_floating_point)
-
-    @cached_property
-    def activations(self) -> TensorSpec:
-        return _packed_spec(self.specs)
-
-    @cached_property
-    def gradients(self) -> TensorSpec | None:
-        return _packed_spec(self.gradient_specs) if self.gradient_specs else None
-
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The activations as one tensor, contiguous; a single one is itself."""
-        return _pack(tensors, self.specs)
-
-    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """What was packed, as views."""
-        return _unpack(packed, self.specs)
-
-    def pack_gradients(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The same of gradients, of the activations that have one, in their order."""
-        return _pack(tensors, self.gradient_specs)
-
-    def unpack_gradients(self, packed: Tensor) -> tuple[Tensor, ...]:
-        return _unpack(packed, self.gradient_specs)
+        owners = (None,) * len(specs) if owners is None else owners
+        with_gradients = [
+            (spec, owner) for spec, owner in zip(specs, owners, strict=True) if spec.dtype.is_floating_point
+        ]
+        self.activations = TravellingTensors(specs, owners)
+        self.gradients = TravellingTensors(*zip(*with_gradients, strict=True)) if with_gradients else _NOTHING
 
 
 def _starts(specs: Sequence[TensorSpec]) -> list[int]:
@@ -91,3 +114,6 @@ def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
         packed[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
         for spec, start in zip(specs, _starts(specs), strict=False)
     )
+
+
+_NOTHING = TravellingTensors((), ())

@@ -90,6 +90,7 @@ class GraphModuleStage:
         self._recompute = recompute
         self._device = torch.device(device)
         self._losses: dict[int, tuple[Tensor, int]] = {}
+        self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> of the shared parameters it gave, so far
 
     def load_version(self, version: int) -> None:
         self._versions.load(version)
@@ -127,14 +128,14 @@ class GraphModuleStage:
         roots, grads = [], []
         for target, edges in sorted(saved.roots, reverse=True, key=lambda pair: pair[0]):
             for edge, grad in zip(edges, output_grads[target], strict=True):
-                if edge is not None:
+                if edge is not None and grad is not None:
                     roots.append(edge)
                     grads.append(grad)
         if saved.loss is not None:
             roots.insert(0, saved.loss)
             grads.insert(0, None)
         torch.autograd.backward(roots, grads)
-        return {source: _gradients(saved.inputs[source]) for source in self._wanted}
+        return {source: self._input_gradients(source, microbatch, saved.inputs[source]) for source in self._wanted}
 
     def forward_only(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         was_training = self.module.training
@@ -151,6 +152,30 @@ class GraphModuleStage:
             return {}
         total, count = self._losses.pop(batch)
         return {self.loss_names[0]: (total.item(), float(count))}
+
+    def _input_gradients(
+        self, source: int, microbatch: Microbatch, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """For stage `source`. Those of shared parameters are added up over the batch, and None until its last
+        microbatch (`shared_parameters`).
+        """
+        gradients, travelling = _gradients(inputs), self.edges[source].gradients
+        if not travelling.has_shared:
+            return gradients
+        shared = [grad for grad, owner in zip(gradients, travelling.owners, strict=True) if owner is not None]
+        if microbatch.position:
+            for total, grad in zip(self._shared_gradients[source], shared, strict=True):
+                total += grad
+        else:
+            self._shared_gradients[source] = shared
+        if microbatch.position < microbatch.num_microbatches - 1:
+            totals = [None] * len(shared)
+        else:
+            totals = self._shared_gradients.pop(source)
+        found = iter(totals)
+        return tuple(
+            grad if owner is None else next(found) for grad, owner in zip(gradients, travelling.owners, strict=True)
+        )
 
     def _run_saving(self, microbatch: Microbatch, saved: _Saved) -> tuple[_Tensors, Tensor | None]:
         """The forward with a graph, from inputs that are leaves of it."""

@@ -306,7 +306,7 @@ class NcclLink:
         Who dropped it has given the current stream its last work on it, and NCCL waits for that stream.
         """
         for buffer in self._buffers:
-            if num_holders(buffer) == 1:
+            if num_holders(buffer) == 1 and buffer.shape == spec.shape and buffer.dtype == spec.dtype:
                 return buffer.detach()
         self._buffers.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
         return self._buffers[-1].detach()

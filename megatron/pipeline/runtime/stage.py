@@ -183,7 +183,8 @@ class Stage(Protocol):
 @runtime_checkable
 class GraphStage(Protocol):
     """A stage of a graph: what it gets and hands on are several tensors for each stage that it has an edge with. The
-    rest is as for `Stage`; nothing of it moves. Gradients are those of the tensors of floating dtype, in their order.
+    rest is as for `Stage`; nothing of it moves. Gradients are those of the tensors of floating dtype, in their order;
+    None for a shared parameter but with the last microbatch of a batch, in and out.
     """
 
     index: int
@@ -200,8 +201,8 @@ class GraphStage(Protocol):
     def recompute(self, microbatch: Microbatch) -> None: ...
 
     def backward(
-        self, microbatch: Microbatch, output_grads: Mapping[int, tuple[Tensor, ...]]
-    ) -> Mapping[int, tuple[Tensor, ...]]:
+        self, microbatch: Microbatch, output_grads: Mapping[int, tuple[Tensor | None, ...]]
+    ) -> Mapping[int, tuple[Tensor | None, ...]]:
         """Accumulate weight gradients; return those of the inputs, for the stages that want them."""
 
     def load_version(self, version: int) -> None: ...

@@ -32,18 +32,40 @@ from megatron.pipeline.schedules import Schedule
 WIDTH, SAMPLES = 8, 3
 _IDS = TensorSpec((SAMPLES, 1), torch.int64)
 _HIDDEN = TensorSpec((SAMPLES, WIDTH), torch.float32)
+_WEIGHT = TensorSpec((WIDTH, WIDTH), torch.float32)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A pipeline: its edges, and the rank of each stage. The last stage has the loss."""
+    """A pipeline: its edges, and the rank of each stage. The last stage has the loss. `shares`: the first stage's
+    weight goes to all that it reaches over edges with gradients, from each to the next, and each of them uses it.
+    """
 
     edges: tuple[Edge, ...]
     rank_of_stage: tuple[int, ...]
+    shares: bool = False
 
     @property
     def graph(self) -> StageGraph:
         return StageGraph.of(len(self.rank_of_stage), self.edges)
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """The stages that have the shared weight, first of all its owner."""
+        holders = {0} if self.shares else set()
+        for edge in sorted(self.graph.edges):
+            if edge.gradient and edge.source in holders:
+                holders.add(edge.target)
+        return frozenset(holders)
+
+    def tensors_of(self, edge: Edge) -> EdgeTensors:
+        """Ids alone or with a tensor that gets no gradient, one tensor, or two and the ids; then the shared weight."""
+        if not edge.gradient:
+            return EdgeTensors([_IDS] if edge.target % 2 else [_IDS, _HIDDEN])
+        specs = [_HIDDEN] if edge.target % 2 else [_HIDDEN, _IDS, _HIDDEN]
+        if edge.source not in self.holders:
+            return EdgeTensors(specs)
+        return EdgeTensors([*specs, _WEIGHT], [*[None] * len(specs), 0])
 
 
 @dataclass
@@ -55,6 +77,7 @@ class Outcome:
     left: tuple[int, int] = (0, 0)
     traces: list[RankTrace] | None = None
     num_predictions: dict[int, int] = field(default_factory=dict)
+    bytes_sent: int = 0
 
 
 def random_shape(seed: int, *, num_stages: int, num_ranks: int) -> Shape:
@@ -72,29 +95,28 @@ def random_shape(seed: int, *, num_stages: int, num_ranks: int) -> Shape:
     return Shape(tuple(sorted(edges)), tuple(places))
 
 
-def tensors_of(edge: Edge) -> EdgeTensors:
-    """Ids alone or with a tensor that gets no gradient, one tensor, or two and the ids."""
-    if not edge.gradient:
-        return EdgeTensors([_IDS] if edge.target % 2 else [_IDS, _HIDDEN])
-    return EdgeTensors([_HIDDEN] if edge.target % 2 else [_HIDDEN, _IDS, _HIDDEN])
-
-
 class Node(nn.Module):
     """A stage: adds up what it gets, and hands on what it made of that."""
 
-    def __init__(self, graph: StageGraph, stage: int) -> None:
+    def __init__(self, shape: Shape, stage: int) -> None:
         super().__init__()
         torch.manual_seed(stage)
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.stage, self.is_last = stage, stage == graph.num_stages - 1
-        self.edges = {edge.target: tensors_of(edge) for edge in graph.edges if edge.source == stage}
+        self.stage, self.is_last = stage, stage == shape.graph.num_stages - 1
+        edges = shape.graph.edges
+        self.edges = {edge.target: shape.tensors_of(edge) for edge in edges if edge.source == stage}
+        self.sources = {edge.source: shape.tensors_of(edge) for edge in edges if edge.target == stage}
 
     def forward(self, data, inputs):
         """`data`: (the microbatch's number, its input, its target)."""
         number, input, target = data
         total = input * (1.0 + self.stage / 8)
-        for source in sorted(inputs):
+        shared = self.linear.weight
+        for source in sorted(inputs, reverse=True):
             for place, tensor in enumerate(inputs[source]):
+                if self.sources[source].activations.owners[place] is not None:
+                    total, shared = total + nn.functional.linear(input, tensor), tensor
+                    continue
                 total = total + tensor * (1.0 + place / 4 if tensor.is_floating_point() else 0.125)
         with torch.random.fork_rng():
             torch.manual_seed(1000 * number + self.stage)
@@ -102,12 +124,14 @@ class Node(nn.Module):
         ids = torch.full((SAMPLES, 1), (number + self.stage) % 5)
         outputs = {}
         for taker, tensors in self.edges.items():
+            travelling = tensors.activations
             outputs[taker] = {
                 (_HIDDEN,): (hidden,),
                 (_HIDDEN, _IDS, _HIDDEN): (hidden, ids, hidden * 0.5),
                 (_IDS,): (ids,),
                 (_IDS, _HIDDEN): (ids, hidden),
-            }[tensors.specs]
+            }[tuple(spec for spec in travelling.specs if spec is not _WEIGHT)]
+            outputs[taker] += (shared,) if travelling.has_shared else ()
         return outputs, (hidden - target).square().mean() if self.is_last else None
 
 
@@ -131,7 +155,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, *, kind: str) -> torch.optim.
 def in_one_process(shape: Shape, batches: Sequence[int], *, clip_grad: float = 0.0) -> Outcome:
     """The same training without stages."""
     graph = shape.graph
-    nodes = [Node(graph, stage) for stage in range(graph.num_stages)]
+    nodes = [Node(shape, stage) for stage in range(graph.num_stages)]
     parameters = {f"{stage}.{name}": each for stage, node in enumerate(nodes) for name, each in node.named_parameters()}
     optimizer, reports, number = optimizer_of(parameters.values()), [], 0
     for batch, size in enumerate(batches):
@@ -173,7 +197,7 @@ def replayed(
     `gap_aware`: gradients are divided by the gap.
     """
     graph, choose = shape.graph, random.Random(0)
-    nodes = [Node(graph, stage) for stage in range(graph.num_stages)]
+    nodes = [Node(shape, stage) for stage in range(graph.num_stages)]
     named = [dict(node.named_parameters()) for node in nodes]
     stepped = [{name: each.detach().clone().requires_grad_() for name, each in own.items()} for own in named]
     optimizers = [optimizer_of(own.values(), lr=lr, kind=kind) for own in stepped]
@@ -241,7 +265,7 @@ class _Rule:
 
 
 def _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, norms, choose):
-    made, back, kept = {}, {}, {}
+    made, back, kept, sums = {}, {}, {}, {}
     next_forward, next_backward = ([stretch.start] * len(nodes) for _ in range(2))
     while min(next_backward) < stretch.stop:
         stage = choose.randrange(len(nodes))
@@ -255,16 +279,17 @@ def _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, 
             if recompute and depth:
                 with torch.no_grad(), rule.forward(stage, of[i - stretch.start], named[stage]):
                     outputs, loss = node(data_of(i), inputs)
+                    handed = _copies(outputs)
                 kept[stage, i] = inputs, None
             else:
                 kept[stage, i] = _leaves(inputs, graph, stage)
                 with rule.forward(stage, of[i - stretch.start], named[stage]):
                     outputs, loss = node(data_of(i), kept[stage, i])
+                    handed = _copies(outputs)
                 kept[stage, i] = kept[stage, i], (outputs, loss)
             if loss is not None:
                 losses[of[i - stretch.start]].append(loss.item())
-            for target, tensors in outputs.items():
-                made[stage, target, i] = tuple(each.detach() for each in tensors)
+            made |= {(stage, target, i): tensors for target, tensors in handed.items()}
             next_forward[stage] += 1
         elif j < i and all((target, stage, j) in back for target in targets):
             inputs, ran = kept.pop((stage, j))
@@ -277,16 +302,33 @@ def _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, 
             for target in sorted(targets, reverse=True):
                 roots += [each for each in outputs[target] if each.is_floating_point()]
                 grads += back.pop((target, stage, j))
-            torch.autograd.backward(roots, grads)
+            here = [pair for pair in zip(roots, grads, strict=True) if pair[1] is not _LATER]
+            torch.autograd.backward(*zip(*here, strict=True))
+            ends = j + 1 == stretch.stop or of[j + 1 - stretch.start] != batch
             for source in graph.takers(Travelling.GRADIENT, stage):
-                back[stage, source, j] = [each.grad for each in inputs[source] if each.is_floating_point()]
+                found = [each.grad for each in inputs[source] if each.is_floating_point()]
+                if node.sources[source].activations.has_shared:
+                    total = sums.pop((stage, source), None)
+                    total = found[-1] if total is None else total + found[-1]
+                    found[-1] = total if ends else _LATER
+                    if not ends:
+                        sums[stage, source] = total
+                back[stage, source, j] = found
             next_backward[stage] += 1
-            if j + 1 == stretch.stop or of[j + 1 - stretch.start] != batch:
+            if ends:
                 for name, each in named[stage].items():
                     rule.stepped[stage][name].grad = each.grad
                     norms[batch][stage] += each.grad.norm(dtype=torch.float64).item() ** 2
                     each.grad = None
                 rule.step(stage, named[stage])
+
+
+def _copies(outputs):
+    """Among them is the shared weight, which its owner steps."""
+    return {target: tuple(each.detach().clone() for each in tensors) for target, tensors in outputs.items()}
+
+
+_LATER = object()  # a gradient of the shared weight that comes with the last microbatch of the batch
 
 
 def _leaves(inputs, graph, stage):
@@ -328,7 +370,7 @@ def run(
         schedule = Schedule(order="async", weights=weights, recompute=recompute, **cut)
     else:
         schedule = Schedule.preset(preset, recompute=recompute, **cut)
-    nodes = {stage: Node(graph, stage) for stage in schedule.stages_of(rank)}
+    nodes = {stage: Node(shape, stage) for stage in schedule.stages_of(rank)}
     delays = random.Random(rank)
     for node in nodes.values() if slow else ():
         node.register_forward_pre_hook(lambda *_: time.sleep(delays.uniform(0, slow)))
@@ -346,7 +388,7 @@ def run(
             node, index=stage, graph=graph, versions=versions_of[stage], data=data_of, has_loss=node.is_last,
             recompute=schedule.recomputes(stage),
             edges={
-                edge.target if edge.source == stage else edge.source: tensors_of(edge)
+                edge.target if edge.source == stage else edge.source: shape.tensors_of(edge)
                 for edge in graph.edges
                 if stage in (edge.source, edge.target)
             },
@@ -390,4 +432,5 @@ def run(
         (len(executor._handed_on) + len(executor._handed_back), sum(len(stage.activations) for stage in stages)),
         gather_traces(engine.trace()) if tracing else None,
         {stage: each.num_predictions for stage, each in versions_of.items()} if predict else {},
+        engine.bytes_sent,
     )

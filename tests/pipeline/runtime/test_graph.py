@@ -1,5 +1,7 @@
 """Stages that are a graph train what one process trains, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,6 +60,40 @@ def test_a_graph_trains_as_one_process_does(shape, preset, options):
     assert_same(run(shape, preset=preset, batches=batches, **options), graph_cases.in_one_process(shape, batches))
 
 
+SHARES = replace(SKIPS, shares=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "preset", "recompute"),
+    [
+        (SHARES, "flush", True),
+        pytest.param(SHARES, "gpipe", False, marks=FULL),
+        *(
+            pytest.param(
+                replace(random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3), shares=True),
+                ("flush", "gpipe")[seed % 2], seed % 4 > 1, marks=FULL,
+            )
+            for seed in range(2, 10)
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shared_parameters_train_as_in_one_process(shape, preset, recompute):
+    """Each user adds up its gradients of a batch, so sums over several microbatches have another order."""
+    batches = (3, 1, 4)
+    outcomes = run(shape, preset=preset, batches=batches, recompute=recompute)
+    expected = graph_cases.in_one_process(shape, batches)
+    unshared = graph_cases.in_one_process(replace(shape, shares=False), batches)
+    for outcome in outcomes:
+        for name, tensor in outcome.parameters.items():
+            torch.testing.assert_close(tensor, expected.parameters[name], rtol=2e-5, atol=1e-6)
+        for mine, theirs, other in zip(outcome.reports, expected.reports, unshared.reports, strict=True):
+            assert mine.losses == pytest.approx(theirs.losses, rel=1e-6)
+            assert mine.losses != pytest.approx(other.losses, rel=1e-3)
+            assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        assert outcome.left == (0, 0)
+
+
 def test_clipping_and_evaluation():
     """By the norm over all ranks; an evaluation in the middle changes nothing, and is the same on all ranks."""
     batches = (3, 2, 4)
@@ -106,26 +142,8 @@ def test_an_input_that_nothing_depends_on_gets_zeros():
     assert stage.module.weight.grad.tolist() == [3.0, 3.0]
 
 
-def test_tensors_of_an_edge_are_packed_and_aligned():
-    edge = EdgeTensors([TensorSpec((3,), torch.bfloat16), TensorSpec((2, 2), torch.int64), TensorSpec((5,))])
-    tensors = (torch.randn(3).bfloat16(), torch.arange(4).view(2, 2), torch.randn(5))
-    packed = edge.pack(tensors)
-    assert packed.shape == edge.activations.shape == (3 * 64,)
-    assert all(torch.equal(one, other) for one, other in zip(edge.unpack(packed), tensors, strict=True))
-    gradients = (tensors[0] * 2, tensors[2] * 2)
-    back = edge.unpack_gradients(edge.pack_gradients(gradients))
-    assert all(torch.equal(one, other) for one, other in zip(back, gradients, strict=True))
-    alone = EdgeTensors([TensorSpec((3,), torch.int64)])
-    ids = torch.arange(3)
-    assert alone.gradients is None and alone.pack([ids]) is ids
-    with pytest.raises(ValueError, match="every microbatch must have the same shapes"):
-        edge.pack((tensors[0], tensors[1], torch.randn(4)))
-    with pytest.raises(ValueError, match="carries no tensor"):
-        EdgeTensors([])
-
-
 def test_what_does_not_fit_together_is_refused():
-    node = graph_cases.Node(SKIPS.graph, 1)
+    node = graph_cases.Node(SKIPS, 1)
     with pytest.raises(ValueError, match=r"stage 1 has edges with stages \[0, 2, 3\], and tensors are said for \[0\]"):
         GraphModuleStage(node, index=1, graph=SKIPS.graph, edges={0: None}, versions=None)
     graph = Schedule.preset("flush", num_stages=3, rank_of_stage=(0, 0, 0), edges=(Edge(0, 1), Edge(0, 2), Edge(1, 2)))

@@ -9,7 +9,7 @@ from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape, random_shape
-from tests.pipeline.runtime.test_graph import SKIPS, assert_same, run
+from tests.pipeline.runtime.test_graph import SHARES, SKIPS, assert_same, run
 
 FULL = pytest.mark.full
 
@@ -19,6 +19,7 @@ FULL = pytest.mark.full
     [
         (SKIPS, (1,) * 7, "sgd", 0.0),
         (SKIPS, (2, 1, 5, 2), "adamw", 0.004),
+        pytest.param(SHARES, (2, 1, 5, 2), "adamw", 0.004, marks=FULL),
         *(
             pytest.param(
                 random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3),

@@ -1,12 +1,14 @@
 """FTPipe's weights on several processes are those of a replay in one, bit for bit, however long anything takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.pipeline.edges import Edge
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape, random_shape
-from tests.pipeline.runtime.test_graph import SKIPS, assert_same, run
+from tests.pipeline.runtime.test_graph import SHARES, SKIPS, assert_same, run
 
 FULL = pytest.mark.full
 
@@ -17,6 +19,14 @@ FULL = pytest.mark.full
         (SKIPS, (1,) * 8, True, 0.0),
         (SKIPS, (2, 1, 3, 2), False, 0.004),
         (random_shape(1, num_stages=7, num_ranks=2), (2, 2, 2), True, 0.0),
+        (SHARES, (2, 1, 3, 2), True, 0.004),
+        *(
+            pytest.param(
+                replace(random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3), shares=True),
+                ((1,) * 9, (2, 2, 2, 2), (5, 5))[seed % 3], seed % 2 == 0, 0.003 * (seed % 2), marks=FULL,
+            )
+            for seed in range(2, 10)
+        ),
         *(
             pytest.param(
                 random_shape(seed, num_stages=3 + seed % 6, num_ranks=2 + seed % 3),
