@@ -19,13 +19,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_name_or_path")
     parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--bandwidth", type=float, default=2.0, help="between processes, 10^9 bytes per second")
     parser.add_argument("--output", type=Path, required=True)
     add_data(parser, required=True)
     add_microbatch(parser)
     args = parser.parse_args()
     args.do_train, args.do_eval, args.seed, args.max_stages_per_device = True, False, 0, 2
     captured, batch, _ = captured_model(args, read_data(args))
-    _, candidates, _, _ = cut_model(captured, batch, Machine(args.devices, 2.0**36, 10.0), args)
+    _, candidates, _, _ = cut_model(captured, batch, Machine(args.devices, 2.0**36, args.bandwidth), args)
     simulated = {}
     for name in ("sequential", "mixed"):
         best = min(

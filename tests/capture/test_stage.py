@@ -56,7 +56,9 @@ def test_the_runtime_drives_captured_stages(recompute):
     microbatch = Microbatch(index=6, batch=0, position=0, num_microbatches=1)
     sent, returned = {}, {}
     for index, stage in stages.items():
-        inputs = {source: tensors[source, index].activations.unpack(sent[source, index]) for source in modules[index].sources}
+        inputs = {
+            source: tensors[source, index].activations.unpack(sent[source, index]) for source in modules[index].sources
+        }
         for target, made in stage.forward(microbatch, inputs).items():
             sent[index, target] = tensors[index, target].activations.pack(made)
     for index, stage in reversed(stages.items()):

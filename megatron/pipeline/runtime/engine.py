@@ -271,6 +271,7 @@ class PipelineEngine:
     def drain(self) -> list[BatchReport]:
         """Execute everything pending, steps included. Returns the reports not yet returned."""
         self._executor.run(self._stream.drain()[self._rank])
+        self._executor.settle()
         if self._transfers is not None:
             self._transfers.settle()
         if self._lanes is not None:
@@ -288,6 +289,7 @@ class PipelineEngine:
         if not self._drained:
             raise RuntimeError("evaluation needs a drained pipeline; call drain() before it")
         self._executor.run_evaluation(self._stream.evaluation(num_microbatches)[self._rank])
+        self._executor.settle()
         losses: dict[str, tuple[float, float]] = {}
         for stage in self._stages:
             losses.update(stage.take_losses(EVALUATION_BATCH))

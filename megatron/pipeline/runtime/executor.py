@@ -143,6 +143,9 @@ class Executor:
         finally:
             self._microbatches = training_microbatches
 
+    def settle(self) -> None:
+        """Nothing is in flight any more: let go of what was kept for later microbatches."""
+
     @staticmethod
     def _count_forwards(row: Sequence[Instruction]) -> int:
         return len({instruction.microbatch for instruction in row if instruction.kind is Kind.FORWARD})

@@ -35,6 +35,9 @@ class GraphExecutor(Executor):
         self._handed_on: dict[tuple[int, int, int], tuple[Tensor | None, ...]] = {}
         self._handed_back: dict[tuple[int, int, int], tuple[Tensor | None, ...]] = {}
 
+    def settle(self) -> None:
+        self._values.clear()  # the next batch brings them anew
+
     def _input_of(self, stage: GraphStage, instruction: Instruction) -> dict[int, tuple[Tensor, ...]]:
         index, microbatch = instruction.stage, instruction.microbatch
         inputs = {}

@@ -121,7 +121,7 @@ class Node(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(1000 * number + self.stage)
             hidden = nn.functional.dropout(torch.tanh(self.linear(total)), 0.1, self.training)
-        ids = torch.full((SAMPLES, 1), (number + self.stage) % 5)
+        ids = (hidden.detach()[:, :1] * 0).long() + (number + self.stage) % 5  # where the hidden states are
         outputs = {}
         for taker, tensors in self.edges.items():
             travelling = tensors.activations
@@ -344,24 +344,37 @@ def _cut(tensors, graph, source, target):
     return tensors if edge.gradient else tuple(each.detach() for each in tensors)
 
 
-def run(
+@dataclass
+class Built:
+    """This rank's part of a pipeline. `versions`: by stage."""
+
+    engine: PipelineEngine
+    stages: list[GraphModuleStage]
+    versions: dict[int, WeightVersions]
+    job: dist.ProcessGroup
+
+    def close(self) -> None:
+        dist.barrier()
+        self.engine.close()
+        dist.destroy_process_group(self.job)
+
+
+def build(
     shape: Shape,
     *,
     preset: str,
-    batches: Sequence[int],
     recompute: bool = False,
     clip_grad: float = 0.0,
-    evaluate: int = 0,
     tracing: bool = False,
     lr: float = 0.1,
     kind: str = "sgd",
     predict: bool = False,
     gap_aware: bool = False,
     slow: float = 0.0,
-) -> Outcome:
-    """Train this rank's stages; after the second batch drain, and evaluate on `evaluate` microbatches if not 0.
-    `preset` "stale": FTPipe's; `predict`: with predicted weights; `gap_aware`: steps are. `slow`: seconds,
-    of which each computation sleeps a random part.
+    backend: str = "gloo",
+) -> Built:
+    """This rank's stages. `preset` "stale": FTPipe's; `predict`: with predicted weights; `gap_aware`: steps are.
+    `slow`: seconds, of which each computation sleeps a random part.
     """
     graph, rank = shape.graph, dist.get_rank()
     cut = {"num_stages": graph.num_stages, "rank_of_stage": shape.rank_of_stage, "edges": shape.edges}
@@ -412,25 +425,31 @@ def run(
             optimizer=optimizer_of(parameters.values()), job_group=job,
         )  # fmt: skip
     tracer = Tracer(num_batches=64) if tracing else None
-    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=20), tracer=tracer)
-    reports, evaluations = [], []
+    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=20), tracer=tracer, backend=backend)
+    return Built(engine, stages, versions_of, job)
+
+
+def run(shape: Shape, *, batches: Sequence[int], evaluate: int = 0, **options) -> Outcome:
+    """Train this rank's stages; after the second batch drain, and evaluate on `evaluate` microbatches if not 0.
+    `options`: those of `build`.
+    """
+    built = build(shape, **options)
+    engine, reports, evaluations = built.engine, [], []
     for batch, size in enumerate(batches):
         reports += engine.run_batch(size, size * SAMPLES)
         if batch == 1 and evaluate:
             reports += engine.drain()
             evaluations.append(engine.evaluate(evaluate))
     reports += engine.drain()
-    dist.barrier()
-    engine.close()
-    dist.destroy_process_group(job)
+    built.close()
     executor = engine._executor
     return Outcome(
         reports,
-        {name: each.clone() for of in {*versions_of.values()} for name, each in of.newest_tensors().items()},
+        {name: each.clone() for of in {*built.versions.values()} for name, each in of.newest_tensors().items()},
         evaluations,
         engine.saved_microbatches_peak,
-        (len(executor._handed_on) + len(executor._handed_back), sum(len(stage.activations) for stage in stages)),
-        gather_traces(engine.trace()) if tracing else None,
-        {stage: each.num_predictions for stage, each in versions_of.items()} if predict else {},
+        (len(executor._handed_on) + len(executor._handed_back), sum(len(stage.activations) for stage in built.stages)),
+        gather_traces(engine.trace()) if engine.tracer is not None else None,
+        {stage: each.num_predictions for stage, each in built.versions.items()} if options.get("predict") else {},
         engine.bytes_sent,
     )

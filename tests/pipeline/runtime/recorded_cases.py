@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,14 @@ from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.pipeline.schedules import Schedule
-from tests.pipeline.runtime import megatron_cases, megatron_relay_cases, module_cases, reference, relay_cases
+from tests.pipeline.runtime import (
+    graph_cases,
+    megatron_cases,
+    megatron_relay_cases,
+    module_cases,
+    reference,
+    relay_cases,
+)
 from tests.pipeline.runtime.megatron_model import (
     SEQUENCE,
     Case,
@@ -117,6 +125,26 @@ def train_module(
         recorder.find_held(pooled=pooled(engine, pipeline.memory))
         dist.barrier()
         pipeline.close()
+        return _account(recorder, reports)
+
+
+def train_graph(
+    shape: graph_cases.Shape, batches: Sequence[int], *, seed: int = 0, taken_back: str | None = None, **options
+) -> Account:
+    """Stages of a graph, which may share a weight: see `graph_cases`."""
+    with recording(seed=seed) as recorder, without(taken_back):
+        built = graph_cases.build(shape, backend="nccl", **options)
+        for stage in built.stages:
+            _mark(recorder, stage.module.parameters())
+        engine, reports = built.engine, []
+        for num_microbatches in batches:
+            with recorder.training():
+                reports += engine.run_batch(num_microbatches, num_microbatches * graph_cases.SAMPLES)
+        with recorder.training():
+            reports += engine.drain()
+        engine.evaluate(2)
+        recorder.find_held(pooled=pooled(engine, None))
+        built.close()
         return _account(recorder, reports)
 
 

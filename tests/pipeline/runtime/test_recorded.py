@@ -4,8 +4,9 @@ import pytest
 
 from megatron.pipeline.residency import Residency
 from tests import workers
-from tests.pipeline.runtime import provisional_reference, reference
+from tests.pipeline.runtime import graph_cases, provisional_reference, reference
 from tests.pipeline.runtime.reference import Training
+from tests.pipeline.runtime.test_graph import SHARES
 
 CASES = "tests.pipeline.runtime.recorded_cases"
 TRAINING = Training(batches=(4, 4, 8, 4), clip_grad=0.05)
@@ -156,6 +157,22 @@ def test_modules_and_moves_are_in_order(num_ranks, preset, training, options):
         expected = provisional_reference.train(training, lambda *_: number, reduce_partial=True).losses
     if preset != "pipedream":
         assert accounts[0].losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        pytest.param("flush", {"clip_grad": 0.05}, marks=FULL),
+        ("stale", {"predict": True, "gap_aware": True, "kind": "adamw"}),
+    ],
+)
+def test_stages_of_a_graph_are_in_order(preset, options):
+    """With skips, tensors that are packed, a weight that several stages share, predictions and gap-aware steps."""
+    options |= {"shape": SHARES, "preset": preset, "batches": (2, 1, 3, 2), "recompute": True}
+    accounts = workers.run(2, f"{CASES}:train_graph", **options)
+    assert_in_order(accounts)
+    expected = workers.run(2, graph_cases.__name__ + ":run", **options)
+    assert accounts[0].losses == [report.losses["loss"] for report in expected[0].reports]
 
 
 def test_early_gradients_wait_for_the_chain():
