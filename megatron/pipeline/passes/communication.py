@@ -5,18 +5,22 @@ Each transfer is placed in one move, both ends at once, so neither end can be mi
 - SEND directly after the computation that makes the tensor;
 - RECV before the computation that precedes the one that needs it, so that the transfer runs while that one computes.
 
-A receive never leaves its leg: where a batch begins, the run may be drained instead, and a receive posted there would
-wait for a tensor that nobody sends. SEND and RECV only post, and only the computation that needs a tensor waits. So
-whatever order of computations can run, can run with its transfers, even where a send completes only once its receive
-is posted.
+A receive does not leave its leg: where a batch begins, the run may be drained instead, and a receive posted there would
+wait for a tensor that nobody sends. But where a rank goes on with a batch that has begun, drained or not, its next
+computation is known (`Order.goes_on_with`), and so its receive is posted in the leg before. SEND and RECV only post,
+and only the computation that needs a tensor waits. So whatever order of computations can run, can run with its
+transfers, even where a send completes only once its receive is posted.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron.pipeline.instruction import RECEIVE_OF, SEND_OF, Instruction, Tensor
+from megatron.pipeline.instruction import RECEIVE_OF, SEND_OF, Instruction, Kind, Tensor
 from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.program import Program
+
+Turn = tuple[Kind, int, int]
+"""What computes, its stage, and how many microbatches it is behind the first of the batch that begins."""
 
 
 class _Draft:
@@ -25,20 +29,27 @@ class _Draft:
     def __init__(self, leg: Leg) -> None:
         self.leg = leg
         self._sends: dict[int, list[Instruction]] = {}  # by the position of what makes the tensor
-        self._receives: dict[int, list[tuple[int, Instruction]]] = {}  # by where to post: (needed where, receive)
+        # by where to post: (needed where, receive); those that are needed in the next leg as if behind this one
+        self._receives: dict[int, list[tuple[int, Instruction]]] = {}
+
+    def computations(self) -> Iterator[tuple[int, int]]:
+        """Where each computation that may need a tensor begins, and its position; a recompute and the backward after it
+        count as one.
+        """
+        begins = None
+        for position, instruction in enumerate(self.leg):
+            if begins is None and instruction.kind.is_computation:
+                begins = position
+            if instruction.kind.row.needs is not None:
+                yield begins, position
+                begins = None
 
     def needs(self) -> Iterator[tuple[int, int]]:
-        """Of each computation that may need a tensor: its position, and the position before which to post the receive.
-
-        A recompute and the backward after it count as one computation.
-        """
-        before = current = None
-        for position, instruction in enumerate(self.leg):
-            if current is None and instruction.kind.is_computation:
-                current = position
-            if instruction.kind.row.needs is not None:
-                yield position, current if before is None else before
-                before, current = current, None
+        """Of each computation that may need a tensor: its position, and that before which to post the receive."""
+        before = None
+        for begins, position in self.computations():
+            yield position, begins if before is None else before
+            before = begins
 
     def send(self, instruction: Instruction, *, made: int) -> None:
         self._sends.setdefault(made, []).append(instruction)
@@ -59,8 +70,33 @@ class _Draft:
         return result
 
 
-def add_communication(legs_of_rank: Sequence[Legs], outline: Program) -> list[Legs]:
+_Needs = dict[tuple[Tensor, int, int], tuple[_Draft, int, int]]  # (tensor, stage, microbatch) -> where
+
+
+def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], outline: Program, needs: _Needs) -> None:
+    """Of what a rank goes on with behind a border, have the receives posted before its last computation ahead of it."""
+    first = outline.first_microbatch
+    border = first
+    for place, size in enumerate(outline.batches):
+        border += size
+        begins = max((begins for begins, _ in drafts[place].computations()), default=None)
+        goes_on = next(
+            ((kind, stage, border - behind) for kind, stage, behind in turns if border - behind >= first), None
+        )
+        if begins is None or goes_on is None:
+            continue
+        kind, stage, microbatch = goes_on
+        draft, needed, _ = needs[kind.row.needs, stage, microbatch]
+        assert draft is drafts[place + 1], "it stands right behind the border"
+        needs[kind.row.needs, stage, microbatch] = drafts[place], len(drafts[place].leg) + needed, begins
+
+
+def add_communication(
+    legs_of_rank: Sequence[Legs], outline: Program, goes_on_with: Sequence[Sequence[Turn]] = ()
+) -> list[Legs]:
     """The legs of all ranks, with the transfers that take each tensor to the stage on another rank that needs it.
+
+    `goes_on_with`: of each rank, what its order says (`Order.goes_on_with`); none: receives stay in their legs.
 
     Raises:
         ValueError: a computation makes a tensor that nothing needs.
@@ -68,12 +104,14 @@ def add_communication(legs_of_rank: Sequence[Legs], outline: Program) -> list[Le
     drafts_of_rank = [[_Draft(leg) for leg in legs] for legs in legs_of_rank]
     drafts = [draft for drafts in drafts_of_rank for draft in drafts]
     graph = outline.graph
-    needs: dict[tuple[Tensor, int, int], tuple[_Draft, int, int]] = {}  # (tensor, stage, microbatch) -> where
+    needs: _Needs = {}
     for draft in drafts:
         for needed, posted in draft.needs():
             instruction = draft.leg[needed]
             tensor = instruction.kind.row.needs
             needs[tensor, instruction.stage, instruction.microbatch] = draft, needed, posted
+    for turns, own in zip(goes_on_with, drafts_of_rank, strict=False):
+        _post_earlier(turns, own, outline, needs)
     for draft in drafts:
         for made, instruction in enumerate(draft.leg):
             tensor = instruction.kind.row.makes

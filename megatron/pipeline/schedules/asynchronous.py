@@ -53,6 +53,10 @@ class Asynchronous(Order):
         legs = [[each for _ in batch for each in next(row)] for batch in batches]
         return [*legs, [each for rest in row for each in rest]]
 
+    def goes_on_with(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
+        """A round more goes on with all turns that are behind, in their order."""
+        return [(turn.kind, turn.stage, turn.lag) for turn in self.cycles[rank] if turn.lag]
+
     def max_in_flight(self, stage: int) -> int | None:
         return self.graph.depth(stage) + 1
 

@@ -36,7 +36,8 @@ def build_in_legs(
     if schedule.balance:
         ordered = add_balance(ordered, outline, bounds_of_ranks(order))
     legs_of_rank = [_with_updates(legs, rank, outline) for rank, legs in enumerate(ordered)]
-    return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline))
+    goes_on_with = [order.goes_on_with(rank) for rank in range(schedule.num_ranks)]
+    return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline, goes_on_with))
 
 
 def build_periodic(schedule: Schedule, order: Order, num_microbatches: int) -> PeriodicProgram:

@@ -72,6 +72,13 @@ class Order(ABC):
             stands, or would stand; then, in one more list, what is left to do.
         """
 
+    def goes_on_with(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
+        """What the rank computes first of batches that have begun, behind each border between batches, whether another
+        batch begins there or the run is drained: (kind, stage, microbatches behind the border), in its order; those of
+        microbatches before the first are left out. Empty: that is not known, or differs.
+        """
+        return ()
+
     @abstractmethod
     def max_in_flight(self, stage: int) -> int | None:
         """The most microbatches between their forward and the end of their backward at a stage; None: a whole batch."""

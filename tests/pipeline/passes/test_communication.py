@@ -28,6 +28,32 @@ def test_receives_stay_in_their_leg():
     assert texts(second) == ["1RECV_F0 1F0", "1RECV_F1 1F1"]
 
 
+def test_what_a_rank_goes_on_with_is_received_over_the_border():
+    """Of begun batches alone: so a leg is the same whether another one follows or not."""
+    turns = [[(Kind.BACKWARD, 0, 2)], [(Kind.FORWARD, 1, 1), (Kind.BACKWARD, 1, 1)]]
+    two, three = (
+        add_communication(rows, outline("flush", num_stages=2, batches=(1,) * (len(rows[0]) - 1)), turns)
+        for rows in (
+            [legs("0F0", "0F1", "0B0 0B1"), legs("", "1F0 1B0", "1F1 1B1")],
+            [legs("0F0", "0F1", "0F2 0B0", "0B1 0B2"), legs("", "1F0 1B0", "1F1 1B1", "1F2 1B2")],
+        )
+    )
+    assert [legs[:2] for legs in two] == [legs[:2] for legs in three]
+    assert texts(three[0]) == [
+        "0F0 0SEND_F0",
+        "0RECV_B0 0F1 0SEND_F1",
+        "0F2 0SEND_F2 0RECV_B1 0B0",
+        "0RECV_B2 0B1 0B2",
+    ]
+    assert texts(three[1]) == [
+        "",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0",
+        "1F1 1RECV_F2 1B1 1SEND_B1",
+        "1F2 1B2 1SEND_B2",
+    ]
+    assert texts(two[0])[2] == "0RECV_B1 0B0 0B1" and texts(two[1])[2] == "1F1 1B1 1SEND_B1"
+
+
 def test_a_recompute_is_part_of_its_backward():
     """A receive is posted before the recompute that stands with the computation it is posted before."""
     _, middle, _ = add_communication(

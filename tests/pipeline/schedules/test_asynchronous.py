@@ -241,3 +241,22 @@ def test_one_stage_on_each_rank_may_take_turns_without_a_cycle():
 def test_the_engine_wants_an_update_for_each_stage():
     with pytest.raises(ValueError, match="under stale each stage steps by itself; give stages of a graph"):
         PipelineEngine(stale(1), [], None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_transfer_is_waited_for_at_a_border(seed):
+    """With a microbatch a batch, transfers of a tenth of a forward hold up the busiest rank no more."""
+    choose = random.Random(seed)
+    forward = [choose.uniform(0.6, 1.4) for _ in range(8)]
+    edges = [Edge(stage, stage + 1) for stage in range(7)] + [Edge(stage, stage + 3) for stage in (0, 3)]
+    schedule = stale(
+        8, rank_of_stage=choose.sample([*range(4)] * 2, 8), edges=tuple(sorted(edges)),
+        work=tuple((each, 2 * each) for each in forward),
+    )  # fmt: skip
+    alone, with_transfers = (
+        simulate(schedule.build((1,) * 90), each).makespan - simulate(schedule.build((1,) * 50), each).makespan
+        for each in (
+            Costs(forward=forward, backward=[2 * each for each in forward], latency=latency) for latency in (0.0, 0.1)
+        )
+    )
+    assert with_transfers <= 1.001 * alone
