@@ -9,6 +9,8 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
+from megatron.finetuning import intervals
+
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
@@ -30,7 +32,11 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> 
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Complete `args` by what follows from them. Raises ValueError, one sentence with the remedy."""
+    """Complete `args` by what follows from them; `args.notes`: what a user should know of that.
+
+    Raises ValueError, one sentence with the remedy.
+    """
+    args.notes = []
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -69,6 +75,7 @@ def validate(args: argparse.Namespace) -> None:
         )
     if not (args.do_train or args.do_eval or args.dry_run):
         args.do_train, args.do_eval = True, args.validation_file is not None
+    intervals.complete(args)
     if args.do_train and args.train_file is None:
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
@@ -177,7 +184,7 @@ def add_microbatch(group) -> None:
 def _add_training(group) -> None:
     add = both_spellings(group)
     add("--do_train", action="store_true", help="train; without --do_train and --do_eval: both, as files are given")
-    add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_steps says")
+    add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_strategy says")
     add_microbatch(group)
     add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
     add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
@@ -220,11 +227,17 @@ def _add_output(group) -> None:
     add = both_spellings(group)
     add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
     add("--overwrite_output_dir", action="store_true", help="begin again where it has checkpoints of another run")
-    add("--save_steps", type=_whole, default=0, help="save each so many batches, 0: at the end only")
+    add("--save_strategy", type=intervals.strategy, metavar="{no,steps,epoch}",
+        help="when checkpoints are written, and at the end; none: steps with --save_steps, else no")  # fmt: skip
+    add("--save_steps", type=intervals.steps, help="batches from one to the next, or below 1 a part of all; 500")
     add("--save_total_limit", type=_count, help="keep so many checkpoints")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
-    add("--eval_steps", type=_whole, default=0, help="evaluate each so many batches, 0: at the end only")
-    add("--eval_each_epoch", action="store_true", help="evaluate after each epoch")
+    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=intervals.strategy,
+        metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, else no",
+    )  # fmt: skip
+    add("--eval_steps", type=intervals.steps,
+        help="batches from one to the next, or below 1 a part of all; as --logging_steps")  # fmt: skip
+    add("--eval_each_epoch", action="store_true", help="the same as --eval_strategy epoch")
     add("--logging_steps", type=_count, default=10, help="batches of a log line")
     add("--logging_dir", metavar="FOLDER", help="for TensorBoard")
     add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.finetuning.arguments import parse_args
+from megatron.finetuning.intervals import settle
 
 LEAST = ["--model_name_or_path", "m", "--task", "causal-lm", "--train_file", "t.jsonl", "--output_dir", "o"]
 
@@ -36,6 +37,15 @@ def test_clipping_follows_the_schedule():
         (["--data_parallel_size", "2"], "replicas of a captured pipeline are not supported"),
         (["--bf16"], "--bf16 means weights in FP32 .*; --dtype bfloat16 has"),
         (["--learning_rate", "-1"], "-1 is less than 0"),
+        (
+            ["--save_strategy", "best"],
+            "--save_strategy.*: 'best' keeps the best evaluation, which is not done here; give",
+        ),
+        (["--eval_strategy", "often"], "--evaluation_strategy.*: 'often' is none of no, steps, epoch"),
+        (["--eval_steps", "2.5"], "--eval_steps.*: '2.5' is no whole number of batches"),
+        (["--save_steps", "-1"], "'-1' is no whole number of batches"),
+        (["--eval_strategy", "epoch"], "--eval_strategy epoch has nothing to evaluate; give --validation_file"),
+        (["--eval_each_epoch", "--eval_strategy", "steps"], "--eval_each_epoch contradicts --eval_strategy steps"),
         (["--task", "poetry"], "invalid choice: 'poetry'"),
         (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
     ],
@@ -50,3 +60,33 @@ def test_what_is_missing():
         parse_args([*LEAST[:4], "--do_train", "--output_dir", "o"])
     with pytest.raises(ValueError, match="nowhere to write"):
         parse_args(LEAST[:6])
+
+
+@pytest.mark.parametrize(
+    ("words", "evaluates", "saves", "notes"),
+    [
+        ([], 0, 0, 0),
+        (["--eval_steps", "3", "--save_steps", "7"], 3, 7, 0),
+        (["--eval_strategy", "steps", "--save_strategy", "steps", "--logging_steps", "4"], 4, 500, 0),
+        (["--eval-strategy", "steps", "--eval_steps", "0", "--save_strategy", "steps", "--save_steps", "0"], 10, 0, 0),
+        (["--evaluation_strategy", "steps", "--eval_steps", "0.1", "--save_steps", "0.5"], 5, 21, 0),
+        (["--eval_strategy", "epoch", "--save_strategy", "epoch"], 14, 14, 0),
+        (["--eval_strategy", "epoch", "--eval_steps", "5", "--save_strategy", "no", "--save_steps", "5"], 14, 0, 2),
+        (["--eval_each_epoch", "--eval_strategy", "epoch"], 14, 0, 0),
+        (["--eval_each_epoch", "--save_steps", "2"], 14, 2, 0),
+    ],
+)
+def test_strategies(words, evaluates, saves, notes):
+    """Of 41 batches, 14 of them an epoch."""
+    args = parse_args([*LEAST, "--validation_file", "v.jsonl", *words])
+    assert len(args.notes) == notes
+    settle(args, num_steps=41, steps_per_epoch=14)
+    assert (args.eval_steps, args.save_steps) == (evaluates, saves)
+    assert isinstance(args.eval_steps, int) and isinstance(args.save_steps, int)
+
+
+def test_a_strategy_asks_for_evaluations():
+    words = [*LEAST, "--do_train", "--validation_file", "v.jsonl"]
+    assert not parse_args(words).do_eval
+    assert parse_args([*words, "--eval_strategy", "steps"]).do_eval
+    assert not parse_args([*words, "--eval_strategy", "no"]).do_eval

@@ -65,7 +65,7 @@ def test_a_run_without_a_launcher(tmp_path):
     cases.loaded(tmp_path / "out", CLASSES)
     again = start(ROOT / "finetune.py", *command, cwd=tmp_path)
     output, _ = again.communicate(timeout=200)
-    assert again.returncode == 2 and "has checkpoints of another run (checkpoint-4)" in output
+    assert again.returncode == 2 and "has checkpoints of another run (checkpoint-7)" in output
     rest = start(ROOT / "finetune.py", *command, "--resume_from_checkpoint", "--seed", "7", cwd=tmp_path)
     output, _ = rest.communicate(timeout=200)
     assert rest.returncode == 2 and "was made with another seed (42) than this run's (7)" in output

@@ -167,3 +167,17 @@ def test_a_new_head_begins_alike_everywhere(folder):
     assert 0.005 < head.std() < 0.05 and not outcomes[0].weights["classifier.bias"].any()
     for name, weights in inner.state_dict().items():
         assert torch.equal(outcomes[0].weights[f"bert.{name}"], weights), name
+
+
+def test_strategies_say_when(folder):
+    """Two epochs of seven batches: evaluations with the epochs, checkpoints each three batches and at the end."""
+    cut = cases.partition(folder, CLASSES, (0, 1))
+    validation = tiny.data_file(folder, num_samples=5, seed=6)
+    words = ["--do_train", "--eval_strategy", "epoch", "--save_strategy", "steps", "--save_steps", 4]
+    words += ["--num_train_epochs", 2, "--validation_file", validation, "--partition", cut]
+    found = run(folder, "strategies", *words)
+    assert [line["step"] for line in found.lines if "eval_loss" in line] == [7, 14]
+    saved = sorted(int(each.name.split("-")[1]) for each in (folder / "strategies").glob("checkpoint-*"))
+    assert saved == [4, 8, 12, 14]
+    last = cases.weights_of(folder / "strategies" / "checkpoint-14", CLASSES)
+    assert all(torch.equal(last[name], weights) for name, weights in found.weights.items())
