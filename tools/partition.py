@@ -25,7 +25,7 @@ import command_line
 from rich.console import Console
 from rich.table import Table
 
-from megatron.finetuning.arguments import add_data, add_microbatch
+from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, Competition, Graph, Result, compete, read_graph
 from megatron.planner.files import write_whole
 
@@ -71,6 +71,7 @@ def _run_model(options: argparse.Namespace) -> int:
     for name in ("task", "train_file", "devices"):
         if getattr(options, name) is None:
             raise ValueError(f"a MODEL is profiled on real data: give --{name}")
+    settle_precision(options)
     from megatron import backend
 
     backend.install()

@@ -61,12 +61,14 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
         )
-    for name in ("bf16", "fp16"):
-        if getattr(args, name):
-            raise ValueError(
-                f"--{name} means weights in FP32 and computation in less, which captured stages do not do; "
-                "--dtype bfloat16 has weights, gradients and optimizer in bfloat16"
-            )
+    if args.fp16:
+        raise ValueError("--fp16 needs a loss scale, which captured stages have not; give --bf16")
+    settle_precision(args)
+    if args.weight_prediction and args.bf16:
+        raise ValueError(
+            "--weight_prediction predicts weights from the optimizer's state for them, and with --bf16 that is for FP32 "
+            "masters; leave one out, or give --gap_aware, which knows masters"
+        )
     size = args.per_device_train_batch_size
     if args.per_device_eval_batch_size not in (None, size):
         raise ValueError(
@@ -92,6 +94,13 @@ def validate(args: argparse.Namespace) -> None:
             f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
             "more stages, or a larger --per_device_train_batch_size"
         )
+
+
+def settle_precision(args: argparse.Namespace) -> None:
+    """Have `dtype` be that of the weights. Raises ValueError where --bf16 and --dtype contradict each other."""
+    if args.bf16 and args.dtype == "float32":
+        raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
+    args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
 
 
 def number(name: str, default: int) -> int:
@@ -178,7 +187,8 @@ def add_microbatch(group) -> None:
     add = both_spellings(group)
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights, gradients and optimizer")
+    add("--dtype", choices=DTYPES, help="of weights, gradients and optimizer; none: float32")
+    add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
 
 
 def _add_training(group) -> None:
@@ -201,8 +211,7 @@ def _add_training(group) -> None:
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
     add("--warmup_ratio", type=_real, default=0.0, help="the same as a part of all")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
-    add("--bf16", action="store_true", help="refused: see --dtype")
-    add("--fp16", action="store_true", help="refused: see --dtype")
+    add("--fp16", action="store_true", help="refused: see --bf16")
     add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
 
 
@@ -228,12 +237,12 @@ def _add_output(group) -> None:
     add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
     add("--overwrite_output_dir", action="store_true", help="begin again where it has checkpoints of another run")
     add("--save_strategy", type=intervals.strategy, metavar="{no,steps,epoch}",
-        help="when checkpoints are written, and at the end; none: steps with --save_steps, else no")  # fmt: skip
+        help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=intervals.steps, help="batches from one to the next, or below 1 a part of all; 500")
     add("--save_total_limit", type=_count, help="keep so many checkpoints")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
     add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=intervals.strategy,
-        metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, else no",
+        metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, or no",
     )  # fmt: skip
     add("--eval_steps", type=intervals.steps,
         help="batches from one to the next, or below 1 a part of all; as --logging_steps")  # fmt: skip

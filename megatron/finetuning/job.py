@@ -162,7 +162,7 @@ def _facts(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
         "stages": plan.stages_digest,
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
-        "optim": args.optim,
+        "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
         "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
     }
 

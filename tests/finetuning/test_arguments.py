@@ -4,6 +4,7 @@ import pytest
 
 from megatron.finetuning.arguments import parse_args
 from megatron.finetuning.intervals import settle
+from megatron.finetuning.partitioning import weight_bytes
 
 LEAST = ["--model_name_or_path", "m", "--task", "causal-lm", "--train_file", "t.jsonl", "--output_dir", "o"]
 
@@ -35,7 +36,9 @@ def test_clipping_follows_the_schedule():
         (["--do_eval"], "--do_eval needs --validation_file"),
         (["--devices", "4"], "--devices 4 is for --dry_run"),
         (["--data_parallel_size", "2"], "replicas of a captured pipeline are not supported"),
-        (["--bf16"], "--bf16 means weights in FP32 .*; --dtype bfloat16 has"),
+        (["--fp16"], "--fp16 needs a loss scale.*; give --bf16"),
+        (["--bf16", "--dtype", "float32"], "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
+        (["--bf16", "--weight_prediction"], "with --bf16 that is for FP32 masters; leave one out"),
         (["--learning_rate", "-1"], "-1 is less than 0"),
         (
             ["--save_strategy", "best"],
@@ -90,3 +93,15 @@ def test_a_strategy_asks_for_evaluations():
     assert not parse_args(words).do_eval
     assert parse_args([*words, "--eval_strategy", "steps"]).do_eval
     assert not parse_args([*words, "--eval_strategy", "no"]).do_eval
+
+
+def test_precision():
+    """--bf16 is bfloat16 weights; without it, what a parameter takes is all of one precision."""
+    for words, dtype, num_bytes in (
+        ([], "float32", 16),
+        (["--dtype", "bfloat16"], "bfloat16", 8),
+        (["--bf16"], "bfloat16", 20),
+        (["--bf16", "--dtype", "bfloat16", "--optim", "sgd"], "bfloat16", 16),
+    ):
+        args = parse_args([*LEAST, *words])
+        assert args.dtype == dtype and weight_bytes(args) == num_bytes

@@ -137,6 +137,20 @@ def test_all_in_bfloat16(folder):
     assert {each.dtype for name, each in runs[0].weights.items() if "position_ids" not in name} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 0, 1), pytest.param((0,), marks=pytest.mark.full)])
+def test_bf16_has_fp32_masters(folder, ranks):
+    """BF16 weights, FP32 masters from the file's FP32 values: what one process trains so. The masters are written."""
+    words = ["--bf16", "--num_train_epochs", 2, "--learning_rate", 1e-3, "--weight_decay", 0.1, "--max_grad_norm", 0]
+    words += ["--pipeline_schedule", "flush", "--gradient_accumulation_steps", 2, "--dataloader_drop_last"]
+    cut = cases.partition(folder, CLASSES, ranks, "--bf16")
+    found = run(folder, f"masters-{len(ranks)}", *words, "--partition", cut, ranks=len(set(ranks)))
+    expected = cases.plain(folder, CLASSES, words=words)
+    assert found.losses == expected.losses
+    same(found, expected)
+    assert any((each != each.bfloat16()).any() for each in found.weights.values()), "what is written is rounded"
+    assert {each.dtype for each in found.weights.values() if each.is_floating_point()} == {torch.float32}
+
+
 @pytest.mark.full
 def test_an_evaluation_alone(folder):
     """Of a folder that a run wrote, on samples of one class: what the run's own evaluation says of them."""
