@@ -66,8 +66,8 @@ def validate(args: argparse.Namespace) -> None:
     settle_precision(args)
     if args.weight_prediction and args.bf16:
         raise ValueError(
-            "--weight_prediction predicts weights from the optimizer's state for them, and with --bf16 that is for FP32 "
-            "masters; leave one out, or give --gap_aware, which knows masters"
+            "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
+            "leave one out, or give --gap_aware, which knows masters"
         )
     size = args.per_device_train_batch_size
     if args.per_device_eval_batch_size not in (None, size):

@@ -38,7 +38,7 @@ def test_clipping_follows_the_schedule():
         (["--data_parallel_size", "2"], "replicas of a captured pipeline are not supported"),
         (["--fp16"], "--fp16 needs a loss scale.*; give --bf16"),
         (["--bf16", "--dtype", "float32"], "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
-        (["--bf16", "--weight_prediction"], "with --bf16 that is for FP32 masters; leave one out"),
+        (["--bf16", "--weight_prediction"], "with --bf16 that is of FP32 masters; leave one out"),
         (["--learning_rate", "-1"], "-1 is less than 0"),
         (
             ["--save_strategy", "best"],

@@ -9,6 +9,7 @@ from megatron import backend
 
 backend.install()
 
+from megatron.finetuning.checkpoint import Progress
 from megatron.finetuning.samples import read_data
 from tests import workers
 from tests.finetuning import cases, tiny
@@ -84,27 +85,34 @@ def test_ranks_do_not_matter(folder, schedule):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"),
+    ("schedule", "ranks", "precision"),
     [
-        ("ftpipe", (0, 1, 0, 1)),
-        pytest.param("2bw", (0, 1), marks=pytest.mark.full),
-        pytest.param("flush", (0, 1, 0, 1), marks=pytest.mark.full),
-        pytest.param("pipedream", (0, 1), marks=pytest.mark.full),
+        ("ftpipe", (0, 1, 0, 1), []),
+        ("ftpipe", (0, 1, 0, 1), ["--bf16"]),
+        pytest.param("ftpipe", (0, 1, 0, 1), ["--bf16", "--gap_aware"], marks=pytest.mark.full),
+        pytest.param("2bw", (0, 1), [], marks=pytest.mark.full),
+        pytest.param("2bw", (0, 1), ["--bf16"], marks=pytest.mark.full),
+        pytest.param("flush", (0, 1, 0, 1), [], marks=pytest.mark.full),
+        pytest.param("flush", (0, 1, 0, 1), ["--bf16", "--optim", "adafactor"], marks=pytest.mark.full),
+        pytest.param("pipedream", (0, 1), [], marks=pytest.mark.full),
+        pytest.param("pipedream", (0, 1), ["--bf16"], marks=pytest.mark.full),
     ],
 )
-def test_a_resumed_run_is_the_run(folder, schedule, ranks):
+def test_a_resumed_run_is_the_run(folder, schedule, ranks, precision):
     """A run that has saved on its way, and one that goes on from what it saved: the same bits at the end."""
     words = [
         "--num_train_epochs", 2, "--pipeline_schedule", schedule, "--save_steps", 3, "--partition",
-        cases.partition(folder, CLASSES, ranks, dropout=0.1), "--gradient_accumulation_steps",
-        1 if schedule == "pipedream" else 2, "--dataloader_drop_last",
+        cases.partition(folder, CLASSES, ranks, *precision, dropout=0.1), "--gradient_accumulation_steps",
+        1 if schedule == "pipedream" else 2, "--dataloader_drop_last", *precision,
     ]  # fmt: skip
-    whole = run(folder, f"whole-{schedule}", *words, dropout=0.1)
-    checkpoint = folder / f"whole-{schedule}" / "checkpoint-3"
-    rest = run(folder, f"rest-{schedule}", *words, "--resume_from_checkpoint", checkpoint, dropout=0.1)
+    name = "".join([schedule, *precision])
+    whole = run(folder, f"whole-{name}", *words, dropout=0.1)
+    checkpoint = folder / f"whole-{name}" / "checkpoint-3"
+    rest = run(folder, f"rest-{name}", *words, "--resume_from_checkpoint", checkpoint, dropout=0.1)
     assert rest.losses == whole.losses[3:] and len(rest.losses) >= 3
     same(whole, rest)
     assert cases.weights_of(checkpoint, CLASSES).keys() == whole.weights.keys()
+    assert Progress.read(checkpoint).optim.endswith("with FP32 masters") == ("--bf16" in precision)
 
 
 def test_an_evaluation_is_the_models(folder):
