@@ -1,7 +1,7 @@
 """When a run evaluates and saves on its way, in the words of Hugging Face's trainer and with their meaning.
 
 `--eval_strategy` and `--save_strategy` say `no`, `steps` (each --eval_steps, --save_steps) or `epoch`. Without one,
-a number of steps alone means `steps`, as it did before there were strategies.
+a number of steps alone means `steps`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def complete(args: argparse.Namespace) -> None:
         raise ValueError(f"--eval_each_epoch contradicts --eval_strategy {args.eval_strategy}; leave one out")
     if args.eval_each_epoch:
         args.eval_strategy = "epoch"
+    asked = f"--eval_strategy {args.eval_strategy}" if args.eval_strategy else "--eval_steps"
     for name, default in (("eval", args.logging_steps), ("save", SAVE_STEPS)):
         given, number = getattr(args, f"{name}_strategy"), getattr(args, f"{name}_steps")
         word = given or ("steps" if number else "no")
@@ -57,7 +58,7 @@ def complete(args: argparse.Namespace) -> None:
         setattr(args, f"{name}_steps", number if word == "steps" else 0)
     if args.eval_strategy != "no" and args.do_train and not args.do_eval:
         if args.validation_file is None:
-            raise ValueError(f"--eval_strategy {args.eval_strategy} has nothing to evaluate; give --validation_file")
+            raise ValueError(f"{asked} has nothing to evaluate; give --validation_file, or leave it out")
         args.do_eval = True
 
 

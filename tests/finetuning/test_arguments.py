@@ -48,6 +48,7 @@ def test_clipping_follows_the_schedule():
         (["--eval_steps", "2.5"], "--eval_steps.*: '2.5' is no whole number of batches"),
         (["--save_steps", "-1"], "'-1' is no whole number of batches"),
         (["--eval_strategy", "epoch"], "--eval_strategy epoch has nothing to evaluate; give --validation_file"),
+        (["--eval_steps", "5"], "--eval_steps has nothing to evaluate; give --validation_file"),
         (["--eval_each_epoch", "--eval_strategy", "steps"], "--eval_each_epoch contradicts --eval_strategy steps"),
         (["--task", "poetry"], "invalid choice: 'poetry'"),
         (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),

@@ -46,6 +46,11 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     assert "BertForSequenceClassification: 4 stages on 2 ranks, ftpipe" in output
     assert "use weights that are up to 3 2 1 0 steps older" in output
     assert "simulated: " in output and " ms a microbatch, 1 of them a batch" in output
+    assert "note:" not in output
+    cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0), "--bf16")
+    run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "note: a parameter takes 20 bytes with its optimizer, and the partition counted 16; make it again" in output
     args.model_name_or_path = str(tmp_path / "nowhere")
     with pytest.raises(SameEverywhere, match="is no folder; download the model first"):
         run_dry(args)

@@ -83,7 +83,9 @@ def test_a_model(run, tmp_path):
     content = json.loads(output.read_text())
     assert content["rank_of_stage"] == [0, 1] and content["micro_batch_size"] == 3
     assert content["device_of_node"] == found["device_of_node"]
-    assert run(model, *data, *machine, *sequential, "--memory", "1MB")[0] == 0
+    assert run(model, *data, *machine, *sequential, "--memory", "1MB", "--bf16", "--output", output)[0] == 0
+    content = json.loads(output.read_text())
+    assert (content["dtype"], content["weight_bytes_per_parameter"]) == ("bfloat16", 20)
     for words, sentence in (
         ((model, "--graph", output), "give a MODEL, or --graph FILE"),
         ((), "give a MODEL, or --graph FILE"),
