@@ -87,7 +87,7 @@ def load_stage(
 
     def converted(name: str, value: Tensor) -> Tensor:
         if exact is not None and value.is_floating_point():
-            exact[name] = value.to(device, torch.float32)
+            exact[name] = value.to(device, torch.float32, copy=True)  # never the weight itself
         return value.to(wanted[name].dtype)
 
     for path in dict.fromkeys(places[there] for there in found.values() if there is not None):
