@@ -15,7 +15,10 @@ after Ctrl-C.
 
 import argparse
 import json
+import math
+import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,7 +28,7 @@ import command_line
 from rich.console import Console
 from rich.table import Table
 
-from megatron.finetuning.arguments import add_data, add_microbatch
+from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, Competition, Graph, Result, compete, read_graph
 from megatron.planner.files import write_whole
 
@@ -71,6 +74,7 @@ def _run_model(options: argparse.Namespace) -> int:
     for name in ("task", "train_file", "devices"):
         if getattr(options, name) is None:
             raise ValueError(f"a MODEL is profiled on real data: give --{name}")
+    settle_precision(options)
     from megatron import backend
 
     backend.install()
@@ -134,10 +138,26 @@ def _methods(options: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Says on standard error what is under way: in place, or where that is no terminal not at all."""
+    """Says on standard error what is under way: in place, or where that is no terminal in lines."""
     errors = Console(stderr=True)
     with errors.status("reading") if errors.is_terminal else nullcontext() as status:
-        yield status.update if status else lambda text: None
+        yield status.update if status else Lines()
+
+
+class Lines:
+    """Prints what is under way: what has not been said before but for its numbers, and else a line in `seconds`."""
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._said: set[str] = set()
+        self._last = -math.inf
+
+    def __call__(self, text: str) -> None:
+        now, words = time.monotonic(), re.sub("[0-9]+", "", text)
+        if words not in self._said or now - self._last >= self._seconds:
+            self._said.add(words)
+            self._last = now
+            print(text, file=sys.stderr, flush=True)
 
 
 def _draw(graph: Graph, choice: Result, options: argparse.Namespace) -> None:

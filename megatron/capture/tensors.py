@@ -62,6 +62,7 @@ def load_stage(
     base: str = "",
     renamed: Callable[[str], str] | None = None,
     initial: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None,
+    exact: dict[str, Tensor] | None = None,
 ) -> tuple[str, ...]:
     """Fill a stage's parameters and persistent buffers.
 
@@ -74,6 +75,7 @@ def load_stage(
         renamed: the name in the model of a tensor in a file, where modules were renamed since; None: the same.
         initial: makes a parameter that the folder lacks, such as a new classifier, from name, shape and dtype; None:
             that is refused.
+        exact: receives the values of all that are floating in FP32, as the files have them, on `device`.
 
     Returns the names that `initial` made. Raises ValueError for a tensor that is missing or has another shape.
     """
@@ -82,16 +84,24 @@ def load_stage(
     known = names_in_files(places, renamed)
     found = {name: _name_in(known, stage.names.get(name, (name,)), base) for name in wanted}
     values: dict[str, Tensor] = {}
+
+    def converted(name: str, value: Tensor) -> Tensor:
+        if exact is not None and value.is_floating_point():
+            exact[name] = value.to(device, torch.float32, copy=True)  # never the weight itself
+        return value.to(wanted[name].dtype)
+
     for path in dict.fromkeys(places[there] for there in found.values() if there is not None):
         with _opened(path) as file:
             for name, there in found.items():
                 if there is not None and places[there] == path:
-                    values[name] = _read(file, path, there, wanted[name])
+                    values[name] = converted(name, _read(file, path, there, wanted[name]))
     made = tuple(name for name, there in found.items() if there is None)
     if made and initial is None:
         raise ValueError(f"{folder} has no tensor for {made[0]}; give the folder of a model of this class")
     for name in made:
-        values[name] = initial(name, wanted[name].shape, wanted[name].dtype)
+        dtype = wanted[name].dtype
+        value = initial(name, wanted[name].shape, torch.float32 if dtype.is_floating_point else dtype)
+        values[name] = converted(name, value)
     with torch.no_grad():
         for name, tensor in wanted.items():
             if not is_fake(tensor):
@@ -119,7 +129,7 @@ def _read(file, path: Path, name: str, like: Tensor) -> Tensor:
             f"{name} in {path} has shape {shape}, and the model has {tuple(like.shape)}; give the folder and the "
             "configuration of one model"
         )
-    return file.get_tensor(name).to(like.dtype)
+    return file.get_tensor(name)
 
 
 def _opened(path: Path):

@@ -9,6 +9,8 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
+from megatron.finetuning import intervals
+
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
@@ -30,7 +32,11 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> 
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Complete `args` by what follows from them. Raises ValueError, one sentence with the remedy."""
+    """Complete `args` by what follows from them; `args.notes`: what a user should know of that.
+
+    Raises ValueError, one sentence with the remedy.
+    """
+    args.notes = []
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -55,12 +61,14 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
         )
-    for name in ("bf16", "fp16"):
-        if getattr(args, name):
-            raise ValueError(
-                f"--{name} means weights in FP32 and computation in less, which captured stages do not do; "
-                "--dtype bfloat16 has weights, gradients and optimizer in bfloat16"
-            )
+    if args.fp16:
+        raise ValueError("--fp16 needs a loss scale, which captured stages have not; give --bf16")
+    settle_precision(args)
+    if args.weight_prediction and args.bf16:
+        raise ValueError(
+            "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
+            "leave one out, or give --gap_aware, which knows masters"
+        )
     size = args.per_device_train_batch_size
     if args.per_device_eval_batch_size not in (None, size):
         raise ValueError(
@@ -69,6 +77,7 @@ def validate(args: argparse.Namespace) -> None:
         )
     if not (args.do_train or args.do_eval or args.dry_run):
         args.do_train, args.do_eval = True, args.validation_file is not None
+    intervals.complete(args)
     if args.do_train and args.train_file is None:
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
@@ -85,6 +94,13 @@ def validate(args: argparse.Namespace) -> None:
             f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
             "more stages, or a larger --per_device_train_batch_size"
         )
+
+
+def settle_precision(args: argparse.Namespace) -> None:
+    """Have `dtype` be that of the weights. Raises ValueError where --bf16 and --dtype contradict each other."""
+    if args.bf16 and args.dtype == "float32":
+        raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
+    args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
 
 
 def number(name: str, default: int) -> int:
@@ -172,13 +188,14 @@ def add_microbatch(group) -> None:
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
     add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights, gradients and optimizer")
+    add("--dtype", choices=DTYPES, help="of weights, gradients and optimizer; none: float32")
+    add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
 
 
 def _add_training(group) -> None:
     add = both_spellings(group)
     add("--do_train", action="store_true", help="train; without --do_train and --do_eval: both, as files are given")
-    add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_steps says")
+    add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_strategy says")
     add_microbatch(group)
     add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
     add("--learning_rate", type=_real, default=5e-5, help="at its peak")
@@ -194,8 +211,7 @@ def _add_training(group) -> None:
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
     add("--warmup_ratio", type=_real, default=0.0, help="the same as a part of all")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
-    add("--bf16", action="store_true", help="refused: see --dtype")
-    add("--fp16", action="store_true", help="refused: see --dtype")
+    add("--fp16", action="store_true", help="refused: see --bf16")
     add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
 
 
@@ -220,11 +236,17 @@ def _add_output(group) -> None:
     add = both_spellings(group)
     add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
     add("--overwrite_output_dir", action="store_true", help="begin again where it has checkpoints of another run")
-    add("--save_steps", type=_whole, default=0, help="save each so many batches, 0: at the end only")
+    add("--save_strategy", type=intervals.strategy, metavar="{no,steps,epoch}",
+        help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
+    add("--save_steps", type=intervals.steps, help="batches from one to the next, or below 1 a part of all; 500")
     add("--save_total_limit", type=_count, help="keep so many checkpoints")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
-    add("--eval_steps", type=_whole, default=0, help="evaluate each so many batches, 0: at the end only")
-    add("--eval_each_epoch", action="store_true", help="evaluate after each epoch")
+    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=intervals.strategy,
+        metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, or no",
+    )  # fmt: skip
+    add("--eval_steps", type=intervals.steps,
+        help="batches from one to the next, or below 1 a part of all; as --logging_steps")  # fmt: skip
+    add("--eval_each_epoch", action="store_true", help="the same as --eval_strategy epoch")
     add("--logging_steps", type=_count, default=10, help="batches of a log line")
     add("--logging_dir", metavar="FOLDER", help="for TensorBoard")
     add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")

@@ -26,6 +26,7 @@ from megatron.pipeline.runtime.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.gap_aware import GapAware
 from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
+from megatron.pipeline.runtime.master_weights import GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.module_update import ModuleUpdate
 from megatron.pipeline.runtime.stage import TensorSpec
 from megatron.pipeline.runtime.stage_updates import StageUpdates
@@ -37,6 +38,7 @@ from megatron.pipeline.runtime.versions import WeightVersions
 class Pipeline:
     """This rank's part. `modules`, `versions`: by stage; stages that step together share versions. `updates`: those
     that step, by the stage or, where the rank steps as one, under -1. `made`: names of tensors that the folder lacked.
+    `exact`: with --bf16, the FP32 value of each floating tensor by its name: masters, and what is not trained.
     """
 
     engine: PipelineEngine
@@ -46,6 +48,7 @@ class Pipeline:
     feed: Feed
     results: Results
     made: tuple[str, ...]
+    exact: dict[str, Tensor]
 
 
 TOGETHER = -1
@@ -72,11 +75,13 @@ def assemble(
     results = Results(summary)
     cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=own)
     made: list[str] = []
+    exact: dict[str, Tensor] = {}
     modules = {}
     for index, stage in cut_stages.items():
         made += load_stage(
-            stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan)
-        )
+            stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan),
+            exact=exact if args.bf16 else None,
+        )  # fmt: skip
         modules[index] = StageModule(stage.to(device), results)
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
     versions = _versions(plan, of_stage, first_batch)
@@ -89,14 +94,14 @@ def assemble(
         for index in own
     ]  # fmt: skip
     job = torch.distributed.new_group(list(range(torch.distributed.get_world_size())))
-    update, updates = _updates(plan, args, of_stage, versions, num_steps, job, device)
+    update, updates = _updates(plan, args, of_stage, versions, exact, num_steps, job, device)
     tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
     engine = PipelineEngine(
         plan.schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend, device=device, tracer=tracer, first_batch=first_batch,
         first_microbatch=first_microbatch,
     )  # fmt: skip
-    return Pipeline(engine, modules, versions, updates, feed, results, tuple(made))
+    return Pipeline(engine, modules, versions, updates, feed, results, tuple(made), exact)
 
 
 def _versions(plan: Plan, of_stage, first_batch: int) -> dict[int, WeightVersions]:
@@ -109,14 +114,19 @@ def _versions(plan: Plan, of_stage, first_batch: int) -> dict[int, WeightVersion
     return dict.fromkeys(of_stage, WeightVersions(together, window=window, first_version=first_batch))
 
 
-def _updates(plan: Plan, args, of_stage, versions, num_steps, job, device):
+def _updates(plan: Plan, args, of_stage, versions, exact, num_steps, job, device):
     """(what the engine takes, the updates that step)."""
     common = {"num_grad_buffers": plan.schedule.weights.max_gradient_buffers, "device": device}
 
     def stepping(parameters: dict, depth: int = 0) -> dict:
-        optimizer = make_optimizer(parameters, args, decays=plan.decays)
+        masters = {name: torch.nn.Parameter(exact[name]) for name in parameters} if args.bf16 else {}
+        optimizer = make_optimizer(masters or parameters, args, decays=plan.decays)
         scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
-        return {"optimizer": GapAware(optimizer) if args.gap_aware and depth else optimizer, "scheduler": scheduler}
+        is_aware = args.gap_aware and depth
+        if args.bf16:
+            wrapped = MasterWeights(optimizer, {masters[name]: each for name, each in parameters.items()})
+            return {"optimizer": GapAwareMasters(wrapped) if is_aware else wrapped, "scheduler": scheduler}
+        return {"optimizer": GapAware(optimizer) if is_aware else optimizer, "scheduler": scheduler}
 
     if plan.schedule.weights.refreshes:
         updates = {

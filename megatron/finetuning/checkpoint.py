@@ -180,11 +180,12 @@ def _state_of(pipeline: Pipeline) -> dict[int, dict]:
 
 
 def _newest(pipeline: Pipeline) -> dict[str, Tensor]:
-    """All tensors of this rank's stages that a checkpoint has, by the names of the model."""
+    """All tensors of this rank's stages that a checkpoint has, by the names of the model; masters for weights."""
     found: dict[str, Tensor] = {}
     for index, module in pipeline.modules.items():
         pipeline.versions[index].show_newest()
         found.update(module.stage.state_dict())
+    found.update({name: each for name, each in pipeline.exact.items() if name in found})
     return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
 
 

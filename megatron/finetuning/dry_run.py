@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from megatron.finetuning.partitioning import simulated_seconds
+from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
 from megatron.finetuning.plan import Plan, make_plan
 from megatron.finetuning.samples import read_data
 from megatron.training.entry import SameEverywhere
@@ -69,6 +69,12 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
             + ("weights are never stale" if delay == 0 else "weights are one step old" if delay == 1 else "weights are "
                "stashed: backwards use those of their forwards")
         )  # fmt: skip
+    takes, counted = weight_bytes(args), plan.partition.weight_bytes_per_parameter
+    if takes > counted:
+        lines.append(
+            f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition counted {counted:g}; make "
+            "it again with this run's --optim and --bf16"
+        )
     return lines
 
 
@@ -85,7 +91,7 @@ def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, 
             cost = plan.partition.stages[stage]
             received = [each for (_, target), each in plan.edge_bytes.items() if target == stage]
             versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
-            size = plan.partition.weight_bytes_per_parameter + versions * plan.dtype.itemsize
+            size = weight_bytes(args) + versions * plan.dtype.itemsize
             parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron import backend
-from megatron.finetuning import checkpoint
+from megatron.finetuning import checkpoint, intervals
 from megatron.finetuning.assembly import Pipeline, assemble
 from megatron.finetuning.checkpoint import Origin, Progress
 from megatron.finetuning.data.epochs import Epochs
@@ -102,9 +102,11 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     plan = make_plan(args, data)
     batches = _batches(args, data, plan) if args.do_train else None
     num_steps = _num_steps(args, batches)
+    steps_per_epoch = batches.batches_per_epoch if batches else 1
+    intervals.settle(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan)
     done = _progress(args, facts)
-    report = Report(args, num_steps=num_steps, steps_per_epoch=batches.batches_per_epoch if batches else 1)
+    report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
     pipeline = assemble(
         plan, args, feed=feed, summary=data.task.summary, folder=args.model_name_or_path, num_steps=max(num_steps, 1),
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
-    for line in first_lines(plan, args):
+    for line in (*first_lines(plan, args), *(f"note: {note}" for note in args.notes)):
         report.say(line)
     new = _gathered_names(pipeline)
     require_most(plan, new, args.model_name_or_path)
@@ -150,8 +152,6 @@ def _batches(args: argparse.Namespace, data: Data, plan: Plan) -> Epochs:
     )  # fmt: skip
     for size in sorted({len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)}):
         _check_size(plan, size, args)
-    if args.eval_each_epoch:
-        args.eval_steps = batches.batches_per_epoch
     return batches
 
 
@@ -162,7 +162,7 @@ def _facts(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
         "stages": plan.stages_digest,
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
-        "optim": args.optim,
+        "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
         "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
     }
 

@@ -54,9 +54,13 @@ class Candidate:
     depth: int
 
 
-def weight_bytes(optim: str, dtype: torch.dtype) -> float:
-    """What a parameter takes with its gradient and the optimizer's state, of the same precision."""
-    return dtype.itemsize * (2 + _STATE_BYTES[optim] / 4)
+def weight_bytes(args: argparse.Namespace) -> float:
+    """What a parameter takes with its gradient and the optimizer's state, of the same precision; with --bf16 the state,
+    the master and, while a step is taken, the gradient once more are FP32.
+    """
+    if args.bf16:
+        return 2 * 2 + 4 + 4 + _STATE_BYTES[args.optim]
+    return getattr(torch, args.dtype).itemsize * (2 + _STATE_BYTES[args.optim] / 4)
 
 
 def num_bytes(text: str) -> float:
@@ -118,7 +122,7 @@ def graph_of(captured: Captured, costs: Sequence[BlockCost], machine: Machine, a
     content = graph_file(
         captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
         memory_limit_bytes=machine.memory_bytes,
-        weight_bytes_per_parameter=weight_bytes(args.optim, getattr(torch, args.dtype)),
+        weight_bytes_per_parameter=weight_bytes(args),
         microbatches_per_version=args.gradient_accumulation_steps,
     )  # fmt: skip
     return parse_graph(content)
@@ -149,7 +153,7 @@ def candidate_of(
         stages=_stage_costs(captured, costs, partition),
         bandwidth_gigabytes_per_second=machine.bandwidth,
         memory_limit_bytes=machine.memory_bytes,
-        weight_bytes_per_parameter=weight_bytes(args.optim, getattr(torch, args.dtype)),
+        weight_bytes_per_parameter=weight_bytes(args),
     )
     crossing = crossings(captured, file.stage_of_operators(captured))
     edges = edges_of(captured, crossing)

@@ -100,7 +100,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
         unused=_unused(model, captured),
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
         renamed=renaming(model),
-        save_rest=lambda folder: _save_rest(folder, model, data),
+        save_rest=lambda folder: _save_rest(folder, model, data, args),
     )
 
 
@@ -144,9 +144,9 @@ def _unused(model: torch.nn.Module, captured: Captured) -> tuple[tuple[str, ...]
     return tuple(found)
 
 
-def _save_rest(folder: Path, model: torch.nn.Module, data: Data) -> None:
+def _save_rest(folder: Path, model: torch.nn.Module, data: Data, args: argparse.Namespace) -> None:
     model.config.architectures = [type(model).__name__]
-    model.config.dtype = next(model.parameters()).dtype
+    model.config.dtype = torch.float32 if args.bf16 else next(model.parameters()).dtype  # masters are written
     model.config.save_pretrained(folder)
     if data.processor is not None:
         data.processor.save_pretrained(folder)

@@ -58,6 +58,7 @@ class Trainer:
     def train(self) -> bool:
         """Train to the end (True), or until a wish ends the run (False)."""
         engine, args = self.pipeline.engine, self.args
+        first = engine.next_batch
         while engine.next_batch < self._num_steps:
             self._batch(next(self._batches))
             step = engine.next_batch
@@ -74,6 +75,8 @@ class Trainer:
                 self.report.say(f"exiting on request after step {step}")
                 return False
         self._drain()
+        if args.save_strategy != "no" and self.saved_step != engine.next_batch > first:
+            self._save_here()
         return True
 
     def evaluate(self) -> dict[str, float]:

@@ -87,16 +87,28 @@ def test_a_folder_of_the_model_inside(model, graph, tmp_path):
     assert all((each == 2).all() for each in stage.parameters())
 
 
-@pytest.mark.full
 def test_bf16_from_fp32(model, tmp_path):
-    """Files of another dtype are converted to that of the parameters."""
+    """Files of another dtype are converted to that of the parameters, and their values are there for who asks."""
     model.save_pretrained(tmp_path)
     with fake_parameters(torch.bfloat16):
         graph = capture(gpt2(0.0).train(), BATCH)
     stage = fresh(graph)[2]
-    load_stage(stage, tmp_path)
-    for name, each in stage.named_parameters():
+    exact = {}
+    load_stage(stage, tmp_path, exact=exact)
+    parameters = dict(stage.named_parameters())
+    assert parameters.keys() <= exact.keys()
+    for name, each in parameters.items():
         assert each.dtype is torch.bfloat16 and torch.equal(each, model.get_parameter(name).bfloat16())
+        assert exact[name].dtype is torch.float32 and torch.equal(exact[name], model.get_parameter(name))
+    new = {}
+    drawn = lambda name, shape, dtype: torch.full(shape, 0.1, dtype=dtype)  # noqa: E731
+    cut_off = fresh(graph)[2]
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    save_file({"other": torch.zeros(1)}, folder / "model.safetensors")
+    load_stage(cut_off, folder, initial=drawn, exact=new)
+    for name, each in cut_off.named_parameters():
+        assert new[name].unique().item() == torch.tensor(0.1).item() and torch.equal(each, new[name].bfloat16())
 
 
 def test_folders_that_cannot_be_read(model, graph, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,9 +104,11 @@ def plain(folder: Path, task: str, *, words: Sequence[object] = ()) -> Outcome:
     args = parse_args(tiny.command(Path(folder), task, *map(str, words)))
     data = read_data(args)
     torch.manual_seed(args.seed)
-    model = loaded(Path(args.model_name_or_path), task).train()
+    model = masters = loaded(Path(args.model_name_or_path), task).train()
+    if args.bf16:
+        model = copy.deepcopy(masters).bfloat16()
     decays = decaying(open_model(args.model_name_or_path, data.task.auto_model, changes=data.changes))
-    optimizer = make_optimizer(dict(model.named_parameters()), args, decays=decays)
+    optimizer = make_optimizer(dict(masters.named_parameters()), args, decays=decays)
     epochs = Epochs(
         num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
@@ -122,7 +125,11 @@ def plain(folder: Path, task: str, *, words: Sequence[object] = ()) -> Outcome:
         if args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         lines.append({"step": step, "loss": sum(losses) / len(losses), "learning_rate": scheduler.get_last_lr()[0]})
+        for weight, master in zip(model.parameters(), masters.parameters(), strict=True) if args.bf16 else ():
+            master.grad = weight.grad.float()
         optimizer.step()
-        optimizer.zero_grad()
+        for weight, master in zip(model.parameters(), masters.parameters(), strict=True) if args.bf16 else ():
+            weight.data.copy_(master.data)
+        model.zero_grad()
         scheduler.step()
-    return Outcome(lines, {name: each.detach() for name, each in model.state_dict().items()})
+    return Outcome(lines, {name: each.detach() for name, each in masters.state_dict().items()})

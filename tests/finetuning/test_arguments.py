@@ -3,6 +3,8 @@
 import pytest
 
 from megatron.finetuning.arguments import parse_args
+from megatron.finetuning.intervals import settle
+from megatron.finetuning.partitioning import weight_bytes
 
 LEAST = ["--model_name_or_path", "m", "--task", "causal-lm", "--train_file", "t.jsonl", "--output_dir", "o"]
 
@@ -34,8 +36,20 @@ def test_clipping_follows_the_schedule():
         (["--do_eval"], "--do_eval needs --validation_file"),
         (["--devices", "4"], "--devices 4 is for --dry_run"),
         (["--data_parallel_size", "2"], "replicas of a captured pipeline are not supported"),
-        (["--bf16"], "--bf16 means weights in FP32 .*; --dtype bfloat16 has"),
+        (["--fp16"], "--fp16 needs a loss scale.*; give --bf16"),
+        (["--bf16", "--dtype", "float32"], "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
+        (["--bf16", "--weight_prediction"], "with --bf16 that is of FP32 masters; leave one out"),
         (["--learning_rate", "-1"], "-1 is less than 0"),
+        (
+            ["--save_strategy", "best"],
+            "--save_strategy.*: 'best' keeps the best evaluation, which is not done here; give",
+        ),
+        (["--eval_strategy", "often"], "--evaluation_strategy.*: 'often' is none of no, steps, epoch"),
+        (["--eval_steps", "2.5"], "--eval_steps.*: '2.5' is no whole number of batches"),
+        (["--save_steps", "-1"], "'-1' is no whole number of batches"),
+        (["--eval_strategy", "epoch"], "--eval_strategy epoch has nothing to evaluate; give --validation_file"),
+        (["--eval_steps", "5"], "--eval_steps has nothing to evaluate; give --validation_file"),
+        (["--eval_each_epoch", "--eval_strategy", "steps"], "--eval_each_epoch contradicts --eval_strategy steps"),
         (["--task", "poetry"], "invalid choice: 'poetry'"),
         (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
     ],
@@ -50,3 +64,45 @@ def test_what_is_missing():
         parse_args([*LEAST[:4], "--do_train", "--output_dir", "o"])
     with pytest.raises(ValueError, match="nowhere to write"):
         parse_args(LEAST[:6])
+
+
+@pytest.mark.parametrize(
+    ("words", "evaluates", "saves", "notes"),
+    [
+        ([], 0, 0, 0),
+        (["--eval_steps", "3", "--save_steps", "7"], 3, 7, 0),
+        (["--eval_strategy", "steps", "--save_strategy", "steps", "--logging_steps", "4"], 4, 500, 0),
+        (["--eval-strategy", "steps", "--eval_steps", "0", "--save_strategy", "steps", "--save_steps", "0"], 10, 0, 0),
+        (["--evaluation_strategy", "steps", "--eval_steps", "0.1", "--save_steps", "0.5"], 5, 21, 0),
+        (["--eval_strategy", "epoch", "--save_strategy", "epoch"], 14, 14, 0),
+        (["--eval_strategy", "epoch", "--eval_steps", "5", "--save_strategy", "no", "--save_steps", "5"], 14, 0, 2),
+        (["--eval_each_epoch", "--eval_strategy", "epoch"], 14, 0, 0),
+        (["--eval_each_epoch", "--save_steps", "2"], 14, 2, 0),
+    ],
+)
+def test_strategies(words, evaluates, saves, notes):
+    """Of 41 batches, 14 of them an epoch."""
+    args = parse_args([*LEAST, "--validation_file", "v.jsonl", *words])
+    assert len(args.notes) == notes
+    settle(args, num_steps=41, steps_per_epoch=14)
+    assert (args.eval_steps, args.save_steps) == (evaluates, saves)
+    assert isinstance(args.eval_steps, int) and isinstance(args.save_steps, int)
+
+
+def test_a_strategy_asks_for_evaluations():
+    words = [*LEAST, "--do_train", "--validation_file", "v.jsonl"]
+    assert not parse_args(words).do_eval
+    assert parse_args([*words, "--eval_strategy", "steps"]).do_eval
+    assert not parse_args([*words, "--eval_strategy", "no"]).do_eval
+
+
+def test_precision():
+    """--bf16 is bfloat16 weights; without it, what a parameter takes is all of one precision."""
+    for words, dtype, num_bytes in (
+        ([], "float32", 16),
+        (["--dtype", "bfloat16"], "bfloat16", 8),
+        (["--bf16"], "bfloat16", 20),
+        (["--bf16", "--dtype", "bfloat16", "--optim", "sgd"], "bfloat16", 16),
+    ):
+        args = parse_args([*LEAST, *words])
+        assert args.dtype == dtype and weight_bytes(args) == num_bytes

@@ -46,6 +46,11 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     assert "BertForSequenceClassification: 4 stages on 2 ranks, ftpipe" in output
     assert "use weights that are up to 3 2 1 0 steps older" in output
     assert "simulated: " in output and " ms a microbatch, 1 of them a batch" in output
+    assert "note:" not in output
+    cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0), "--bf16")
+    run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "note: a parameter takes 20 bytes with its optimizer, and the partition counted 16; make it again" in output
     args.model_name_or_path = str(tmp_path / "nowhere")
     with pytest.raises(SameEverywhere, match="is no folder; download the model first"):
         run_dry(args)
@@ -65,7 +70,7 @@ def test_a_run_without_a_launcher(tmp_path):
     cases.loaded(tmp_path / "out", CLASSES)
     again = start(ROOT / "finetune.py", *command, cwd=tmp_path)
     output, _ = again.communicate(timeout=200)
-    assert again.returncode == 2 and "has checkpoints of another run (checkpoint-4)" in output
+    assert again.returncode == 2 and "has checkpoints of another run (checkpoint-7)" in output
     rest = start(ROOT / "finetune.py", *command, "--resume_from_checkpoint", "--seed", "7", cwd=tmp_path)
     output, _ = rest.communicate(timeout=200)
     assert rest.returncode == 2 and "was made with another seed (42) than this run's (7)" in output

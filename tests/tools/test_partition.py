@@ -56,6 +56,16 @@ def test_refusals(run, made, tmp_path):
     assert run("--graph", path, "--methods", "annealing")[0] == 2
 
 
+def test_lines_where_there_is_no_terminal(capsys):
+    """What is new at once; of what only counts, a line now and then."""
+    texts = [*(f"block {number} of 9" for number in range(1, 5)), "next", "block 5 of 9"]
+    for seconds, said in ((1000.0, ["block 1 of 9", "next"]), (0.0, texts)):
+        progress = tool.Lines(seconds)
+        for text in texts:
+            progress(text)
+        assert capsys.readouterr().err.splitlines() == said
+
+
 def test_a_model(run, tmp_path):
     """Profiled on its data, cut, simulated; the file is one that a run takes."""
     from tests.finetuning import tiny
@@ -65,14 +75,17 @@ def test_a_model(run, tmp_path):
     model, output = tiny.model_folder(tmp_path, task), tmp_path / "P.json"
     machine = ("--devices", 2, "--per-device-train-batch-size", 3, "--memory", "1GiB")
     sequential = ("--methods", "sequential", "--max-stages-per-device", 1)
-    status, out, _ = run(model, *data, *machine, *sequential, "--json", "--output", output)
+    status, out, err = run(model, *data, *machine, *sequential, "--json", "--output", output)
     assert status == 0 and "simulated ms" in out
+    assert "reading data\ncapturing\nprofiling block 1 of " in err
     found = json.loads(out.splitlines()[-1])
     assert set(found) == {"method", "objective_ms", "device_of_node", "stage_of_node", "simulated_ms"}
     content = json.loads(output.read_text())
     assert content["rank_of_stage"] == [0, 1] and content["micro_batch_size"] == 3
     assert content["device_of_node"] == found["device_of_node"]
-    assert run(model, *data, *machine, *sequential, "--memory", "1MB")[0] == 0
+    assert run(model, *data, *machine, *sequential, "--memory", "1MB", "--bf16", "--output", output)[0] == 0
+    content = json.loads(output.read_text())
+    assert (content["dtype"], content["weight_bytes_per_parameter"]) == ("bfloat16", 20)
     for words, sentence in (
         ((model, "--graph", output), "give a MODEL, or --graph FILE"),
         ((), "give a MODEL, or --graph FILE"),

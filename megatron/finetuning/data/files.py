@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 Sample = dict[str, object]
@@ -19,8 +19,10 @@ csv.field_size_limit(2**27)
 def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
     """All samples of a file, or the first `limit`.
 
-    Raises ValueError for a file that cannot be read, a broken line, samples with other columns than the first, and a
-    file without samples: the file, the line and what to do.
+    Samples may have other fields than each other: `column` asks for those that a task uses.
+
+    Raises ValueError for a file that cannot be read, a broken line, and a file without samples: the file, the line and
+    what to do.
     """
     file = Path(path)
     if not file.is_file():
@@ -31,11 +33,7 @@ def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
         raise ValueError(f"{path} has an unknown ending; give {', '.join(readers)}")
     samples: list[Sample] = []
     try:
-        for number, sample in reader(file):
-            if samples and (missing := samples[0].keys() - sample.keys()):
-                raise ValueError(
-                    f"{path}, sample {number}: no field {sorted(missing)[0]!r}, which the first sample has; add it"
-                )
+        for sample in reader(file):
             samples.append(sample)
             if limit is not None and len(samples) == limit:
                 break
@@ -47,22 +45,39 @@ def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
 
 
 def column(samples: Sequence[Sample], path: str, given: str | None, known: Sequence[str], what: str) -> str:
-    """The name of a column: the given one, or the first of `known` that there is.
+    """The name of a column: the given one, or the first of `known` that any sample has. All samples have it.
 
-    Raises ValueError where it is not there.
+    `what`: it is for, as the flag says it that names it.
+
+    Raises ValueError where the file or a sample lacks it, with the fields that are there.
     """
-    there = samples[0]
-    if given is not None:
-        if given not in there:
-            raise ValueError(f"{path} has no column {given!r} for the {what}; it has {', '.join(map(str, there))}")
-        return given
-    for name in known:
-        if name in there:
-            return name
-    raise ValueError(
-        f"{path} has no column for the {what} (looked for {', '.join(known)}); it has {', '.join(map(str, there))}: "
-        f"name one with --{what.replace(' ', '_')}_column"
-    )
+    there, flag = fields(samples), f"--{what.replace(' ', '_')}_column"
+    name = given if given is not None else next((name for name in known if name in there), None)
+    if name is None:
+        raise ValueError(
+            f"{path} has no column for the {what} (looked for {', '.join(known)}); it has {_list(there)}: name one "
+            f"with {flag}"
+        )
+    if name not in there:
+        raise ValueError(
+            f"{path} has no column {name!r} for the {what}; it has {_list(there)}: add it, or name another with {flag}"
+        )
+    for number, sample in enumerate(samples, start=1):
+        if name not in sample:
+            raise ValueError(
+                f"{path}, sample {number}: no field {name!r} for the {what}; it has {_list(sample)}: add it, or leave "
+                "the sample out"
+            )
+    return name
+
+
+def fields(samples: Sequence[Sample]) -> list[str]:
+    """Those that any sample has, in the order in which they come."""
+    return list(dict.fromkeys(name for sample in samples for name in sample))
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "no field"
 
 
 def texts_of(samples: Sequence[Sample], path: str, name: str) -> list[str]:
@@ -73,20 +88,20 @@ def texts_of(samples: Sequence[Sample], path: str, name: str) -> list[str]:
     return [sample[name] for sample in samples]
 
 
-def _json_lines(file: Path) -> Iterator[tuple[int, Sample]]:
+def _json_lines(file: Path) -> Iterator[Sample]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield number, _object(_loaded(line, file, f"line {number}"), file, f"line {number}")
+                yield _object(_loaded(line, file, f"line {number}"), file, f"line {number}")
 
 
-def _json(file: Path) -> Iterator[tuple[int, Sample]]:
+def _json(file: Path) -> Iterator[Sample]:
     text = file.read_text(encoding="utf-8")
     if not text.lstrip().startswith("["):
         yield from _json_lines(file)
         return
     for number, each in enumerate(_loaded(text, file, "the file"), start=1):
-        yield number, _object(each, file, f"sample {number}")
+        yield _object(each, file, f"sample {number}")
 
 
 def _loaded(text: str, file: Path, where: str) -> object:
@@ -102,18 +117,20 @@ def _object(value: object, file: Path, where: str) -> Sample:
     return value
 
 
-def _csv(file: Path) -> Iterator[tuple[int, Sample]]:
+def _csv(file: Path) -> Iterator[Sample]:
+    """A line may have fewer fields than the first line names: the last ones are not there."""
     with file.open(encoding="utf-8-sig", newline="") as stream:  # Excel marks its files so
         reader = csv.DictReader(stream, restkey=_TOO_MANY, restval=None)
-        for number, row in enumerate(reader, start=1):
-            if _TOO_MANY in row or None in row.values():
+        for row in reader:
+            if _TOO_MANY in row:
                 raise ValueError(
-                    f"{file}, line {reader.line_num}: it has not as many fields as the first line names; mend it"
+                    f"{file}, line {reader.line_num}: it has more fields than the {len(row) - 1} that the first line "
+                    f"names ({_list(reader.fieldnames or ())}); mend it"
                 )
-            yield number, dict(row)
+            yield {name: value for name, value in row.items() if value is not None}
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, Sample]]:
+def _parquet(file: Path) -> Iterator[Sample]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{file} needs the package pyarrow; pip install .[parquet]")
     import pyarrow
@@ -121,9 +138,7 @@ def _parquet(file: Path) -> Iterator[tuple[int, Sample]]:
 
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        first = 1
         for batch in table.iter_batches():
-            yield from enumerate(batch.to_pylist(), start=first)
-            first += batch.num_rows
+            yield from batch.to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{file} is no parquet file ({error}); mend it") from error

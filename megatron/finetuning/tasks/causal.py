@@ -45,8 +45,7 @@ def _apart(tokenizer: Any, texts: list[str], args: argparse.Namespace) -> dict[s
 
 def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: str) -> dict[str, Tensor]:
     """All texts one after another, each with its end, cut into rows; what does not fill one is left out."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids = [token for text in tokenizer(texts)["input_ids"] for token in (*text, *end)]
+    ids = [token for text in tokenizer(texts)["input_ids"] for token in _ended(text, tokenizer.eos_token_id)]
     length = args.max_seq_length
     if len(ids) < length:
         raise ValueError(
@@ -54,6 +53,11 @@ def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: s
         )
     tokens = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+
+
+def _ended(text: list[int], end: int | None) -> list[int]:
+    """With the end token, which some tokenizers add by themselves. None: there is none."""
+    return text if end is None or text[-1:] == [end] else [*text, end]
 
 
 def _perplexity(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.finetuning.data.files import column, texts_of
+from megatron.finetuning.data.files import column, fields, texts_of
 from megatron.finetuning.data.rows import IGNORED, Rows
 from megatron.finetuning.tasks.labels import Labels, accuracy
 from megatron.finetuning.tasks.task import File, Prepared, Task, most_likely
@@ -21,9 +21,9 @@ LABEL = ("label", "labels", "class")
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     first = column(file.samples, file.path, args.text_column, FIRST, "text")
-    second = args.text_pair_column or next((name for name in SECOND if name in file.samples[0]), None)
-    if args.text_pair_column:
-        column(file.samples, file.path, second, (), "text pair")
+    second = args.text_pair_column
+    if second is not None or set(SECOND) & set(fields(file.samples)):
+        second = column(file.samples, file.path, second, SECOND, "text pair")
     labels = Labels(file, column(file.samples, file.path, args.label_column, LABEL, "label"), classes)
     give_padding(tokenizer)
 

@@ -8,28 +8,29 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron.finetuning.data.files import column
 from megatron.finetuning.data.rows import Metrics
 from megatron.finetuning.tasks.task import File
 
 
 class Labels:
-    """The classes of a file, in order; or those that the model knows, if they are all of them.
+    """The classes of a file, in order; or those that the model knows, if they are all of them. `name`: of the column.
 
     Raises ValueError for a column with a single one, or with one for each sample of a hundred and more, as scores have.
     """
 
-    def __init__(self, file: File, column: str, known: Mapping[str, int]) -> None:
-        self.column = column
-        values = {_plain(file, number, column) for number, _ in enumerate(file.samples)}
+    def __init__(self, file: File, name: str, known: Mapping[str, int]) -> None:
+        self.column = name
+        values = {_plain(file, number, name) for number, _ in enumerate(file.samples)}
         if values <= known.keys():
             self.names = sorted(known, key=known.__getitem__)
             self._number = dict(known)
             return
         if len(values) < 2:
-            raise ValueError(f"{file.path}: {column!r} has the value {values.pop()} alone; two classes are needed")
+            raise ValueError(f"{file.path}: {name!r} has the value {values.pop()} alone; two classes are needed")
         if len(values) == len(file.samples) >= 100:
             raise ValueError(
-                f"{file.path}: {column!r} has another value in each of {len(values)} samples, so it is no class; name "
+                f"{file.path}: {name!r} has another value in each of {len(values)} samples, so it is no class; name "
                 "another with --label_column"
             )
         numeric = all(re.fullmatch("-?[0-9]+", value) for value in values)
@@ -43,6 +44,7 @@ class Labels:
 
     def of(self, file: File) -> Tensor:
         """int64 [samples]. Raises ValueError for a class that the first file has not."""
+        column(file.samples, file.path, self.column, (), "label")
         found = []
         for number, _ in enumerate(file.samples):
             name = _plain(file, number, self.column)
@@ -64,13 +66,10 @@ def accuracy(labels: Tensor) -> Metrics:
     return metrics
 
 
-def _plain(file: File, number: int, column: str) -> str:
-    sample = file.samples[number]
-    if column not in sample:
-        raise ValueError(f"{file.path} has no column {column!r} for the label; it has {', '.join(map(str, sample))}")
-    value = sample[column]
+def _plain(file: File, number: int, name: str) -> str:
+    value = file.samples[number][name]
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError(
-            f"{file.path}, sample {number + 1}: {column!r} is {value!r}, and a class is a text or a whole number"
+            f"{file.path}, sample {number + 1}: {name!r} is {value!r}, and a class is a text or a whole number"
         )
     return str(value)

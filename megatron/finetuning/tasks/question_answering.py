@@ -107,9 +107,10 @@ def _answers(sample: Mapping[str, object], name: str, context: str, file: File, 
     if isinstance(value, str):  # a column of a CSV file
         value = {"text": [value] if value else [], "answer_start": [context.find(value)] if value else []}
     if not isinstance(value, Mapping) or not {"text", "answer_start"} <= value.keys():
+        found = f"has the fields {', '.join(map(repr, value))}" if isinstance(value, Mapping) else f"is {value!r}"
         raise ValueError(
-            f'{file.path}, sample {number}: {name!r} is no text and no {{"text": [...], "answer_start": [...]}}; write '
-            "one of them"
+            f'{file.path}, sample {number}: {name!r} {found}, and a text or {{"text": [...], "answer_start": [...]}} '
+            "is wanted; write one of them"
         )
     texts, starts = value["text"], value["answer_start"]
     if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):

@@ -24,8 +24,8 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
     def rows(each: File) -> Rows:
         texts, targets = (
-            texts_of(each.samples, each.path, column(each.samples, each.path, name, (), "text"))
-            for name in (source, target)
+            texts_of(each.samples, each.path, column(each.samples, each.path, name, (), what))
+            for name, what in ((source, "text"), (target, "target"))
         )
         tensors = padded(tokenizer, [args.source_prefix + text for text in texts], length=args.max_seq_length)
         made = tokenizer(

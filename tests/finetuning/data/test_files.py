@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron.finetuning.data.files import column, read_samples, texts_of
+from megatron.finetuning.data.files import column, fields, read_samples, texts_of
 
 ROWS = [{"text": "a, b", "label": "1"}, {"text": 'he said "no"\nand left', "label": "0"}]
 
@@ -32,17 +32,18 @@ def test_forms(tmp_path, name, content):
     assert read_samples(path, limit=1) == ROWS[:1]
 
 
-def test_parquet(tmp_path):
-    if importlib.util.find_spec("pyarrow") is None:
-        path = written(tmp_path, "rows.parquet", b"PAR1")
-        with pytest.raises(ValueError, match=r"needs the package pyarrow; pip install .\[parquet\]"):
-            read_samples(path)
-        return
-    import pyarrow
-    import pyarrow.parquet
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+def test_parquet_needs_a_package(tmp_path):
+    with pytest.raises(ValueError, match=r"needs the package pyarrow; pip install .\[parquet\]"):
+        read_samples(written(tmp_path, "rows.parquet", b"PAR1"))
 
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=1)
     assert read_samples(str(tmp_path / "rows.parquet")) == ROWS
+    assert read_samples(str(tmp_path / "rows.parquet"), limit=1) == ROWS[:1]
     with pytest.raises(ValueError, match="is no parquet file"):
         read_samples(written(tmp_path, "broken.parquet", b"PAR1"))
 
@@ -52,11 +53,13 @@ def test_parquet(tmp_path):
     [
         ("a.jsonl", '{"text": "a"}\n{"text"', "a.jsonl, line 2 is no JSON .*mend it"),
         ("a.jsonl", '{"text": "a"}\n[1]\n', "a.jsonl, line 2 is no object with fields"),
-        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', "sample 2: no field 'label', which the first"),
         ("a.jsonl", "\n", "has no samples"),
         ("a.json", "[1, 2]", "sample 1 is no object"),
-        ("a.csv", "text,label\na,1\nb\n", "line 3: it has not as many fields"),
-        ("a.csv", "text,label\na,1\nb,2,3\n", "line 3: it has not as many fields"),
+        (
+            "a.csv",
+            "text,label\na,1\nb,2,3\n",
+            r"line 3: it has more fields than the 2 that the first line names \('text', 'label'\)",
+        ),
         ("a.csv", "text,label\n", "has no samples"),
         ("a.txt", "a", "unknown ending; give .jsonl"),
         ("a.jsonl", b'{"text": "\xff"}', "no UTF-8 text"),
@@ -75,9 +78,28 @@ def test_a_file_that_is_not_there():
 def test_columns():
     assert column(ROWS, "f", None, ("sentence", "text"), "text") == "text"
     assert column(ROWS, "f", "label", ("text",), "text") == "label"
-    with pytest.raises(ValueError, match=r"no column 'other' for the text; it has text, label"):
+    with pytest.raises(ValueError, match=r"no column 'other' for the text; it has 'text', 'label': .*--text_column"):
         column(ROWS, "f", "other", ("text",), "text")
-    with pytest.raises(ValueError, match=r"looked for question.* name one with --question_column"):
+    with pytest.raises(
+        ValueError, match=r"looked for question.*; it has 'text', 'label': name one with --question_column"
+    ):
         column(ROWS, "f", None, ("question",), "question")
     with pytest.raises(ValueError, match="sample 1: 'text' is 3, and a text is wanted"):
         texts_of([{"text": 3}], "f", "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "a", "label": "1"}\n\n{"text": "b", "note": "x"}\n'),
+        ("a.csv", "text,label\na,1\nb\n"),
+    ],
+)
+def test_samples_may_differ_in_fields_that_nobody_uses(tmp_path, name, content):
+    samples = read_samples(written(tmp_path, name, content))
+    assert texts_of(samples, "f", column(samples, "f", None, ("text",), "text")) == ["a", "b"]
+    assert fields(samples) == ["text", "label", *(["note"] if name == "a.jsonl" else [])]
+    with pytest.raises(ValueError, match=r"f, sample 2: no field 'label' for the label; it has 'text'.*: add it, or"):
+        column(samples, "f", None, ("label",), "label")
+    with pytest.raises(ValueError, match=r"f, sample 1: no field 'label' for the label; it has 'text'"):
+        column(samples[::-1], "f", "label", (), "label")

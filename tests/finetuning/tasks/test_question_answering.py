@@ -89,7 +89,8 @@ def test_scores():
         ({"answers": {"text": ["w2"], "answer_start": []}}, "are no lists of one length"),
         ({"answers": {"text": "w2", "answer_start": 3}}, "are no lists of one length"),
         ({"answers": {"text": ["w2"], "answer_start": ["3"]}}, "the answer 'w2' at '3' is no text at a whole number"),
-        ({"answers": [1]}, "'answers' is no text and no"),
+        ({"answers": [1]}, r"'answers' is \[1\], and a text or"),
+        ({"answers": {"text": []}}, "'answers' has the fields 'text', and a text or"),
         ({"context": None}, "'context' is None, and a text is wanted"),
     ],
 )

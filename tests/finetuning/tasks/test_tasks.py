@@ -1,11 +1,16 @@
 """Every task on its tiny model: rows of one shape, rows that count nothing, and what an evaluation says."""
 
+import json
 import math
+import shutil
 
+import numpy
 import pytest
 import torch
+import transformers
+from tokenizers import processors
 
-from megatron.finetuning.model import open_model
+from megatron.finetuning.model import capture_model, open_model
 from megatron.finetuning.samples import read_data
 from megatron.finetuning.tasks import TASKS
 from tests.finetuning import tiny
@@ -79,7 +84,24 @@ def test_texts_in_rows_of_their_own(folder):
     batch = data.training.batch(range(20), 20)
     assert torch.equal(batch["labels"] == -100, batch["attention_mask"] == 0)
     grouped = opened(folder, "causal-lm")[0].training
-    assert len(grouped) * 12 <= sum(int(row) + 1 for row in batch["attention_mask"].sum(1)) < (len(grouped) + 1) * 12
+    assert len(grouped) * 12 <= int(batch["attention_mask"].sum()) < (len(grouped) + 1) * 12
+
+
+@pytest.mark.parametrize("adds_end", [True, False])
+def test_grouped_texts_have_one_end_each(folder, adds_end):
+    """Whether the tokenizer adds it, or leaves it to us."""
+    path, model = folder / "ends.jsonl", folder / f"ends-{adds_end}"
+    path.write_text('{"text": "w1 w2"}\n{"text": "w3"}\n')
+    shutil.copytree(tiny.model_folder(folder, "causal-lm"), model, dirs_exist_ok=True)
+    tokenizer = tiny.tokenizer()
+    if not adds_end:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A", pair="[CLS] $A $B:1", special_tokens=[("[CLS]", 2)]
+        )
+    tokenizer.save_pretrained(model)
+    args = tiny.arguments(folder, "causal-lm", "--model_name_or_path", model, "--max_seq_length", 7)
+    rows = read_data(tiny.namespace(args, train_file=str(path))).training
+    assert rows.batch([0], 1)["input_ids"].tolist() == [[2, 5, 6, 3, 2, 7, 3]]
 
 
 def test_labels_are_the_training_files(folder):
@@ -113,3 +135,81 @@ def test_two_texts(folder):
     batch = rows.batch([0, 2], 2)
     assert batch["input_ids"][:, :7].tolist() == [[2, 5, 6, 3, 7, 3, 0], [2, 8, 3, 9, 10, 11, 3]]
     assert batch["labels"].tolist() == [1, 0], "9 comes before 10"
+
+
+def test_two_texts_have_types_where_the_tokenizer_has_them(folder):
+    """As BERT's: the second text is of type 1, and the model uses that."""
+    model = folder / "typed"
+    shutil.copytree(tiny.model_folder(folder), model)
+    typed = tiny.tokenizer()
+    typed.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    typed.save_pretrained(model)
+    path = folder / "typed.jsonl"
+    path.write_text('{"sentence1": "w1 w2", "sentence2": "w3", "label": "a"}\n'
+                    '{"sentence1": "w4", "sentence2": "w5 w6", "label": "b"}\n')  # fmt: skip
+    data, bert = opened(folder, "sequence-classification", "--model_name_or_path", model, "--train_file", path)
+    batch = data.training.batch([0, 1], 2)
+    assert batch["token_type_ids"][:, :8].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0]]
+    captured = capture_model(bert, batch, data.task.keep)
+    typed, untyped = (captured.run(each) for each in (batch, {**batch, "token_type_ids": 0 * batch["token_type_ids"]}))
+    assert typed[0].item() == pytest.approx(bert(**batch).loss.item(), rel=1e-6)
+    assert typed[0].item() != pytest.approx(untyped[0].item(), rel=1e-6)
+
+
+def test_the_second_text_is_every_samples(folder):
+    path = folder / "halves.jsonl"
+    path.write_text('{"sentence1": "w1", "label": 0}\n{"sentence1": "w2", "sentence2": "w3", "label": 1}\n')
+    with pytest.raises(
+        ValueError, match=r"sample 1: no field 'sentence2' for the text pair; it has 'sentence1', 'label'"
+    ):
+        read_data(tiny.namespace(tiny.arguments(folder), train_file=str(path)))
+
+
+def test_a_missing_target_is_said_as_the_target(folder):
+    args = tiny.arguments(folder, "text-to-text")
+    path = folder / "no_target.jsonl"
+    path.write_text('{"source": "w1"}\n')
+    with pytest.raises(ValueError, match=r"no_target.jsonl has no column 'target' for the target; it has 'source'"):
+        read_data(tiny.namespace(args, validation_file=str(path), do_eval=True))
+
+
+def pictures(folder):
+    """A file of samples that name three PNGs of 8 x 8, and their pixels [image, row, column, channel]."""
+    image = pytest.importorskip("PIL.Image")
+    pixels = numpy.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=numpy.uint8)
+    for number, each in enumerate(pixels):
+        image.fromarray(each).save(folder / f"{number}.png")
+    path = folder / "pictures.jsonl"
+    lines = [json.dumps({"image_path": f"{number}.png", "label": number}) for number in range(3)]
+    path.write_text("\n".join(lines) + "\n")
+    return path, pixels
+
+
+def test_images_from_paths(folder):
+    path, pixels = pictures(folder)
+    args = tiny.arguments(folder, "image-classification", "--train_file", path)
+    found = read_data(args).training.batch([2, 0], 2)
+    assert torch.equal(found["pixel_values"], torch.tensor(pixels[[2, 0]]).permute(0, 3, 1, 2).float())
+    assert found["labels"].tolist() == [2, 0]
+    path.write_text(path.read_text().replace("1.png", "broken.png"))
+    (folder / "broken.png").write_bytes(b"no picture")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"sample 2: the image .*broken\.png cannot be read; mend it"):
+            read_data(args)
+        (folder / "broken.png").unlink(missing_ok=True)
+
+
+def test_images_by_the_models_processor(folder):
+    """What preprocessor_config.json says is done, and the folder that a run writes has it."""
+    path, pixels = pictures(folder)
+    model = folder / "processed"
+    shutil.copytree(tiny.model_folder(folder, "image-classification"), model)
+    transformers.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(model)
+    words = ["--train_file", path, "--model_name_or_path", model]
+    data = read_data(tiny.arguments(folder, "image-classification", *words))
+    found = data.training.batch([0, 1], 2)["pixel_values"]
+    expected = (torch.tensor(pixels[:2]).permute(0, 3, 1, 2).double() / 255 - 0.5) / 0.5
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+    (folder / "written").mkdir()
+    data.processor.save_pretrained(folder / "written")
+    assert (folder / "written" / "preprocessor_config.json").is_file()
