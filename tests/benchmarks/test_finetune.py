@@ -12,15 +12,16 @@ def test_a_simulated_run_reaches_its_limit():
     """Without transfers, a chain of two equal stages keeps both ranks busy but for fill and drain."""
     schedule = Schedule(order="async", weights="stale", recompute=True, num_stages=2)
     costs = Costs(forward=1.0, recompute=[1.0, 0.0], backward=[2.0, 3.0], step=0.5)
-    seconds, limit = finetune_speed.judged(simulate(schedule.build((1,) * 40), costs))
-    assert seconds == pytest.approx(4.5) and limit == pytest.approx(4.5)
+    seconds, limit = finetune_speed.judged(simulate(schedule.build((finetune_speed.ACCUMULATION,) * 20), costs))
+    of_microbatch = 1.0 + 1.0 + 2.0 + 0.5 / finetune_speed.ACCUMULATION
+    assert seconds == pytest.approx(of_microbatch) and limit == pytest.approx(of_microbatch)
 
 
 def test_what_the_ranks_lack_is_seen():
     """A second stage of twice the work leaves the first idle half of the time; the busiest one's is the limit."""
     schedule = Schedule(order="async", weights="stale", recompute=True, num_stages=2)
     costs = Costs(forward=[1.0, 2.0], recompute=[1.0, 0.0], backward=[2.0, 6.0], latency=3.0)
-    seconds, limit = finetune_speed.judged(simulate(schedule.build((1,) * 40), costs))
+    seconds, limit = finetune_speed.judged(simulate(schedule.build((finetune_speed.ACCUMULATION,) * 20), costs))
     assert limit == pytest.approx(8.0) and seconds > limit
 
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks import ftpipe
 
 
@@ -12,6 +14,9 @@ def test_emulated_stages_of_a_graph_execute_the_program(tmp_path, capsys):
     found = json.loads(path.read_text())
     (seconds,) = found["2 ranks"]
     assert seconds >= 0.98 * ftpipe.of_busiest_rank(ftpipe.mixed(2, 2, 0.002))
+    row, mixed = (ftpipe.of_figure_4(method, 0.002) for method in ("sequential", "mixed"))
+    assert ftpipe.of_busiest_rank(row) / ftpipe.of_busiest_rank(mixed) == pytest.approx(880 / 520)
+    assert found["figure 4, mixed"][0] >= 0.98 * ftpipe.of_busiest_rank(mixed)
     assert found["gpipe"][0] > found["ftpipe"][0] > 0.98 * 4 * 0.006
     assert "gpipe takes" in capsys.readouterr().out
 

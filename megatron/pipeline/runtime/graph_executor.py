@@ -140,7 +140,7 @@ class GraphExecutor(Executor):
     def _present(self, kind: Kind, travelling: TravellingTensors, microbatch: int) -> tuple[bool, ...]:
         """Which of the tensors move with this microbatch."""
         about = self._microbatches[microbatch]
-        is_value = kind in (Kind.SEND_F, Kind.RECV_F)
+        is_value = Travelling.ACTIVATION in (kind.row.sends, kind.row.receives)
         return tuple(
             owner is None
             or (self._shared.moves_value(owner, about) if is_value else self._shared.moves_gradient(about))
