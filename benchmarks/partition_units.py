@@ -188,14 +188,15 @@ def _least_memory(graph: Graph, effort: float, progress: Callable[[str], None]) 
 
 
 def show(name: str, case: Case, model: Estimated, measured: Measured, console: Console) -> None:
-    device, graph = case.device, model.graph("operators")
+    device, content = case.device, model.content
     lengths = ", ".join(f"{tokens} of {tensor}" for tensor, tokens in case.lengths.items())
+    params = sum(each["params"] for each in (*content["nodes"], *content["shared_parameters"]))
     console.print(
-        f"{name}: {case.num_devices} {device.name} with {(device.memory - RESERVED) / GIB:g} GiB for a stage's tensors; "
-        f"microbatches of {case.microbatch} with {lengths}; {case.weight_bytes_per_parameter:g} bytes a parameter\n"
-        f"  {device.teraflops:g} TFLOP/s x {COMPUTE:g}, {device.gigabytes_per_second:g} GB/s x {MEMORY:g}, "
-        f"{LAUNCH:g} us a kernel, {GIGABYTES_PER_SECOND:g} GB/s between devices; {len(model.captured.nodes)} operators, "
-        f"{sum(map(_params, (graph.nodes, graph.shared_parameters))) / 1e9:.2f} billion parameters",
+        f"{name}: {params / 1e9:.2f} billion parameters of {case.weight_bytes_per_parameter:g} bytes, "
+        f"{len(model.captured.nodes)} operators; microbatches of {case.microbatch} with {lengths}\n"
+        f"{case.num_devices} {device.name}, each with {(device.memory - RESERVED) / GIB:g} GiB for that, "
+        f"{device.teraflops:g} TFLOP/s x {COMPUTE:g}, {device.gigabytes_per_second:g} GB/s x {MEMORY:g}, {LAUNCH:g} us "
+        f"a kernel; {GIGABYTES_PER_SECOND:g} GB/s between them",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     table = Table()
@@ -230,10 +231,6 @@ def show(name: str, case: Case, model: Estimated, measured: Measured, console: C
             ratio = objective["layers", method] / objective["operators", method]
             console.print(f"  {method}: layers take {ratio:.3f} times as long as operators", highlight=False)
     console.print(f"  paper: {case.published}\n", highlight=False, soft_wrap=True)
-
-
-def _params(records: Sequence) -> int:
-    return sum(each.params for each in records)
 
 
 def main(argv: list[str] | None = None) -> int:
