@@ -10,7 +10,7 @@ partitioner cuts that graph. Absolute times are estimates; what is compared rest
 units      what is not cut: an operator; a sublayer (T5LayerFF, GPT2MLP); a layer (T5Block, GPT2Block). What is outside
            is cut between modules. A partition of coarser units is one of finer ones, so it takes part there, too
 method     sequential, or mixed with at most two stages a device (the better one of L = P and 2P)
-least GiB  t5-11b: bisected, and what the fastest sequential cut takes where memory has no limit
+memory     t5-11b: what the fastest partitions take where memory has no limit, and the least, bisected
 """
 
 import argparse
@@ -78,12 +78,21 @@ class Row:
 
 
 @dataclass(frozen=True)
+class MemoryNeed:
+    """What a partition of layers takes on the device that holds most."""
+
+    partition: str
+    gib: float
+    objective_ms: float
+
+
+@dataclass(frozen=True)
 class Measured:
-    """`failures`: units and method -> why nothing was found. `least_gib`: words -> GiB a device."""
+    """`failures`: units and method -> why nothing was found."""
 
     rows: tuple[Row, ...]
     failures: dict[str, str]
-    least_gib: dict[str, float]
+    memory_needs: tuple[MemoryNeed, ...]
     results: dict[tuple[str, str], Result]
 
 
@@ -108,8 +117,8 @@ def measure(
                 best[kind, method] = found = min(results, key=lambda each: (each.value.objective_ms, each.value.depth))
                 rows.append(_row(kind, count, method, found, bound))
                 failures.pop(f"{kind}, {method}", None)
-    least = _least_memory(model.graph("layers"), effort, progress) if case.least_memory else {}
-    return Measured(tuple(rows), failures, least, best)
+    needs = _memory_needs(model.graph("layers"), effort, progress) if case.memory_needs else ()
+    return Measured(tuple(rows), failures, needs, best)
 
 
 def _compete(graph: Graph, method: str, effort: float) -> list[Result]:
@@ -168,23 +177,26 @@ def _row(kind: str, count: int, method: str, result: Result, bound: float) -> Ro
     )  # fmt: skip
 
 
-def _least_memory(graph: Graph, effort: float, progress: Callable[[str], None]) -> dict[str, float]:
-    limitless = replace(graph, memory_limit_bytes=LIMITLESS)
-    found = {}
+def _memory_needs(graph: Graph, effort: float, progress: Callable[[str], None]) -> tuple[MemoryNeed, ...]:
+    found = []
     for method in METHODS:
         progress(f"least memory of {method}")
-        (fastest, *_) = sorted(_compete(limitless, method, effort / 4), key=lambda each: each.value.objective_ms)
-        found[f"{method}, the fastest where memory has no limit"] = most = max(fastest.value.memory_bytes) / GIB
-        low, high = sum(fastest.value.memory_bytes) / GIB / graph.num_devices, most
-        while (high - low) * GIB > STEP:
-            middle = (low + high) / 2
+        fastest = _fastest(replace(graph, memory_limit_bytes=LIMITLESS), method, effort)
+        low, least = sum(fastest.value.memory_bytes) / graph.num_devices, fastest
+        while max(least.value.memory_bytes) - low > STEP:
+            middle = (low + max(least.value.memory_bytes)) / 2
             try:
-                results = _compete(replace(graph, memory_limit_bytes=middle * GIB), method, effort / 4)
-                high = min(max(each.value.memory_bytes) for each in results) / GIB
+                least = _fastest(replace(graph, memory_limit_bytes=middle), method, effort)
             except ValueError:
                 low = middle
-        found[f"{method}, the least with which it finds one"] = high
-    return found
+        for words, result in (("the fastest where memory has no limit", fastest), ("the least memory", least)):
+            gib = max(result.value.memory_bytes) / GIB
+            found.append(MemoryNeed(f"{method}, {words}", gib, result.value.objective_ms))
+    return tuple(found)
+
+
+def _fastest(graph: Graph, method: str, effort: float) -> Result:
+    return min(_compete(graph, method, effort), key=lambda each: each.value.objective_ms)
 
 
 def show(name: str, case: Case, model: Estimated, measured: Measured, console: Console) -> None:
@@ -223,8 +235,10 @@ def show(name: str, case: Case, model: Estimated, measured: Measured, console: C
     console.print(table)
     for what, reason in measured.failures.items():
         console.print(f"  {what}: {reason}", highlight=False, soft_wrap=True)
-    for what, gib in measured.least_gib.items():
-        console.print(f"  layers, {what}: {gib:.2f} GiB a device", highlight=False)
+    for need in measured.memory_needs:
+        console.print(
+            f"  layers, {need.partition}: {need.gib:.2f} GiB a device, {need.objective_ms:.2f} ms", highlight=False
+        )
     objective = {(row.units, row.method): row.objective_ms for row in measured.rows}
     for method in METHODS:
         if ("layers", method) in objective and ("operators", method) in objective:
@@ -237,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--units", nargs="+", choices=list(UNITS), default=list(UNITS), help="default: all")
-    parser.add_argument("--effort", type=float, default=1.0, help="of the mixed search, in proportion (default: 1)")
+    parser.add_argument("--effort", type=float, default=0.2, help="of the mixed search, in proportion (default: 0.2)")
     parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the partitions of the finest units, as PNG")
     parser.add_argument("--json", metavar="FILE", help="also write every row")
     options = parser.parse_args(argv)
@@ -260,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         show(name, case, model, measured, console)
         found[name] = {
             "rows": [asdict(row) for row in measured.rows], "failures": measured.failures,
-            "least_gib": measured.least_gib, "published": case.published,
+            "memory_needs": [asdict(need) for need in measured.memory_needs], "published": case.published,
         }  # fmt: skip
         if options.picture:
             from megatron.partition.draw import draw

@@ -62,7 +62,7 @@ class Case:
         weight_bytes_per_parameter: with its gradient and the optimizer's state, in single precision: 8 with Adafactor,
             whose factored moments take next to nothing, 16 with AdamW.
         published: what the paper says.
-        least_memory: whether it is of interest with how little the methods do.
+        memory_needs: whether it is of interest how much memory the methods need.
     """
 
     build: Callable[[], nn.Module]
@@ -72,7 +72,7 @@ class Case:
     num_devices: int
     weight_bytes_per_parameter: float
     published: str
-    least_memory: bool = False
+    memory_needs: bool = False
 
     def batch(self, samples: int) -> dict[str, Tensor]:
         return {name: torch.ones(samples, length, dtype=torch.long) for name, length in self.lengths.items()}
@@ -105,7 +105,7 @@ CASES = {
     ),
     "t5-11b": Case(
         t5(heads=128, d_ff=65536), {"input_ids": 512, "labels": 4}, 1, V100, 4, 8,
-        "5.8, BoolQ: mixed trained, as 7 stages; sequential ran out of memory", least_memory=True,
+        "5.8, BoolQ: mixed trained, as 7 stages; sequential ran out of memory", memory_needs=True,
     ),
 }  # fmt: skip
 
