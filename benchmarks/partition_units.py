@@ -1,6 +1,6 @@
 """What finer units and mixed stages are worth: FTPipe's sections 5.6 and 5.8 with this project's partitioner.
 
-    python benchmarks/partition_units.py                         # about DURATION; tables
+    python benchmarks/partition_units.py                         # about 6 minutes of one core; tables
     python benchmarks/partition_units.py t5-3b --picture IMAGES --json result.json
 
 Problem: the paper's models and GPUs are not here. Solution: each model is captured without its weights, its operators
