@@ -16,6 +16,7 @@ after Ctrl-C.
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -59,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.add_argument(
         "--bandwidth", type=command_line.positive, default=10.0, metavar="GB/S", help="between them (default: 10)"
     )
+    parser.add_argument(
+        "--threads", type=command_line.count, default=int(os.environ.get("OMP_NUM_THREADS", "1")), metavar="N",
+        help="of a MODEL's profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
+    )  # fmt: skip
     add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
     add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))
     return command_line.run(_run, parser.parse_args(arguments))
@@ -78,6 +83,10 @@ def _run_model(options: argparse.Namespace) -> int:
     from megatron import backend
 
     backend.install()
+    backend.keep_freed_memory()  # as in training
+    import torch
+
+    torch.set_num_threads(options.threads)
     from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
