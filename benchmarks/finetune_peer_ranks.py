@@ -103,7 +103,8 @@ class TorchPipelining:
         else:
             inputs = [self._inputs(microbatch) for microbatch in batch]
             self._schedule.step(*(torch.cat(each) for each in zip(*(each.values() for each in inputs), strict=True)))
-        for copies in self._shared:
+        for shared in self._shared:
+            copies = [each for each in shared if each.grad is not None]  # others are in the stage, and not used
             total = torch.stack([each.grad for each in copies]).sum(0)
             dist.all_reduce(total)
             for each in copies:
