@@ -4,7 +4,8 @@
     python benchmarks/finetune_peers.py --json result.json
 
 Two models with random weights: the unbalanced T5 of `finetune_speed.py`, and a BERT of 4 equal layers that classifies
-long texts. Each arm trains them with SGD on batches of 4 microbatches of 4 samples, without dropout; arms take turns.
+long texts. Each arm trains them with SGD on batches of 4 microbatches of 4 samples, without dropout; arms take turns
+in the same two processes.
 
 ftpipe         `finetune.py` on our best mixed partition; it does not wait, and recomputes activations
 gpipe, flush   `finetune.py` on the same partition; they wait, and keep activations, as the peers do
@@ -58,7 +59,7 @@ _OURS = {
     "gpipe": ["--pipeline_schedule", "gpipe", "--no_recompute"],
     "flush": ["--pipeline_schedule", "flush", "--no_recompute"],
 }
-_PEERS = {"torch GPipe": "gpipe", "torch 1F1B": "1f1b", "naive": "naive"}
+_SCHEDULES = {"torch GPipe": "gpipe", "torch 1F1B": "1f1b"}
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,6 @@ MODELS = (
           ("inputs", "contiguous", "shared")),
     Model("bert", ("--task", "sequence-classification"), "bert.encoder.layer.2", ()),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Losses of the batches, and seconds of a batch in the steady state."""
-
-    losses: list[float]
-    seconds: float
 
 
 def main() -> int:
@@ -112,17 +105,14 @@ def measure(bench: "Bench", repeats: int) -> dict:
     """`seconds` of a batch by arm in each turn, `losses` by arm of the first turn, `as it comes`: how torch's failed,
     or None."""
     bench.prepare()
-    turns: dict[str, list[Turn]] = {arm: [] for arm in ARMS}
-    for repeat in range(repeats):
-        for arm in ARMS[:: -1 if repeat % 2 else 1]:
-            turns[arm].append(bench.run(arm))
-            samples = SIZE * MICROBATCHES / turns[arm][-1].seconds
-            print(f"{bench.model.name}, turn {repeat + 1}: {arm} {samples:.1f} samples/s", file=sys.stderr, flush=True)
-    drained = bench.ours("ftpipe", steps=DRAINED, more=["--save_steps", "1"])
-    check({arm: each[0].losses for arm, each in turns.items()}, drained.losses)
+    turns = [bench.turn(arm) for repeat in range(repeats) for arm in ARMS[:: -1 if repeat % 2 else 1]]
+    *done, drained = bench.run([*turns, bench.drained()])
+    by_arm = {arm: [each for each in done if each["arm"] == arm] for arm in ARMS}
+    losses = {arm: each[0]["losses"] for arm, each in by_arm.items()}
+    check(losses, drained["losses"])
     return {
-        "seconds": {arm: [turn.seconds for turn in each] for arm, each in turns.items()},
-        "losses": {arm: each[0].losses for arm, each in turns.items()} | {"ftpipe, drained": drained.losses},
+        "seconds": {arm: [each["seconds"] for each in turns] for arm, turns in by_arm.items()},
+        "losses": losses | {"ftpipe, drained": drained["losses"]},
         "as it comes": bench.failure() if bench.model.mend else None,
     }
 
@@ -153,71 +143,53 @@ class Bench:
         write(self._folder, dropout=0.0, length=self._options.length)
         cut(self._folder / self.model.name, self._data, self._folder)
 
-    def run(self, arm: str) -> Turn:
-        """A turn of this arm."""
-        return self.ours(arm) if arm in _OURS else self.peer(arm, self.model.mend)
+    def turn(self, arm: str, mend: Sequence[str] | None = None) -> dict:
+        """For `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
+        if arm in _OURS:
+            own = ["--partition", str(self._folder / "mixed.json"), *_OURS[arm]]
+            own += ["--metrics_file", str(self._folder / "metrics.jsonl"), "--overwrite_output_dir"]
+            return {"arm": arm, "words": [*self._words(self._options.steps), *own]}
+        turn = {"arm": arm, "words": self._words(self._options.steps)}
+        if arm in _SCHEDULES:
+            needed = self.model.mend if mend is None else mend
+            turn |= {"schedule": _SCHEDULES[arm], "split": self.model.split, "mend": list(needed)}
+        return turn
 
-    def ours(self, arm: str, *, steps: int | None = None, more: Sequence[str] = ()) -> Turn:
-        """Of `finetune.py`."""
-        metrics = self._folder / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
-        done = self._launch(
-            RANKS, "finetune.py", "--partition", str(self._folder / "mixed.json"), "--metrics_file", str(metrics),
-            "--overwrite_output_dir", *_OURS[arm], *self._words(steps), *more,
-        )  # fmt: skip
-        losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
-        return Turn(losses, logged_seconds(done.stdout))
+    def drained(self) -> dict:
+        """A turn of ftpipe that drains after each batch."""
+        turn = self.turn("ftpipe")
+        return turn | {"words": [*turn["words"], "--max_steps", str(DRAINED), "--save_steps", "1"]}
 
-    def peer(self, arm: str, mend: Sequence[str]) -> Turn:
-        """Of `finetune_peer_ranks.py`."""
-        result = self._folder / "result.json"
-        self._peer(arm, mend, result)
-        found = json.loads(result.read_text())
-        return Turn(found["losses"], steady_seconds(found["ends"]))
+    def run(self, turns: Sequence[dict]) -> list[dict]:
+        """`arm`, `losses` and `seconds` of each."""
+        done = self._launch(turns, stderr=None)
+        if done.returncode:
+            raise SystemExit("an arm failed; what it says stands above")
+        return json.loads((self._folder / "result.json").read_text())
 
     def failure(self) -> str:
         """What torch says where nothing is done for it."""
-        done = self._peer("torch GPipe", (), self._folder / "none.json", fails=True)
-        errors = re.findall(r"^(?:\[rank\d\]: )?(\w+(?:\.\w+)*Error: .+)$", done.stderr, re.MULTILINE)
+        done = self._launch([self.turn("torch GPipe", mend=())], stderr=subprocess.PIPE)
+        assert done.returncode, "torch runs this model as it comes: its row would be no failure"
+        errors = re.findall(r"^(?:\[rank\d\]: ?)?(\w+(?:\.\w+)*Error: .+)$", done.stderr, re.MULTILINE)
         return next(each for each in errors if "Connection closed" not in each)
 
-    def _peer(self, arm: str, mend: Sequence[str], result: Path, *, fails: bool = False) -> subprocess.CompletedProcess:
-        return self._launch(
-            1 if arm == "naive" else RANKS, "benchmarks/finetune_peer_ranks.py", "--peer", _PEERS[arm], "--split",
-            self.model.split, "--result", str(result), *(word for each in mend for word in ("--mend", each)),
-            *self._words(None), fails=fails,
-        )  # fmt: skip
-
-    def _words(self, steps: int | None) -> list[str]:
+    def _words(self, steps: int) -> list[str]:
         return [
             "--model_name_or_path", str(self._folder / self.model.name), *self._data,
             "--gradient_accumulation_steps", str(MICROBATCHES), "--optim", "sgd", "--learning_rate", "1e-2",
             "--lr_scheduler_type", "constant", "--max_grad_norm", "0", "--dataloader_drop_last",
-            "--max_steps", str(steps or self._options.steps), "--logging_steps", str(self._options.steps // 4),
-            "--output_dir", str(self._folder / "out"),
+            "--max_steps", str(steps), "--logging_steps", str(steps // 4), "--output_dir", str(self._folder / "out"),
         ]  # fmt: skip
 
-    def _launch(self, processes: int, script: str, *words: str, fails: bool = False) -> subprocess.CompletedProcess:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script, *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-        if bool(done.returncode) is not fails:
-            sys.stderr.write(done.stderr)
-            raise SystemExit(f"{script} {' '.join(words)} {'did not fail' if fails else 'failed'}")
-        return done
-
-
-def logged_seconds(log: str) -> float:
-    """Of a batch, by the lines of `finetune.py`'s log but the first and the last."""
-    lines = [float(each) / 1000 for each in re.findall(r"^step +\d+/.* \| ([\d.]+) ms$", log, re.MULTILINE)]
-    inner = lines[1:-1] or lines
-    return sum(inner) / len(inner)
-
-
-def steady_seconds(ends: Sequence[float]) -> float:
-    """Of a batch, by the times when batches ended, without the first and the last quarter of them."""
-    quarter = len(ends) // 4
-    return (ends[-quarter - 1] - ends[quarter - 1]) / (len(ends) - 2 * quarter)
+    def _launch(self, turns: Sequence[dict], *, stderr: int | None) -> subprocess.CompletedProcess:
+        listed = self._folder / "turns.json"
+        listed.write_text(json.dumps(turns))
+        return subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
+             str(Path(__file__).with_name("finetune_peer_ranks.py")), str(listed), str(self._folder / "result.json")],
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr, text=True,
+        )  # fmt: skip
 
 
 def show(found: dict) -> None:

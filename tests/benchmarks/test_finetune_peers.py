@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import finetune_peers
+from benchmarks import finetune_peer_runs, finetune_peers
+from benchmarks.finetune_peer_runs import copies_of_shared, make_contiguous
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = """\
@@ -23,8 +24,8 @@ model in out
 
 
 def test_seconds_are_those_of_the_steady_state():
-    assert finetune_peers.logged_seconds(LOG) == pytest.approx(0.15)
-    assert finetune_peers.steady_seconds([9.0, 10.0, 10.2, 10.4, 10.5, 10.6, 17.0, 20.0]) == pytest.approx(0.15)
+    assert finetune_peer_runs.logged_seconds(LOG) == pytest.approx(0.15)
+    assert finetune_peer_runs.steady_seconds([9.0, 10.0, 10.2, 10.4, 10.5, 10.6, 17.0, 20.0]) == pytest.approx(0.15)
 
 
 def test_losses_that_part_are_found():
@@ -69,8 +70,6 @@ def test_what_is_done_for_the_tracer():
     """What crosses is contiguous, the output is the same, and both stages' copies of a tied weight are found."""
     from torch.distributed.pipelining import SplitPoint, pipeline
 
-    from benchmarks.finetune_peer_ranks import copies_of_shared, make_contiguous
-
     whole = nn.Module()
     whole.model = Tied()
     whole.forward = lambda given: whole.model(given)
@@ -109,7 +108,7 @@ def test_without_the_sum_torch_trains_another_model(tmp_path):
     """The tracer's copies of the T5's embedding part from the first step on, and the losses show it."""
     bench = finetune_peers.Bench(finetune_peers.MODELS[0], tmp_path, Namespace(steps=8, length=32))
     finetune_peers.finetune_models.write_t5(tmp_path, dropout=0.0, length=32)
-    apart = bench.peer("torch GPipe", ("inputs", "contiguous")).losses
-    expected = bench.peer("naive", ()).losses
+    turns = [bench.turn("torch GPipe", mend=("inputs", "contiguous")), bench.turn("naive")]
+    apart, expected = (each["losses"] for each in bench.run(turns))
     assert apart[0] == pytest.approx(expected[0], abs=1e-5)
     assert max(abs(one - other) for one, other in zip(apart, expected, strict=True)) > finetune_peers.TOLERANCE
