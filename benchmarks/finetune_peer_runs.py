@@ -80,6 +80,7 @@ class TorchPipelining:
         mend = turn["mend"]
         self._model = model
         inputs = self._inputs(example)
+        given = {f"tensors_{number}": name for number, name in enumerate(inputs)}  # the tracer's names
         pipe = pipeline(
             Logits(model, list(inputs), hands_on="inputs" in mend), tuple(inputs.values()),
             split_spec={f"model.{turn['split']}": SplitPoint.BEGINNING},
@@ -89,6 +90,8 @@ class TorchPipelining:
             make_contiguous(*(pipe.get_stage_module(stage) for stage in range(2)))
         module = pipe.get_stage_module(args.rank)
         self.parameters = list(module.parameters())
+        taken = [node.name for node in module.graph.nodes if node.op == "placeholder" and node.name in given]
+        self._taken = {name: given[name] for name in taken}
         self._shared = copies_of_shared(model, module) if "shared" in mend else []
         self._is_last = args.rank == 1
         self._schedule = SCHEDULES[turn["schedule"]](
@@ -98,12 +101,13 @@ class TorchPipelining:
     def run(self, batch: Batch) -> float | None:
         """Leaves the gradients; returns the loss on the last rank."""
         losses: list[Tensor] = []
+        inputs = [self._inputs(microbatch) for microbatch in batch]
+        taken = {each: torch.cat([one[name] for one in inputs]) for each, name in self._taken.items()}
         if self._is_last:
             target = torch.cat([microbatch["labels"] for microbatch in batch])
-            self._schedule.step(target=target, losses=losses, return_outputs=False)
+            self._schedule.step(target=target, losses=losses, return_outputs=False, **taken)
         else:
-            inputs = [self._inputs(microbatch) for microbatch in batch]
-            self._schedule.step(*(torch.cat(each) for each in zip(*(each.values() for each in inputs), strict=True)))
+            self._schedule.step(*taken.values())
         for shared in self._shared:
             copies = [each for each in shared if each.grad is not None]  # others are in the stage, and not used
             total = torch.stack([each.grad for each in copies]).sum(0)

@@ -171,7 +171,7 @@ class Bench:
         """What torch says where nothing is done for it."""
         done = self._launch([self.turn("torch GPipe", mend=())], stderr=subprocess.PIPE)
         assert done.returncode, "torch runs this model as it comes: its row would be no failure"
-        errors = re.findall(r"^(?:\[rank\d\]: ?)?(\w+(?:\.\w+)*Error: .+)$", done.stderr, re.MULTILINE)
+        errors = re.findall(r"\b(\w+Error: \S.*)$", done.stderr, re.MULTILINE)
         return next(each for each in errors if "Connection closed" not in each)
 
     def _words(self, steps: int) -> list[str]:
