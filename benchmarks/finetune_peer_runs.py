@@ -9,11 +9,10 @@ import contextlib
 import gc
 import io
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import torch
@@ -190,27 +189,23 @@ def run(turn: Mapping, stop: StopSignal) -> dict:
 def finetuned(args: argparse.Namespace, stop: StopSignal) -> dict:
     """A run of `finetune.py` in this process."""
     args.resumed_from = None
-    log = io.StringIO()
-    with contextlib.redirect_stdout(log):
+    with contextlib.redirect_stdout(io.StringIO()):
         job.run(args, stop)
     if args.rank:
         return {"losses": [], "seconds": 0.0}
     metrics = Path(args.metrics_file)
-    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.unlink()
-    return {"losses": losses, "seconds": logged_seconds(log.getvalue())}
-
-
-def logged_seconds(log: str) -> float:
-    """Of a batch, by the lines of `finetune.py`'s log but the first and the last."""
-    lines = [float(each) / 1000 for each in re.findall(r"^step +\d+/.* \| ([\d.]+) ms$", log, re.MULTILINE)]
-    inner = lines[1:-1] or lines
-    return sum(inner) / len(inner)
+    # Not the log's: reports of batches that nobody waits for come late, and the last of them all at once.
+    ends = list(accumulate(line["step_time_ms"] / 1000 for line in lines))
+    return {"losses": [line["loss"] for line in lines], "seconds": steady_seconds(ends)}
 
 
 def steady_seconds(ends: Sequence[float]) -> float:
     """Of a batch, by the times when batches ended, without the first and the last quarter of them."""
-    quarter = len(ends) // 4
+    quarter = max(len(ends) // 4, 1)
+    if len(ends) < 3:
+        raise ValueError(f"{len(ends)} batches have no steady state between the first and the last; give 3 or more")
     return (ends[-quarter - 1] - ends[quarter - 1]) / (len(ends) - 2 * quarter)
 
 

@@ -22,7 +22,7 @@ embedding, of which the tracer makes a copy for each user, have to be summed. Th
 Losses of all batches agree among arms that wait, or the benchmark fails. ftpipe computes the same where it drains after
 each batch, which a run with `--save_steps 1` does; that is compared, and of a turn the first batch.
 
-Samples/s are those of the steady state: of a turn without the first and last quarter of its batches.
+Samples/s are those of the steady state: of a turn without the first and last quarter of its batches, by rank 0's clock.
 """
 
 import argparse
@@ -172,7 +172,8 @@ class Bench:
         done = self._launch([self.turn("torch GPipe", mend=())], stderr=subprocess.PIPE)
         assert done.returncode, "torch runs this model as it comes: its row would be no failure"
         errors = re.findall(r"\b(\w+Error: \S.*)$", done.stderr, re.MULTILINE)
-        return next(each for each in errors if "Connection closed" not in each)
+        assert errors, f"torch failed without an error: {done.stderr}"
+        return next((each for each in errors if "Connection closed" not in each), errors[0])
 
     def _words(self, steps: int) -> list[str]:
         return [
