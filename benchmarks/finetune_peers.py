@@ -1,6 +1,6 @@
 """Fine-tuning through a pipeline beside its peers: the same models, samples, optimizer and losses, on two cores.
 
-    python benchmarks/finetune_peers.py                  # 15 to 30 minutes; a table
+    python benchmarks/finetune_peers.py                  # a table; with --steps 8 --length 256 about 9 minutes
     python benchmarks/finetune_peers.py --json result.json
 
 Two models with random weights: the unbalanced T5 of `finetune_speed.py`, and a BERT of 4 equal layers that classifies
@@ -147,7 +147,7 @@ class Bench:
         """For `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
         if arm in _OURS:
             own = ["--partition", str(self._folder / "mixed.json"), *_OURS[arm]]
-            own += ["--metrics_file", str(self._folder / "metrics.jsonl"), "--overwrite_output_dir"]
+            own += ["--metrics_file", str(self._folder / "metrics.jsonl")]
             return {"arm": arm, "words": [*self._words(self._options.steps), *own]}
         turn = {"arm": arm, "words": self._words(self._options.steps)}
         if arm in _SCHEDULES:
@@ -181,6 +181,7 @@ class Bench:
             "--gradient_accumulation_steps", str(MICROBATCHES), "--optim", "sgd", "--learning_rate", "1e-2",
             "--lr_scheduler_type", "constant", "--max_grad_norm", "0", "--dataloader_drop_last",
             "--max_steps", str(steps), "--logging_steps", str(steps // 4), "--output_dir", str(self._folder / "out"),
+            "--overwrite_output_dir",
         ]  # fmt: skip
 
     def _launch(self, turns: Sequence[dict], *, stderr: int | None) -> subprocess.CompletedProcess:
