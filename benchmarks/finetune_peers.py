@@ -183,8 +183,8 @@ class Bench:
         return [
             "--model_name_or_path", str(self._folder / self.model.name), *self._data,
             *_BATCHES, "--learning_rate", "1e-2", "--lr_scheduler_type", "constant", "--max_grad_norm", "0",
-            "--dataloader_drop_last", "--max_steps", str(steps), "--logging_steps", str(steps // 4), "--output_dir", str(self._folder / "out"),
-            "--overwrite_output_dir",
+            "--dataloader_drop_last", "--max_steps", str(steps), "--logging_steps", str(steps // 4),
+            "--output_dir", str(self._folder / "out"), "--overwrite_output_dir",
         ]  # fmt: skip
 
     def _launch(self, turns: Sequence[dict], *, stderr: int | None) -> subprocess.CompletedProcess:
