@@ -3,16 +3,17 @@
     chain    0>1 1>2 2>3          each stage hands its output to the next one
     graph    0>1 0>3 1>2 2>3      stage 0 hands something to stage 3, too, past the others (FTPipe, section 4)
 
-Activations go from an edge's source to its target, and gradients back; an edge of ids or masks alone (`0>3:F`) has no
-gradients. Stages are numbered such that edges ascend, so there is no circle. All of the tensors that one stage hands to
-another are one edge.
+Activations go from an edge's source to its target, and gradients back; an edge of ids or masks alone (`0>3:F`), or from
+a frozen stage, has no gradients. A stage that hands on tensors and gets no gradient for any is forward-only: frozen.
+Nothing that comes back holds it up, so it may have a few tensors unread and no more: see `most_unread`. Stages are
+numbered such that edges ascend, so there is no circle. All of the tensors that one stage hands to another are one edge.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron.pipeline.instruction import Instruction, Tensor
@@ -46,7 +47,7 @@ class StageGraph:
 
     Raises:
         ValueError: what makes no pipeline: an edge that does not ascend or ends nowhere, two between the same stages, a
-            stage that others wait for and that gets no gradient.
+            stage that waits for the gradients of a forward-only one.
     """
 
     num_stages: int
@@ -66,17 +67,25 @@ class StageGraph:
                 )
             if before is not None and (before.source, before.target) == (edge.source, edge.target):
                 raise ValueError(f"there are two edges from stage {edge.source} to stage {edge.target}; make them one")
-        for stage in range(self.num_stages):
-            if self._out[stage] and not self.makers(Tensor.GRADIENT, stage):
+            if edge.gradient and self.is_forward_only(edge.target):
                 raise ValueError(
-                    f"stage {stage} hands on tensors and gets no gradient, so it has no backward; compute it where it "
-                    "is needed"
+                    f"stage {edge.source} waits for a gradient of stage {edge.target}, which gets none itself; make it "
+                    f"{replace(edge, gradient=False)}"
                 )
 
     @property
     def is_chain(self) -> bool:
         """Whether each stage hands its output to the next one and nothing else is handed on."""
         return self == _graph(self.num_stages, ())
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """Stages in front that are forward-only."""
+        return next(stage for stage in range(self.num_stages) if not self.is_forward_only(stage))
+
+    def is_forward_only(self, stage: int) -> bool:
+        """Whether a stage hands on tensors and gets no gradient for any."""
+        return bool(self._out[stage]) and not any(edge.gradient for edge in self._out[stage])
 
     def takers(self, tensor: Tensor, stage: int) -> tuple[int, ...]:
         """The stages to which `stage` hands the activations, or the gradients, that it makes; ascending."""
@@ -120,6 +129,13 @@ class StageGraph:
     def depth(self, stage: int) -> int:
         """Edges on the longest way from a stage to the end (FTPipe, section 4.2): forwards that it is ahead."""
         return self._depths[stage]
+
+    def most_unread(self, stage: int) -> int | None:
+        """The most tensors that a forward-only stage may have sent over an edge before their receive is posted: p-s+1.
+
+        A further SEND waits. None: backwards bound what a stage is ahead.
+        """
+        return self.depth(stage) + 2 if self.is_forward_only(stage) else None
 
     @cached_property
     def _number(self) -> dict[tuple[int, int], int]:

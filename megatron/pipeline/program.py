@@ -121,6 +121,10 @@ class Program:
         """Whether backwards at the stage are preceded by a recompute."""
         return self.recompute and stage not in self.not_recomputed
 
+    def is_frozen(self, rank: int) -> bool:
+        """Whether no stage of a rank has backwards, in a program that trains."""
+        return not self.forward_only and all(map(self.graph.is_forward_only, self.stages_of(rank)))
+
     def owners(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The stages of a rank, by what is updated at once: all of them, or each by itself."""
         stages = self.stages_of(rank)

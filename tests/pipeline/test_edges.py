@@ -35,12 +35,21 @@ def test_who_gives_what_to_whom():
         (2, "1>0", "there can be no edge 1>0: edges go from a stage to a later one"),
         (2, "0>2", "the stages are 0 to 1"),
         (3, "0>1 0>1:F 1>2", "there are two edges from stage 0 to stage 1; make them one"),
-        (3, "0>1:F 1>2", "stage 0 hands on tensors and gets no gradient"),
+        (4, "0>1 1>2:F 2>3", "stage 0 waits for a gradient of stage 1, which gets none itself; make it 0>1:F"),
     ],
 )
 def test_what_is_no_pipeline_is_refused(num_stages, edges, message):
     with pytest.raises(ValueError, match=message):
         StageGraph.of(num_stages, tuple(map(Edge.parse, edges.split())))
+
+
+def test_stages_in_front_may_be_frozen():
+    """They get no gradients, and may have a few tensors unread; a stage that hands on nothing is the end."""
+    graph = StageGraph.of(4, tuple(map(Edge.parse, ["0>1:F", "1>2:F", "2>3"])))
+    assert [graph.is_forward_only(stage) for stage in range(4)] == [True, True, False, False]
+    assert graph.num_frozen == 2 and not graph.is_chain
+    assert [graph.most_unread(stage) for stage in range(4)] == [5, 4, None, None]
+    assert StageGraph.of(3).num_frozen == 0 and StageGraph.of(1).num_frozen == 0
 
 
 @pytest.mark.parametrize("text", ["0-1", "0>", ">1", "01>2", "0>1:B", "0>1 "])

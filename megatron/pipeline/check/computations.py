@@ -15,9 +15,9 @@ facts, must not find others, and adds its own; a transfer has a fact for each st
     SEND_B   INPUT_GRAD                                     GRAD_SENT        GRAD_SENT
     RECV_B                                                  GRAD_POSTED      GRAD_POSTED
 
-A kind that a stage cannot have (the last stage sends no activations) has no rule. At the end every microbatch must have
-every fact that its stage has rules for: so nothing is missing, nothing stays saved, and each needed transfer was posted
-at both ends.
+A kind that a stage cannot have (the last stage sends no activations, a frozen one computes no backward) has no rule. At
+the end every microbatch must have every fact that its stage has rules for: so nothing is missing, nothing stays saved,
+and each needed transfer was posted at both ends.
 """
 
 from megatron.pipeline.check.compact import (
@@ -121,7 +121,7 @@ class Facts:
             I: rule(ready, INPUT_GRAD, INPUT_GRAD),
             W: rule(INPUT_GRAD, WEIGHT_GRAD, WEIGHT_GRAD),
         }
-        if compact.program.forward_only:
+        if compact.program.forward_only or compact.program.graph.is_forward_only(stage):
             of_code |= dict.fromkeys(set(_ABSENT_WHERE_EVALUATED) - set(range(FIRST_TRANSFER, FIRST_MOVE)))
         return rules | {first + code: each for code, each in of_code.items()}
 
@@ -193,6 +193,8 @@ def _explain_no_rule(compact: CompactProgram, rank: int, position: int) -> str:
     stage, graph = instruction.stage, compact.program.graph
     if compact.program.forward_only and code not in (SEND_F, RECV_F):
         return "a program that evaluates has forwards only"
+    if graph.is_forward_only(stage) and code < FIRST_TRANSFER:
+        return f"stage {stage} gets no gradients, so it has forwards only"
     if code == R:
         return "the program recomputes nothing" + " at this stage" * compact.program.recompute
     word = KIND_OF_CODE[code].row

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.check.balance import moves_of_rank
-from megatron.pipeline.check.compact import AWAITS, KIND_OF_CODE, SEND_B, SEND_F, B, F
+from megatron.pipeline.check.compact import AWAITS, KIND_OF_CODE, RECV_F, SEND_B, SEND_F, B, F
 from megatron.pipeline.check.error import ProgramError
 from megatron.pipeline.moves import counterpart
 
@@ -60,8 +60,10 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
         first = moves_of_rank(compact, rank)[execution.num_moves[partner]]
         other_end = counterpart(compact.program.rows[rank][first], compact.num_stages)
         return f"{here} for {other_end} of rank {partner}", (_ROW, partner)
-    number, microbatch = divmod(execution.awaited_tensor[rank], compact.num_microbatches)
     edges = compact.program.graph.edges
+    if execution.awaited_tensor[rank] >= 2 * len(edges) * compact.num_microbatches:
+        return _send_waits_for(execution, rank, here)
+    number, microbatch = divmod(execution.awaited_tensor[rank], compact.num_microbatches)
     edge, is_input = edges[number % len(edges)], number < len(edges)
     producer, consumer = (edge.source, edge.target) if is_input else (edge.target, edge.source)
     code = F if is_input else B
@@ -69,6 +71,19 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
         code = SEND_F if is_input else SEND_B
     place, other = producer * compact.num_microbatches + microbatch, compact.rank_of_stage[producer]
     return f"{here} for {compact.word(code, place, consumer)} of rank {other}", (_ROW, other)
+
+
+def _send_waits_for(execution: Execution, rank: int, here: str) -> tuple[str, _Node | None]:
+    """The receive without which a forward-only stage would have too much unread."""
+    compact, awaited = execution.compact, execution.awaited_tensor[rank]
+    number, (begin, bound) = next(
+        each for each in reversed(sorted(execution.receives.items(), key=lambda item: item[1])) if each[1][0] <= awaited
+    )
+    edge = compact.program.graph.edges[number]
+    place = edge.target * compact.num_microbatches + awaited - begin - bound
+    other = compact.rank_of_stage[edge.target]
+    reason = f"{here}, with {bound} sent and unread, for {compact.word(RECV_F, place, edge.source)} of rank {other}"
+    return reason, (_ROW, other)
 
 
 def _queue_waits_for(execution: Execution, queue: int) -> tuple[str, _Node | None]:

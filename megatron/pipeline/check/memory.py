@@ -111,6 +111,8 @@ def _limits(bounds: Sequence[int] | None, count: int, of: str) -> list[int | Non
 
 def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, _Count], on_rank: _Count) -> None:
     width = compact.num_microbatches
+    graph = compact.program.graph
+    saves_nothing = {stage for stage in compact.stages_of(rank) if graph.is_forward_only(stage)}
     counts = [*(by_stage[stage] for stage in compact.stages_of(rank)), on_rank]
     awaited, away = compact.awaited_moves[rank], offloaded_before(compact, rank)
     num_moves = 0
@@ -124,7 +126,7 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, 
         if code in (B, W):
             by_stage[place // width].held.own -= 1
             on_rank.held.own -= 1
-        elif code in (F, RELOAD) or code in _CHANGE:
+        elif (code in (F, RELOAD) or code in _CHANGE) and place // width not in saves_nothing:
             for count in (by_stage[place // width], on_rank):
                 if code in (F, RELOAD):
                     count.held.own += 1

@@ -2,7 +2,9 @@
 
 The model. A rank executes its row in order. SEND, RECV and REDUCE only post and never block. F waits for its input, B
 and I for the gradient of their output, STEP and PREDICT for the reductions of their version before them. A transfer
-completes when both ends have posted it and all earlier ones of its channel have completed. What waits for moves of
+completes when both ends have posted it and all earlier ones of its channel have completed. A SEND of a forward-only
+stage, which no gradient holds up, waits until all but a few of those before it have their receives posted
+(`StageGraph.most_unread`). What waits for moves of
 saved activations is said in `megatron.pipeline.moves`; a rank and its partner have completed as many as the one of them
 that has requested fewer. When a reduction completes is said in `reductions`. Where weights live on the host, what waits
 for the lanes to and from it waits for reductions of its own rank in the end (see `lanes`).
@@ -30,6 +32,7 @@ from megatron.pipeline.check.compact import (
     CompactProgram,
     F,
     I,
+    Transfer,
 )
 from megatron.pipeline.check.deadlock import explain_deadlock
 from megatron.pipeline.check.lanes import awaited_reductions
@@ -54,7 +57,9 @@ class Execution:
     """One execution of a program.
 
     Tensors that computations wait for are numbered: the activations that microbatch i takes over edge e are e * M + i,
-    their gradients (E + e) * M + i, where M is the number of microbatches, and E that of edges.
+    their gradients (E + e) * M + i, where M is the number of microbatches, and E that of edges. Behind them are the
+    receives that a SEND of a forward-only stage waits for: for each such edge, of bound u, u that count as posted, and
+    then those of the microbatches.
     """
 
     def __init__(self, compact: CompactProgram) -> None:
@@ -63,6 +68,7 @@ class Execution:
         self.position = [0] * num_ranks
         self.ends = [0] * num_ranks
         self.arrived = bytearray(2 * num_edges * compact.num_microbatches)
+        self.receives: dict[int, tuple[int, int]] = {}  # edge -> where its receives begin, and how many count as posted
         self.awaited_tensor = [NOTHING] * num_ranks
         self.reductions = Reductions(compact)
         self.num_moves = [0] * num_ranks  # that each rank has requested
@@ -100,7 +106,23 @@ class Execution:
             if transfer.is_send:
                 tensor = transfer.edge + (len(edges) if transfer.code == SEND_B else 0)
                 add(brings, slot, tensor, transfer.stage)
+            self._bound(transfer, slot, waits, brings)
         return waits, brings
+
+    def _bound(
+        self, transfer: Transfer, slot: int, waits: list[tuple[int, ...]], brings: list[tuple[int, ...]]
+    ) -> None:
+        """What a SEND waits for, and a RECV brings, where the sender is forward-only."""
+        edge, width = self.compact.program.graph.edges[transfer.edge], self.compact.num_microbatches
+        bound = self.compact.program.graph.most_unread(edge.source)
+        if bound is None or self.compact.program.forward_only:
+            return
+        if transfer.edge not in self.receives:
+            self.receives[transfer.edge] = len(self.arrived), bound
+            self.arrived += b"\1" * bound + bytes(width)
+        offset = self.receives[transfer.edge][0] - transfer.stage * width
+        table, offset = (waits, offset) if transfer.is_send else (brings, offset + bound)
+        table[slot] = (*table[slot], offset)
 
     def run(self, ends: list[int]) -> None:
         """Execute each row up to position `ends[rank]`, so that no rank goes beyond before all have come there.

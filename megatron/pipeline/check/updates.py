@@ -15,9 +15,12 @@ Where weights live on the host, gradients leave the device stage by stage. Then 
 ends of tied embeddings have a REDUCE_EMBED even on one rank, which may stand before backwards of other stages. After
 what these two stand is proved in `host_updates`.
 
-A link stands after the batch's last backward at any of the rank's stages, after the links before it in its chain, and
-after the same link of the batch before; and each stands once. Where each stage uses its newest version (`stash`),
-REDUCE_NORM comes last, for it only reports.
+A rank without backwards, whose stages are all frozen, reduces no gradients and makes its versions by a STEP that does
+nothing; its norm, to which it adds none, comes behind that, so it waits for nobody.
+
+A link stands after the batch's last backward at any of the rank's stages (without backwards: its last forward), after
+the links before it in its chain, and after the same link of the batch before; and each stands once. Where each stage
+uses its newest version (`stash`), REDUCE_NORM comes last, for it only reports.
 
 So every member of a group posts the group's reductions in order of v: their order agrees. That members of different
 groups do not wait for one another in a circle is proved with the progress.
@@ -36,6 +39,7 @@ from megatron.pipeline.check.compact import (
     STEP,
     B,
     CompactProgram,
+    F,
     W,
 )
 
@@ -43,13 +47,14 @@ from megatron.pipeline.check.compact import (
 def chain_of_rank(compact: CompactProgram, rank: int) -> tuple[int, ...]:
     """The codes of the links that the program's flags demand of a rank, in order."""
     program = compact.program
+    is_frozen = program.is_frozen(rank)
     wanted = {
-        REDUCE_GRAD: program.data_parallel and program.residency is None,
+        REDUCE_GRAD: program.data_parallel and program.residency is None and not is_frozen,
         REDUCE_EMBED: program.reduces_embeddings(rank),
         REDUCE_NORM: program.global_norm,
         STEP: True,
     }
-    if program.weights.updates_alone:
+    if program.weights.updates_alone or is_frozen:
         order = (REDUCE_GRAD, REDUCE_EMBED, STEP, REDUCE_NORM)
     else:
         order = (REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP)
@@ -75,15 +80,20 @@ def prove_updates(compact: CompactProgram) -> None:
         )
     if keeps_each and len(compact.codes) < compact.num_stages:
         raise ValueError(f"{program.weights.name} updates each stage by itself: give each rank one stage")
+    is_forward_only = program.graph.is_forward_only
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
-        owners = [_Owner(stages, program.batches) for stages in program.owners(rank)]
+        ends = (F,) if program.is_frozen(rank) else (B, W)
+        owners = [
+            _Owner(stages, [stage for stage in stages if F in ends or not is_forward_only(stage)], program.batches)
+            for stages in program.owners(rank)
+        ]
         owner_of = {stage: owner for owner in owners for stage in owner.stages}
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
-            if code in (B, W):
+            if code in ends:
                 owner_of[place // num_microbatches].unfinished[batch_of[place % num_microbatches]] -= 1
             elif FIRST_UPDATE <= code < FIRST_PREDICTION and code not in of_stages:
                 stage, index = place // num_microbatches, version - program.first_batch - 1
@@ -117,13 +127,13 @@ def prove_updates(compact: CompactProgram) -> None:
 
 
 class _Owner:
-    """Stages that are updated at once. `unfinished`: per batch, the backwards still to come; `posted`: per code, how
-    many batches have this link.
+    """Stages that are updated at once, of them those that take part. `unfinished`: per batch, the backwards still to
+    come; `posted`: per code, how many batches have this link.
     """
 
-    def __init__(self, stages: Sequence[int], batches: Sequence[int]) -> None:
+    def __init__(self, stages: Sequence[int], taking_part: Sequence[int], batches: Sequence[int]) -> None:
         self.stages = stages
-        self.unfinished = [size * len(stages) for size in batches]
+        self.unfinished = [size * len(taking_part) for size in batches]
         self.posted = [0] * NUM_CODES
 
 

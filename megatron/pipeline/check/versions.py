@@ -79,7 +79,9 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
                 reason = next(filter(None, [stage.step(version) for stage in made]), "")
             if reason:
                 raise compact.error(rank, position, reason)
-    return tuple(stage.peak for stage in stages)
+    return tuple(
+        1 if program.graph.is_forward_only(each.stage) else each.peak for each in stages
+    )  # all versions of frozen weights are one
 
 
 class _StageVersions:
@@ -94,6 +96,7 @@ class _StageVersions:
         self.batch_of, self.depth = batch_of, program.graph.depth(stage)
         self.maker = rule.maker.value
         self.stashes, self.refreshes = rule.updates_alone, rule.refreshes
+        self.saves = not (rule.refreshes or program.graph.is_forward_only(stage))
         self.bound = 1 if rule.refreshes else rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
@@ -112,7 +115,7 @@ class _StageVersions:
             return f"version {version} does not exist yet at this stage: no {made} stands before it"
         if self.stashes and version < self.newest:
             return f"the newest version at this stage is {self.newest} already"
-        self.live[version] += not self.refreshes
+        self.live[version] += self.saves
         return ""
 
     def refreshed(self, version: int, batch: int) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.pipeline.edges import StageGraph
 from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.schedules.placements import round_robin
 
 if TYPE_CHECKING:
@@ -15,7 +17,13 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
     """Raises ValueError where the choices of a schedule of this order do not go together."""
     _validate_virtual_stages(schedule, order)
     order.validate_placement()
-    if not order.graph.is_chain:
+    without = next(filter(order.graph.is_forward_only, range(schedule.num_stages)), None)
+    if without is not None and not schedule.num_frozen:
+        raise ValueError(
+            f"stage {without} hands on tensors and gets no gradient, so it has no backward; compute it where it is "
+            "needed"
+        )
+    if not (order.graph.is_chain or schedule.num_frozen):
         _validate_edges(schedule, order)
     if order.drains and not schedule.weights.drains:
         raise ValueError(
@@ -100,6 +108,31 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             f"under {schedule.name_of_weights} every stage updates at its own time, so the first and the last one "
             "cannot share an embedding; untie the embeddings, or use flush or 2bw"
         )
+
+
+def validate_frozen(schedule: Schedule) -> None:
+    """Raises ValueError where a schedule's choices do not go with a frozen prefix."""
+    if not 0 < schedule.num_frozen < schedule.num_stages:
+        raise ValueError(
+            f"{schedule.num_frozen} of {schedule.num_stages} stages cannot be frozen: one has to be trained; give 0 to "
+            f"{schedule.num_stages - 1}"
+        )
+    order, weights = ORDERS[schedule.order], schedule.weights
+    for is_asked, what, why in (
+        (order.interleaves, schedule.order, "has several trained stages on each rank"),
+        (weights.updates_alone, schedule.name_of_weights, "keeps versions for stages of which each steps by itself"),
+        (weights.predicts, f"weights {weights.name}", "predict for stages that are trained"),
+        (schedule.balance, "balance", "pairs the first stage with the last"),
+        (schedule.residency is not None, "weights on the host", "come and go for updates that a frozen stage has not"),
+        (schedule.tied_embeddings, "tied embeddings", "would freeze the head with the input"),
+        (
+            bool(schedule.edges) and not StageGraph.of(schedule.num_stages, schedule.edges).num_frozen,
+            "a graph of stages",
+            "says itself which of them get gradients",
+        ),
+    ):
+        if is_asked:
+            raise ValueError(f"{what} {why}, and the first {schedule.num_frozen} are frozen; freeze none, or drop it")
 
 
 def _validate_edges(schedule: Schedule, order: Order) -> None:

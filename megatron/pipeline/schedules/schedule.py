@@ -14,15 +14,16 @@ from megatron.pipeline.periodic import PeriodicProgram
 from megatron.pipeline.program import Program
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.schedules.building import build_evaluation, build_in_legs, build_periodic
+from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
-from megatron.pipeline.schedules.rules import validate_choices, validate_predictions
+from megatron.pipeline.schedules.rules import validate_choices, validate_frozen, validate_predictions
 from megatron.pipeline.schedules.saved import SavedActivations
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.schedules.unread import unread
-from megatron.pipeline.stages import stages_of
+from megatron.pipeline.stages import stages_by_rank, stages_of
 from megatron.pipeline.weights import WeightPolicy, predicting, weight_policy
 
 
@@ -37,6 +38,8 @@ class Schedule:
         num_virtual_stages: stages on each rank, Megatron's v (orders that interleave only). Where `rank_of_stage` is
             given it is the most of any rank.
         edges: which stages hand tensors to which; none: a chain.
+        num_frozen: stages in front that are frozen: they compute forwards, and nothing comes back to them. Then a rank
+            has one stage that is frozen, one that is trained, or, at the border, both.
         work: seconds of a forward and of a backward, recompute included, of each stage (order async only); none: all
             alike.
         rank_of_stage: the rank of each stage. None: dealt out in turn, `num_virtual_stages` to each rank.
@@ -64,6 +67,7 @@ class Schedule:
     num_virtual_stages: int = 1
     rank_of_stage: tuple[int, ...] | None = None
     edges: tuple[Edge, ...] = ()
+    num_frozen: int = 0
     work: tuple[tuple[float, float], ...] = ()
     microbatch_group_size: int | None = None
     recompute: bool = False
@@ -84,6 +88,9 @@ class Schedule:
         if self.num_stages < 1:
             raise ValueError(f"a pipeline cannot have {self.num_stages} stages; give 1 and more")
         object.__setattr__(self, "order_class", ORDERS[self.order])
+        if self.num_frozen:
+            validate_frozen(self)
+            object.__setattr__(self, "edges", frozen_chain(self.num_stages, self.num_frozen))
         graph = StageGraph.of(self.num_stages, self.edges)
         object.__setattr__(self, "edges", () if graph.is_chain else graph.edges)
         self._place()
@@ -118,7 +125,8 @@ class Schedule:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
         preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
         order = preset.order
-        if (placement := choices.get("rank_of_stage")) and len(placement) > len(set(placement)):
+        placement, num_frozen = choices.get("rank_of_stage"), choices.get("num_frozen")
+        if placement and len(placement) > len(set(placement)) and not num_frozen:
             order = MERGED.get(order, order)
         choices["balance"] = choices.get("balance", False) or preset.balance
         choices["recompute"] = choices.get("recompute", False) or preset.recompute
@@ -165,7 +173,7 @@ class Schedule:
                 f"{num_microbatches}; give each batch one (in training: global batch size = micro batch size x data "
                 "parallel size)"
             )
-        in_flight = self._order.max_in_flight(0)
+        in_flight = self._order.max_in_flight(self.num_frozen)
         # Moves are planned within a leg, so one batch alone has to hold what is in flight.
         batches = 1 if self.balance else rule.delay or 1
         if in_flight is not None and rule.overlaps_updates and num_microbatches < (fewest := -(-in_flight // batches)):
@@ -232,6 +240,8 @@ class Schedule:
     def report_lag(self) -> int:
         """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
         behind = self._order.most_behind
+        if any(stages[-1] < self.num_frozen for stages in stages_by_rank(self.rank_of_stage)):
+            return max(1, self.weights.report_lag(self.num_stages))  # a frozen rank begins the next batch meanwhile
         return self.weights.report_lag(self.num_stages if behind is None else behind + 1)
 
     @property
@@ -240,7 +250,7 @@ class Schedule:
         order = self._order
         if self.weights.updates_alone and order.most_behind is not None:
             return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
-        return self.weights.settling_batches(order.max_in_flight(0) or 0)
+        return self.weights.settling_batches(order.max_in_flight(self.num_frozen) or 0)
 
     @property
     def first_settled_batch(self) -> int:
@@ -291,7 +301,7 @@ class Schedule:
     def _order(self) -> Order:
         return _order_of(
             self.order_class, self.num_stages, self.rank_of_stage, self.microbatch_group_size, self.extra_warmup,
-            self.edges, self.work,
+            self.edges, self.work, self.num_frozen,
         )  # fmt: skip
 
     @property
@@ -309,7 +319,11 @@ def _order_of(
     extra_warmup: bool,
     edges: tuple[Edge, ...],
     work: tuple[tuple[float, float], ...],
+    num_frozen: int,
 ) -> Order:
+    if num_frozen:
+        active = order(num_stages - num_frozen, extra_warmup=extra_warmup)
+        return BehindFrozen(active, num_frozen=num_frozen, rank_of_stage=rank_of_stage)
     return order(
         num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup,
         edges=edges, work=work,

@@ -16,10 +16,13 @@ class Channel:
         arrivals: by microbatch, counted from the program's first: when its tensor is there.
         awaited: the microbatch that the receiving rank waits for, or `NOBODY`.
         sends, receives: what waits for its other end: when it was posted, its position in the row, its microbatch.
+        most_unread: a further send waits until all but so many of those before it have their receives posted; None: no
+            send waits.
     """
 
     __slots__ = (
-        "arrivals", "awaited", "free_at", "latency", "occupation", "receiver", "receives", "runnable", "sender", "sends"
+        "arrivals", "awaited", "free_at", "latency", "most_unread", "num_sent", "occupation", "receive_times",
+        "receiver", "receives", "runnable", "sender", "sender_waits", "sends",
     )  # fmt: skip
 
     def __init__(
@@ -33,6 +36,26 @@ class Channel:
         self.sends: deque[tuple[float, int, int]] = deque()
         self.receives: deque[tuple[float, int, int]] = deque()
         self.runnable = state.runnable
+        self.most_unread: int | None = None
+        self.num_sent = 0
+        self.receive_times: list[float] = []
+        self.sender_waits = False
+
+    def may_send(self) -> float:
+        """When the next send may be posted at the earliest; `UNKNOWN`: the sender is called when that is known."""
+        awaited = self.num_sent - self.most_unread
+        if awaited >= len(self.receive_times):
+            self.sender_waits = True
+            return UNKNOWN
+        self.num_sent += 1
+        return self.receive_times[awaited] if awaited >= 0 else 0.0
+
+    def note_receive(self, now: float) -> None:
+        """A receive is posted; a send that waits for it can go on."""
+        self.receive_times.append(now)
+        if self.sender_waits:
+            self.sender_waits = False
+            self.runnable.append(self.sender)
 
     def transfer(self, ready: float, microbatch: int) -> float:
         """Start of a transfer that both ends have posted by `ready`; who waits for the tensor can go on."""
@@ -78,6 +101,7 @@ class Channels:
                 )
                 self.needed[tensor][taker] += (channel,)
                 if transfers and crosses:
+                    channel.most_unread = None if program.forward_only else graph.most_unread(maker)
                     for kind, stage, peer in ((SEND_OF[tensor], maker, taker), (RECEIVE_OF[tensor], taker, maker)):
                         named = graph.named_peer(Instruction(kind, stage), peer)
                         self.posted[kind][stage] |= {named: channel, peer: channel}

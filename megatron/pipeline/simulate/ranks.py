@@ -50,9 +50,9 @@ class Simulation:
             of_stages = UPDATES
         for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # a rank's, for all its stages; it stands at the lowest
             times = seconds[kind]
-            seconds[kind] = [
-                math.fsum(times[each] for each in program.stages_of(rank)) for rank in program.rank_of_stage
-            ]
+            trained = [program.stages_of(rank) for rank in range(program.num_ranks)]
+            trained = [[each for each in own if not program.graph.is_forward_only(each)] for own in trained]
+            seconds[kind] = [math.fsum(times[each] for each in trained[rank]) for rank in program.rank_of_stage]
         self.overlap = costs.overlap
         self.num_microbatches = sum(program.batches)
         self.channels = Channels(self.state, costs)
@@ -148,6 +148,14 @@ class Simulation:
                     if channel is None:
                         raise state.error(rank, position, "no channel leads there")
                     sends = action == _SEND
+                    if channel.most_unread is not None:
+                        if sends:
+                            allowed = channel.may_send()
+                            if allowed == UNKNOWN:
+                                break
+                            now = max(now, allowed)
+                        else:
+                            channel.note_receive(now)
                     own, other = (channel.sends, channel.receives) if sends else (channel.receives, channel.sends)
                     if other:
                         posted, there, counterpart = other.popleft()
