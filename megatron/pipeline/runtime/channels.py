@@ -33,6 +33,8 @@ _num_built: Counter[tuple[int, ...]] = (
 )  # pipelines built in this process per list of ranks: part of the link names
 
 
+_LOOK_EVERY = 0.0005  # seconds, where a frozen stage is too far ahead
+
 _Awaited = tuple[Kind, int, int, None, int | None]  # what an Instruction is made of
 
 
@@ -163,7 +165,7 @@ class Channels:
 
     @property
     def waiting(self) -> Instruction | None:
-        """The receive that this rank waits for."""
+        """The receive that this rank waits for, or the send that too much unread stands before."""
         waiting = self._waiting
         return None if waiting is None else Instruction(*waiting)
 
@@ -205,6 +207,26 @@ class Channels:
         except RuntimeError as error:
             raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
                                        error) from error  # fmt: skip
+
+    def wait_until_read(self, send: Instruction, most: int) -> None:
+        """Wait until at most so many of the tensors that were sent before `send`, over its channel, are unread.
+
+        Raises TransferError when they are not read in time or the peer is gone.
+        """
+        link, _ = self._links[send.kind, send.stage, send.peer]
+        if link.num_unread() <= most:
+            return
+        self._waiting = send.kind, send.stage, send.microbatch, None, send.peer
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while link.num_unread() > most:
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > deadline:
+                who, whom = self.name_of(send.stage), self.name_of(self._peers[send.kind, send.stage, send.peer])
+                message = f"{who} waited {self._timeout.total_seconds():g} s in {send} for {whom} to read what was sent"
+                raise TransferError(message, peer_rank=self.peer_of(send), timed_out=True)
+            time.sleep(_LOOK_EVERY)
+        self._waiting = None
 
     def post_receive(
         self, kind: Kind, stage: int, microbatch: int, peer: int | None = None, spec: TensorSpec | None = None

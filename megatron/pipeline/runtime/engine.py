@@ -178,12 +178,12 @@ class PipelineEngine:
                 num_stages=schedule.num_stages,
                 timeout=timeout,
             )
-        executor, of_graph = Executor, {}
+        executor, of_graph, graph = Executor, {}, schedule.graph
         self._shared = SharedParameters(schedule.graph, schedule.weights)
         if isinstance(self._stages[0], GraphStage):
             executor = StagewiseExecutor if schedule.weights.refreshes else GraphExecutor
             of_graph = {"graph": schedule.graph, "shared": self._shared}
-        elif schedule.edges:
+        elif schedule.edges and not schedule.num_frozen:
             raise ValueError(
                 f"the stages of the schedule have the edges {' '.join(map(str, schedule.edges))}, and "
                 f"{type(self._stages[0]).__name__} is for a chain; give stages of a graph, such as GraphModuleStage"
@@ -200,6 +200,7 @@ class PipelineEngine:
             stash=self._stash,
             tracer=tracer,
             wishes=lambda: self.wishes,
+            most_unread={each: graph.most_unread(each) for each in due if graph.is_forward_only(each)},
             **of_graph,
             **({} if ledger is None else {"on_boundary": ledger.note_on_device}),
         )

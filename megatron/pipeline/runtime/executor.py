@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -43,6 +44,7 @@ class Executor:
     microbatches that are saved; `transfers`, which counts there, too, moves them, and None refuses to. `lanes` carry
     weights and gradients between device and host, for an update that is a `RelayUpdate`, and what is in the `stash`;
     None refuses to. `on_boundary` is told each tensor that stages exchange when it is there, or None where none is.
+    `most_unread`: the stages that are frozen, of which nothing is saved, and how many outputs each may have unread.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Executor:
         tracer: Tracer | None = None,
         wishes: Callable[[], int] = lambda: 0,
         on_boundary: Callable[[Tensor | None], None] = lambda tensor: None,
+        most_unread: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        self._most_unread = most_unread
         self._stages = {stage.index: stage for stage in stages}
         self._update = update
         self._channels = channels
@@ -215,6 +219,9 @@ class Executor:
         if microbatch.batch not in self._with_forwards:
             self._with_forwards.add(microbatch.batch)
             self._update.begin_batch(self._batches[microbatch.batch])
+        if index in self._most_unread:
+            self._hand_on(instruction, stage.forward_only(microbatch, self._input_of(stage, instruction)))
+            return
         self._show_weights(stage, instruction)
         input = self._input_of(stage, instruction)
         self._wait_for_moves(instruction)
@@ -294,6 +301,9 @@ class Executor:
 
     def _send_output(self, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
+        if stage in self._most_unread:
+            self._channels.wait_until_read(instruction, self._most_unread[stage] - 1)
+            self._waited()
         self._channels.post_send(Kind.SEND_F, stage, microbatch, self._outputs.pop((stage, microbatch)))
         self._stages[stage].free_output(self._microbatches[microbatch])
 

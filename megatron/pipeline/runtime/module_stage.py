@@ -26,11 +26,12 @@ class ModuleStage:
     """Stage `index` of `num_stages`, running `module`.
 
     `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`, or its weights on the
-    host, shared with its `ModuleRelayUpdate`. `source(microbatch)`:
+    host, shared with its `ModuleRelayUpdate`; None where the stage is frozen. `source(microbatch)`:
     the input tensor of a microbatch, on the first stage. `loss(output, microbatch)`: its scalar mean loss, on the
     last stage. `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program
     contains R instructions. `activation_memory`: the rank's, if activations are to be counted and moved; None: they
-    stay in the graph.
+    stay in the graph. `input_needs_gradient`: False behind a frozen stage. A stage that is frozen itself is asked for
+    `forward_only` alone.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ModuleStage:
         *,
         index: int,
         num_stages: int,
-        versions: WeightVersions | StageWeights,
+        versions: WeightVersions | StageWeights | None,
         source: Callable[[Microbatch], Tensor] | None = None,
         loss: Callable[[Tensor, Microbatch], Tensor] | None = None,
         input_spec: TensorSpec | None = None,
@@ -48,6 +49,7 @@ class ModuleStage:
         loss_name: str = "loss",
         device: torch.device | str = "cpu",
         activation_memory: ActivationMemory | None = None,
+        input_needs_gradient: bool = True,
     ) -> None:
         is_first, is_last = index == 0, index == num_stages - 1
         if (source is not None) != is_first or (input_spec is None) != is_first:
@@ -66,6 +68,7 @@ class ModuleStage:
         self._loss = loss
         self._recompute = recompute
         self._device = torch.device(device)
+        self._input_needs_gradient = input_needs_gradient
         self._captured = (
             NotCaptured(index) if activation_memory is None else CapturedActivations(index, module, activation_memory)
         )
@@ -75,7 +78,7 @@ class ModuleStage:
         self._versions.load(version)
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        saved = SavedActivations(input=None if input is None else input.requires_grad_())
+        saved = SavedActivations(input=None if input is None else input.requires_grad_(self._input_needs_gradient))
         self.activations.put(microbatch.index, saved)
         with self._captured.capture(microbatch.index):
             if self._recompute:
@@ -97,7 +100,7 @@ class ModuleStage:
         now = RandomState.capture(self._device)
         saved.random_state.restore(self._device)
         if saved.input is not None:
-            saved.input = self._captured.kept(saved.context).detach().requires_grad_()
+            saved.input = self._captured.kept(saved.context).detach().requires_grad_(self._input_needs_gradient)
         saved.root = self._root(self._run(microbatch, saved.input), microbatch)
         now.restore(self._device)
 
