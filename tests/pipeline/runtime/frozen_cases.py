@@ -58,6 +58,9 @@ def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tupl
     else:
         update = FrozenUpdate(job_group=groups.job)
 
+    def source(microbatch):
+        return reference.data(microbatch.index, groups.replica)[0]
+
     def loss(output, microbatch):
         time.sleep(slow)
         return reference.loss_of(output, reference.data(microbatch.index, groups.replica)[1])
@@ -65,7 +68,7 @@ def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tupl
     stages = [
         ModuleStage(
             slices[stage], index=stage, num_stages=schedule.num_stages,
-            versions=versions if stage >= num_frozen else None, source=(lambda microbatch: reference.data(microbatch.index, groups.replica)[0]) if stage == 0 else None,
+            versions=versions if stage >= num_frozen else None, source=source if stage == 0 else None,
             loss=loss if stage == last else None, input_spec=None if stage == 0 else spec,
             output_spec=None if stage == last else spec, recompute=schedule.recomputes(stage),
             input_needs_gradient=stage > num_frozen,
