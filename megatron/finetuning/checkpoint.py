@@ -9,6 +9,7 @@ whole checkpoint under its name, or none.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import secrets
 import shutil
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from megatron.capture.tensors import names_in_files, tensor_files
 from megatron.finetuning.assembly import Pipeline
+from megatron.finetuning.model import first_line
 from megatron.planner.files import write_whole
 from megatron.training.checkpoint.directory import sync_directory, sync_file
 
@@ -33,7 +35,9 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: batches done, microbatches done, and what a resumed run must have alike."""
+    """Where a run stands: batches done, microbatches done, and what a resumed run must have alike. One that trains on
+    must have the same number of samples, too, and the same `flags`: what they say is in the checkpoint.
+    """
 
     batches: int
     microbatches: int
@@ -43,6 +47,8 @@ class Progress:
     seed: int
     optim: str
     softened: str
+    samples: int | None
+    flags: dict[str, float]
 
     @staticmethod
     def read(folder: Path) -> Progress:
@@ -51,6 +57,20 @@ class Progress:
             return Progress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{folder} is no checkpoint to go on from ({error}); give a checkpoint-N") from error
+
+    def require_same(self, other: Progress, folder: Path, *, trains: bool) -> None:
+        """Raises ValueError where a run like `other` cannot go on from `folder`, of which this is."""
+        names = ("signature", "stages", "schedule", "seed", "optim", "softened")
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        if trains:
+            pairs.append(("number of samples", self.samples, other.samples))
+            pairs += [(f"--{name}", self.flags.get(name), value) for name, value in other.flags.items()]
+        for name, its, wanted in pairs:
+            if its != wanted:
+                raise ValueError(
+                    f"{folder} was made with another {name} ({its}) than this run's ({wanted}); give the flags, the "
+                    "data and the partition that it was made with"
+                )
 
 
 def latest(output_dir: Path) -> Path | None:
@@ -62,8 +82,11 @@ def latest(output_dir: Path) -> Path | None:
 def _checkpoints(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
-    found = [each for each in output_dir.iterdir() if _NAME.fullmatch(each.name)]
-    return sorted(found, key=lambda each: int(_NAME.fullmatch(each.name)[1]))
+    return sorted((each for each in output_dir.iterdir() if _NAME.fullmatch(each.name)), key=_num_batches)
+
+
+def _num_batches(folder: Path) -> int:
+    return int(_NAME.fullmatch(folder.name)[1])
 
 
 @dataclass(frozen=True)
@@ -86,7 +109,7 @@ def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -
     partial = folder.with_name(f".{folder.name}.partial")
     _write(pipeline, partial, origin, progress)
     if torch.distributed.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was begun again
+        _remove(folder)  # of a run that was begun again
         partial.rename(folder)
         sync_directory(folder.parent)
     torch.distributed.barrier()
@@ -149,7 +172,25 @@ def _file(rank: int, size: int, token: str) -> str:
 def prune(output_dir: Path, most: int | None) -> None:
     """Remove the oldest checkpoints beyond the `most` newest. On one rank."""
     for old in _checkpoints(output_dir)[: -most or None] if most else ():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+
+
+def drop_others(output_dir: Path, *, after: int, but: Path) -> None:
+    """Remove checkpoints of more than `after` batches, but for one: they are of a run that was begun again. On one
+    rank.
+    """
+    for other in _checkpoints(output_dir):
+        if _num_batches(other) > after and other != but:
+            _remove(other)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name, so that none is there in part."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def restore(pipeline: Pipeline, folder: Path) -> None:
@@ -160,8 +201,8 @@ def restore(pipeline: Pipeline, folder: Path) -> None:
     path = folder / f"training-{torch.distributed.get_rank()}.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); go on from another checkpoint") from error
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read ({first_line(error)}); go on from another checkpoint") from error
     for key, update in pipeline.updates.items():
         update.versions.restore(state[key]["versions"])
         update.optimizer.load_state_dict(state[key]["optimizer"])

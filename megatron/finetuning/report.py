@@ -74,7 +74,12 @@ class Report:
         if self._metrics is not None:
             self._metrics.write(step=step, **named, eval_time_ms=1000 * seconds)
         self._show("eval", values, step)
-        self._since = time.perf_counter()
+        self._since += seconds
+
+    def checkpoint(self, step: int, seconds: float) -> None:
+        """One checkpoint, after so many batches."""
+        self.say(f"checkpoint-{step} took {seconds:.1f} s")
+        self._since += seconds
 
     def _show(self, prefix: str, values: dict[str, float | None], step: int) -> None:
         if self._board is None:
