@@ -6,6 +6,7 @@ Needs no torch, so a wrong command line ends at once.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -78,7 +79,7 @@ def validate(args: argparse.Namespace) -> None:
     if not (args.do_train or args.do_eval or args.dry_run):
         args.do_train, args.do_eval = True, args.validation_file is not None
     intervals.complete(args)
-    if args.do_train and args.train_file is None:
+    if args.train_file is None and (args.do_train or not args.do_eval):  # a dry run looks at data, too
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")
@@ -121,18 +122,19 @@ def both_spellings(group) -> Callable[..., argparse.Action]:
     return add
 
 
-def _at_least(least: float, kind: type) -> Callable[[str], float]:
+def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
+        if not (least <= value <= most and math.isfinite(value)):
+            limits = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is no number {limits}")
         return value
 
     parse.__name__ = "number"
     return parse
 
 
-_count, _whole, _real = _at_least(1, int), _at_least(0, int), _at_least(0, float)
+_count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -200,8 +202,8 @@ def _add_training(group) -> None:
     add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
     add("--learning_rate", type=_real, default=5e-5, help="at its peak")
     add("--weight_decay", type=_real, default=0.0, help="of weights that are no biases and in no norm")
-    add("--adam_beta1", type=_real, default=0.9, help="decay of the first moment")
-    add("--adam_beta2", type=_real, default=0.999, help="decay of the second moment")
+    add("--adam_beta1", type=_part, default=0.9, help="decay of the first moment")
+    add("--adam_beta2", type=_part, default=0.999, help="decay of the second moment")
     add("--adam_epsilon", type=_real, default=1e-8, help="added to the root of the second moment")
     add("--momentum", type=_real, default=0.9, help="of sgd")
     add("--max_grad_norm", type=_real, help="largest norm of all gradients, 0: any; default 1, asynchronous 0")
@@ -209,7 +211,7 @@ def _add_training(group) -> None:
     add("--max_steps", type=int, default=-1, help="batches, in place of epochs, if above 0")
     add("--lr_scheduler_type", choices=SCHEDULERS, default="linear", help="of transformers")
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
-    add("--warmup_ratio", type=_real, default=0.0, help="the same as a part of all")
+    add("--warmup_ratio", type=_part, default=0.0, help="the same as a part of all")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
     add("--fp16", action="store_true", help="refused: see --bf16")
     add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
@@ -226,7 +228,7 @@ def _add_pipeline(group) -> None:
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
-    add("--dry_run", action="store_true", help="memory and time of the job, without data and weights")
+    add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="with --dry_run: how many; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")
     add("--distributed_timeout_minutes", type=_count, default=10, help="until a transfer is given up")

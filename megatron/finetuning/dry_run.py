@@ -17,7 +17,9 @@ _GIB = 2**30
 
 
 def run_dry(args: argparse.Namespace) -> None:
-    """Print it. Raises SameEverywhere for what would keep the job from running."""
+    """Print it, once in the job. Raises SameEverywhere for what would keep the job from running."""
+    if args.rank:
+        return
     try:
         plan = make_plan(args, read_data(args))
     except ValueError as error:

@@ -112,24 +112,31 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
     most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and args.max_seq_length > most and args.task != "image-classification":
-        raise ValueError(
-            f"--max_seq_length {args.max_seq_length} is more than the {most} positions of {args.model_name_or_path}; "
-            f"give {most} or less"
-        )
+    names = {"image-classification": (), "text-to-text": ("max_seq_length", "max_target_length")}
+    for name in names.get(args.task, ("max_seq_length",)):
+        if most is not None and getattr(args, name) > most:
+            raise ValueError(
+                f"--{name} {getattr(args, name)} is more than the {most} positions of {args.model_name_or_path}; give "
+                f"{most} or less"
+            )
     batch = data.example(args.per_device_train_batch_size)
     return capture_model(model, batch, data.task.keep), batch, model
 
 
 def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
-    made: list[str | None] = [None]
+    made: list[str | None] = [None, None]  # the partition, and why there is none
     connected = torch.distributed.is_initialized()
     if not connected or torch.distributed.get_rank() == 0:
-        machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
-        choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
-        made = [choice.file.to_json()]
-    if connected and torch.distributed.get_world_size() > 1:
+        try:
+            machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
+            choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
+            made[0] = choice.file.to_json()
+        except ValueError as error:
+            made[1] = str(error)
+    if connected:
         torch.distributed.broadcast_object_list(made)
+    if made[0] is None:
+        raise ValueError(made[1])
     return PartitionFile.from_json(made[0])
 
 

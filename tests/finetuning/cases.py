@@ -133,3 +133,12 @@ def plain(folder: Path, task: str, *, words: Sequence[object] = ()) -> Outcome:
         model.zero_grad()
         scheduler.step()
     return Outcome(lines, {name: each.detach() for name, each in masters.state_dict().items()})
+
+
+def refused(folder: Path, words: Sequence[str]) -> str:
+    """The sentence with which a run ends."""
+    try:
+        finetune(folder, "sequence-classification", words=words, name="refused")
+    except ValueError as error:
+        return str(error)
+    return ""
