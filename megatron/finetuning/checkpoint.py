@@ -107,6 +107,8 @@ class Origin:
 def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -> None:
     """Write the newest weights and what it takes to go on as `folder`. Drained, collective."""
     partial = folder.with_name(f".{folder.name}.partial")
+    if torch.distributed.get_rank() == 0:
+        drop_unfinished(folder.parent)
     _write(pipeline, partial, origin, progress)
     if torch.distributed.get_rank() == 0:
         _remove(folder)  # of a run that was begun again
@@ -118,7 +120,8 @@ def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -
 def save_model(pipeline: Pipeline, folder: Path, origin: Origin) -> None:
     """Write the newest weights into `folder`, which may have other things in it. Drained, collective.
 
-    The files of tensors have names of their own, so a model that was there is whole until the index is replaced.
+    The files of tensors have names of their own, so a model that was there is whole until the rest is renamed: the
+    configuration and the tokenizer, then the index.
     """
     partial = folder / ".model.partial"
     _write(pipeline, partial, origin, None)
@@ -182,6 +185,12 @@ def drop_others(output_dir: Path, *, after: int, but: Path) -> None:
     for other in _checkpoints(output_dir):
         if _num_batches(other) > after and other != but:
             _remove(other)
+
+
+def drop_unfinished(output_dir: Path) -> None:
+    """Remove what a run left that was killed while it wrote or removed a checkpoint. On one rank."""
+    for left in output_dir.glob(".checkpoint-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

@@ -47,6 +47,17 @@ def test_a_run_begun_again_keeps_its_own(tmp_path):
     assert names(output) == ["checkpoint-2", "checkpoint-3"]
 
 
+def test_what_a_killed_run_left_goes(tmp_path):
+    """A checkpoint that it wrote or removed; nobody takes it for one."""
+    output = checkpoints(tmp_path, 2)
+    for name in (".checkpoint-4.partial", ".checkpoint-1.removed"):
+        (output / name).mkdir()
+        (output / name / "model-00001.safetensors").touch()
+    assert checkpoint.latest(output).name == "checkpoint-2"
+    checkpoint.drop_unfinished(output)
+    assert names(output) == ["checkpoint-2"]
+
+
 def begin(folder: Path, *words: object) -> Path | None:
     args = tiny.arguments(folder, CLASSES, *words)
     check_output_dir(args)
