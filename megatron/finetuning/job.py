@@ -27,6 +27,7 @@ from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.trace import gather_traces
 from megatron.training import initialize
 from megatron.training.by_products import ByProduct
+from megatron.training.checkpoint import agreement
 from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
 from megatron.training.logging import configure_logging
 from megatron.training.signals import StopSignal
@@ -80,6 +81,7 @@ def join(args: argparse.Namespace) -> None:
     timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=timeout)
     initialize.join(args, store)
+    agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
 
 
 def check_output_dir(args: argparse.Namespace) -> None:
@@ -119,7 +121,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     intervals.settle(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan, data)
     done = _progress(args, facts)
-    report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+    with agreement.agreed():  # the first rank alone writes
+        report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
     pipeline = assemble(
         plan, args, feed=feed, summary=data.task.summary, folder=args.model_name_or_path, num_steps=max(num_steps, 1),

@@ -25,6 +25,7 @@ from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
 from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.pipeline.schedules import Schedule
+from megatron.training.checkpoint.agreement import on_rank_zero
 
 EFFORT = 0.2
 """Of the search where a run cuts its model itself; tools/partition.py takes all of it."""
@@ -124,20 +125,12 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
 
 
 def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
-    made: list[str | None] = [None, None]  # the partition, and why there is none
-    connected = torch.distributed.is_initialized()
-    if not connected or torch.distributed.get_rank() == 0:
-        try:
-            machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
-            choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
-            made[0] = choice.file.to_json()
-        except ValueError as error:
-            made[1] = str(error)
-    if connected:
-        torch.distributed.broadcast_object_list(made)
-    if made[0] is None:
-        raise ValueError(made[1])
-    return PartitionFile.from_json(made[0])
+    def make() -> str:
+        machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
+        choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
+        return choice.file.to_json()
+
+    return PartitionFile.from_json(on_rank_zero(make) if torch.distributed.is_initialized() else make())
 
 
 def _unused(model: torch.nn.Module, captured: Captured) -> tuple[tuple[str, ...], ...]:

@@ -1,5 +1,6 @@
 """Whole runs of `finetune.py`'s job: what they train, what they write, and where they go on."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,19 @@ def test_strategies_say_when(folder):
     assert saved == [4, 8, 12, 14]
     last = cases.weights_of(folder / "strategies" / "checkpoint-14", CLASSES)
     assert all(torch.equal(last[name], weights) for name, weights in found.weights.items())
+
+
+def test_all_ranks_know_what_one_cannot_do(folder):
+    """A disk that is full for one rank, and a checkpoint of which one rank's file is damaged."""
+    words = ["--partition", cases.partition(folder, CLASSES, (0, 1)), "--max_steps", 1, "--save_strategy", "steps"]
+    full = workers.run(2, f"{CASES}:refused", folder=folder, words=tuple(map(str, words)), largest_file=4000)
+    assert full[0] == full[1]
+    assert re.fullmatch(r".*partial cannot be written by rank 1: .*; make room, or give another --output_dir", full[0])
+    assert not list((folder / "refused").glob("checkpoint-*"))
+    run(folder, "damaged", *words)
+    checkpoint = folder / "damaged" / "checkpoint-1"
+    (checkpoint / "training-1.pt").write_text("no state")
+    words += ["--resume_from_checkpoint", checkpoint]
+    found = workers.run(2, f"{CASES}:refused", folder=folder, words=tuple(map(str, words)))
+    assert found[0] == found[1]
+    assert re.fullmatch(r".*training-1\.pt cannot be read \(.*\); go on from another checkpoint", found[0])
