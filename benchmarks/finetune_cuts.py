@@ -11,7 +11,7 @@ from megatron import backend
 
 
 def main() -> None:
-    from megatron.finetuning.arguments import add_data, add_microbatch
+    from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
     from megatron.finetuning.partitioning import Machine, cut_model
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
@@ -24,7 +24,8 @@ def main() -> None:
     add_data(parser, required=True)
     add_microbatch(parser)
     args = parser.parse_args()
-    args.do_train, args.do_eval, args.seed, args.max_stages_per_device = True, False, 0, 2
+    settle_precision(args)
+    args.do_train, args.do_eval, args.seed, args.max_stages_per_device = True, False, 0, 3
     captured, batch, _ = captured_model(args, read_data(args))
     _, candidates, _, _ = cut_model(captured, batch, Machine(args.devices, 2.0**36, args.bandwidth), args)
     simulated = {}
@@ -40,4 +41,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     backend.install()
+    backend.keep_freed_memory()  # as in training
     main()

@@ -1,6 +1,6 @@
 """What a mixed partition gains on a real, unbalanced model: a T5 on two processes, each on a core of its own.
 
-    python benchmarks/finetune_speed.py                  # about 4 minutes; a table
+    python benchmarks/finetune_speed.py                  # about 6 minutes; a table
     python benchmarks/finetune_speed.py --json result.json
 
 A T5 of one layer and one, whose source is long and whose vocabulary is large: the two products of the encoder's
@@ -14,7 +14,7 @@ gain       sequential over mixed: measured, and as the simulator predicts from t
 
 import argparse
 import json
-import random
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,22 +26,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.finetune_models import SOURCE, TARGET, write_t5
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
 NAMES = ("sequential", "mixed")
-SOURCE, TARGET, ACCUMULATION = 256, 104, 4
+ACCUMULATION = 4
 _COMPUTATIONS = [kind for kind in Kind if kind.is_computation or kind is Kind.STEP]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="turns of each partition (default: 3)")
-    parser.add_argument("--steps", type=int, default=60, help="batches of a turn (default: 60)")
+    parser.add_argument("--steps", type=int, default=20, help="batches of a turn (default: 20)")
     parser.add_argument("--json", metavar="FILE", help="also write what was measured")
     options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options)
     show(found)
@@ -52,17 +54,13 @@ def main() -> int:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict:
     """By partition: `seconds` and `limit` of a microbatch in each turn, `simulated` seconds."""
-    write_model(folder)
+    write_t5(folder)
     task = [
         "--task", "text-to-text", "--train_file", str(folder / "train.jsonl"), "--max_seq_length", str(SOURCE),
         "--max_target_length", str(TARGET), "--per_device_train_batch_size", "4", "--gradient_accumulation_steps",
         str(ACCUMULATION), "--optim", "sgd",
     ]  # fmt: skip
-    subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("finetune_cuts.py")), str(folder / "t5"), *task, "--devices",
-         str(RANKS), "--output", str(folder)],
-        cwd=ROOT, check=True,
-    )  # fmt: skip
+    cut(folder / "t5", task, folder)
     found = {}
     for name in NAMES:
         content = json.loads((folder / f"{name}.json").read_text())
@@ -75,6 +73,15 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
             each["seconds"].append(seconds)
             each["limit"].append(limit)
     return found
+
+
+def cut(model: Path, task: list[str], folder: Path) -> None:
+    """Write `sequential.json`, `mixed.json` and `simulated.json` into the folder."""
+    subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("finetune_cuts.py")), str(model), *task, "--devices", str(RANKS),
+         "--output", str(folder)],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
 
 
 def run(folder: Path, name: str, task: list[str], steps: int) -> None:
@@ -106,39 +113,6 @@ def batch_of(span) -> int:
     """The run begins with microbatch 0, and all batches are alike."""
     instruction = span.instruction
     return instruction.version - 1 if instruction.kind is Kind.STEP else instruction.microbatch // ACCUMULATION
-
-
-def write_model(folder: Path) -> None:
-    """A T5 of 1 layer and 1 with random weights, its tokenizer, and samples of made-up words."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    words = [f"w{number}" for number in range(16_000)]
-    special = ["<pad>", "</s>", "<unk>"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*special, *words])}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
-        model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=len(fast), d_model=256, d_kv=64, d_ff=8192, num_layers=1, num_decoder_layers=1, num_heads=8,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    transformers.T5ForConditionalGeneration(config).save_pretrained(folder / "t5")
-    fast.save_pretrained(folder / "t5")
-    choose = random.Random(0)
-    lines = [
-        {
-            "source": " ".join(choose.choices(words, k=SOURCE - 1)),
-            "target": " ".join(choose.choices(words, k=TARGET - 1)),
-        }
-        for _ in range(400)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def show(found: dict) -> None:

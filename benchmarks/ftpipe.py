@@ -1,6 +1,6 @@
 """How close asynchronous pipelines with several stages a rank come to the work of their busiest rank.
 
-    python benchmarks/ftpipe.py                    # about 3 minutes; a table
+    python benchmarks/ftpipe.py                    # about 6 minutes; a table
     python benchmarks/ftpipe.py --json result.json
 
 Problem: overlap shows on many ranks, and a computer with two cores cannot compute on many.

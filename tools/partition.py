@@ -16,6 +16,7 @@ after Ctrl-C.
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -57,6 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.add_argument("--devices", type=command_line.count, metavar="P", help="how many")
     machine.add_argument("--memory", help="of each (default: 16GiB)")
     machine.add_argument("--bandwidth", type=command_line.positive, metavar="GB/S", help="between them (default: 10)")
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # what follows is of nested regions
+    machine.add_argument(
+        "--threads", type=command_line.count, default=threads, metavar="N",
+        help="of the profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
+    )  # fmt: skip
     add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
     add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))
     return command_line.run(_run, parser.parse_args(arguments))
@@ -80,6 +86,10 @@ def _run_model(options: argparse.Namespace) -> int:
     from megatron import backend
 
     backend.install()
+    backend.keep_freed_memory()  # as in training
+    import torch
+
+    torch.set_num_threads(options.threads)
     from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data

@@ -66,10 +66,12 @@ def profile(
     `batch`: a microbatch of the size that is to be trained, on the device that is to be measured; parameters without
     memory get it there. Times are the least of `repeats`. `progress(done, blocks)` is called after each block.
     """
-    return _Profiler(captured, batch, repeats).run(progress)
+    return Profiler(captured, batch, repeats).run(progress)
 
 
-class _Profiler:
+class Profiler:
+    """Runs the blocks of a capture in turn. `estimate.py` has another `timed` and `apply`."""
+
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], repeats: int) -> None:
         self._captured = captured
         self._device = next(iter(batch.values())).device
@@ -158,14 +160,14 @@ class _Profiler:
         forward, recorded, backward = [], [], []
         for _ in range(self._repeats):
             with torch.no_grad():
-                forward.append(self._timed(lambda: self._forward(nodes, self._leaves(inputs), parameters, results))[0])
+                forward.append(self.timed(lambda: self._forward(nodes, self._leaves(inputs), parameters, results))[0])
             leaves = self._leaves(inputs)
-            milliseconds, made = self._timed(lambda: self._forward(nodes, leaves, parameters, results))  # noqa: B023
+            milliseconds, made = self.timed(lambda: self._forward(nodes, leaves, parameters, results))  # noqa: B023
             recorded.append(milliseconds)
             roots = [each for each in made if isinstance(each, Tensor) and each.requires_grad]
             gradients = [torch.ones_like(each) for each in roots]
             if roots:
-                milliseconds, _ = self._timed(lambda: torch.autograd.backward(roots, gradients))  # noqa: B023
+                milliseconds, _ = self.timed(lambda: torch.autograd.backward(roots, gradients))  # noqa: B023
                 backward.append(milliseconds)
         saved, shares, made = self._memory_of(nodes, inputs, results, parameters)
         return _Measured(min(forward), min(recorded), min(backward, default=0.0), saved, shares, made)
@@ -220,7 +222,11 @@ class _Profiler:
 
         args = fx.node.map_aggregate(fx.node.map_arg(node.args, value_of), moved)
         kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, value_of), moved)
-        return node.target(*args, **kwargs)
+        return self.apply(node.target, args, kwargs)
+
+    def apply(self, target: Callable, args: tuple, kwargs: Mapping[str, object]) -> object:
+        """Compute one operator."""
+        return target(*args, **kwargs)
 
     def _parameters(self, nodes: Sequence[fx.Node]) -> dict[str, Tensor]:
         """The block's own, with memory, by their names in the graph."""
@@ -236,7 +242,8 @@ class _Profiler:
                 found[source.target] = real.requires_grad_(value.requires_grad)
         return found
 
-    def _timed(self, work: Callable[[], object]) -> tuple[float, object]:
+    def timed(self, work: Callable[[], object]) -> tuple[float, object]:
+        """Milliseconds of some work, and its result."""
         self._wait()
         begin = time.perf_counter()
         result = work()
@@ -256,7 +263,8 @@ def parameters_of(captured: Captured, block: Sequence[int]) -> tuple[str, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Of the storage and not of its bytes, which parameters without memory have not."""
+    return tensor.untyped_storage()._cdata
 
 
 def _num_bytes(value: object) -> int:

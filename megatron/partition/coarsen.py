@@ -121,7 +121,7 @@ def _by_type(units: Units, count: int, *, evenly: bool) -> Stages:
         if units.time[unit] > heaviest[block]:
             heaviest[block] = units.time[unit]
             node = nodes[units.nodes[unit][0]]
-            kinds[block] = f"{node.block} {_unnumbered(node.scope.partition(']')[0])}"
+            kinds[block] = f"{node.block} {_unnumbered(_block_path(node.scope))}"
     # Of one type: alike in name, and within a factor of 1.5 in time, such as encoder and decoder blocks are not.
     runs: list[list[int]] = []
     for _, run in groupby(range(len(coarse)), key=kinds.__getitem__):
@@ -181,7 +181,7 @@ def _blocks(units: Units) -> list[int]:
     for unit, ids in enumerate(units.nodes):
         node = nodes[ids[0]]
         match = re.match(rf"(.*?{re.escape(special)}\[\d+\])", node.scope) if special else None
-        name = match.group(1) if match else re.match(r"[^\]]*\]?", node.scope).group(0) if node.block else None
+        name = match.group(1) if match else _block_path(node.scope) if node.block else None
         if name:
             if name in last:
                 graph.add_edges_from([(last[name], unit), (unit, last[name])])
@@ -191,6 +191,11 @@ def _blocks(units: Units) -> list[int]:
     order = networkx.lexicographical_topological_sort(condensed, key=first.__getitem__)
     number = {each: index for index, each in enumerate(order)}
     return [number[condensed.graph["mapping"][unit]] for unit in range(len(units))]
+
+
+def _block_path(scope: str) -> str:
+    """Up to the first numbered part, as `T5/T5Block[3]` or, in a captured graph, `T5/encoder/block/3`."""
+    return re.match(r"[^\]]*?/\d+(?=/)|[^\]]*\]?", scope).group(0)
 
 
 def _unnumbered(scope: str) -> str:

@@ -121,3 +121,14 @@ def test_what_metis_is_given():
     near, weights, edges = adjacency(compiled(parse_graph(made)))
     assert near == [[1, 2], [0], [0]] and edges == [[1001, 1001], [1001], [1001]]
     assert weights[0] == 1 and weights[2] - 1 == pytest.approx(2 * (weights[1] - 1), abs=1)
+
+
+@pytest.mark.parametrize("scope", ["M/Block[{layer}]/op{op}", "M/stack/{layer}/part/{op}/op_{layer}"])
+def test_coarsening_by_type_cuts_no_block(scope):
+    """Whether a path has its numbers in brackets or, as that of a captured graph, between slashes."""
+    made = graphs.content([1.0, 5.0, 3.0] * 8, [(i, i + 1) for i in range(23)])
+    for node in made["nodes"]:
+        node["scope"] = scope.format(layer=node["id"] // 3, op=node["id"] % 3)
+    stages = COARSENINGS["type"](compiled(parse_graph(made)), 3)
+    assert sorted(set(stages)) == [0, 1, 2]
+    assert all(len(set(stages[first : first + 3])) == 1 for first in range(0, 24, 3))

@@ -13,7 +13,6 @@ transfers, even where a send completes only once its receive is posted.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from megatron.pipeline.instruction import RECEIVE_OF, SEND_OF, Instruction, Kind, Tensor
 from megatron.pipeline.passes import Leg, Legs
@@ -28,6 +27,7 @@ class _Draft:
 
     def __init__(self, leg: Leg) -> None:
         self.leg = leg
+        self.last_begins: int | None = None  # where the last such computation begins, once `needs` has gone through
         self._sends: dict[int, list[Instruction]] = {}  # by the position of what makes the tensor
         # by where to post: (needed where, receive); those that are needed in the next leg as if behind this one
         self._receives: dict[int, list[tuple[int, Instruction]]] = {}
@@ -50,6 +50,7 @@ class _Draft:
         for begins, position in self.computations():
             yield position, begins if before is None else before
             before = begins
+        self.last_begins = before
 
     def send(self, instruction: Instruction, *, made: int) -> None:
         self._sends.setdefault(made, []).append(instruction)
@@ -79,7 +80,7 @@ def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], outline: Prog
     border = first
     for place, size in enumerate(outline.batches):
         border += size
-        begins = max((begins for begins, _ in drafts[place].computations()), default=None)
+        begins = drafts[place].last_begins
         goes_on = next(
             ((kind, stage, border - behind) for kind, stage, behind in turns if border - behind >= first), None
         )
@@ -89,6 +90,23 @@ def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], outline: Prog
         draft, needed, _ = needs[kind.row.needs, stage, microbatch]
         assert draft is drafts[place + 1], "it stands right behind the border"
         needs[kind.row.needs, stage, microbatch] = drafts[place], len(drafts[place].leg) + needed, begins
+
+
+_Route = tuple[int, Kind, Kind, int | None, int | None]
+"""To which stage, the words of both ends, and the peer that each of them names."""
+
+
+def _routes(outline: Program, tensor: Tensor, stage: int) -> list[_Route]:
+    """Where a tensor of a stage is sent, the nearest stage first."""
+    graph, send, receive = outline.graph, SEND_OF[tensor], RECEIVE_OF[tensor]
+    return [
+        (
+            target, send, receive, graph.named_peer(Instruction(send, stage), target),
+            graph.named_peer(Instruction(receive, target), stage),
+        )
+        for target in sorted(graph.takers(tensor, stage), key=lambda each: abs(each - stage))
+        if outline.crosses(stage, target)
+    ]  # fmt: skip
 
 
 def add_communication(
@@ -103,7 +121,6 @@ def add_communication(
     """
     drafts_of_rank = [[_Draft(leg) for leg in legs] for legs in legs_of_rank]
     drafts = [draft for drafts in drafts_of_rank for draft in drafts]
-    graph = outline.graph
     needs: _Needs = {}
     for draft in drafts:
         for needed, posted in draft.needs():
@@ -112,24 +129,22 @@ def add_communication(
             needs[tensor, instruction.stage, instruction.microbatch] = draft, needed, posted
     for turns, own in zip(goes_on_with, drafts_of_rank, strict=False):
         _post_earlier(turns, own, outline, needs)
+    routes = {
+        (tensor, stage): _routes(outline, tensor, stage) for tensor in Tensor for stage in range(outline.num_stages)
+    }
     for draft in drafts:
         for made, instruction in enumerate(draft.leg):
             tensor = instruction.kind.row.makes
             if tensor is None:
                 continue
             stage, microbatch = instruction.stage, instruction.microbatch
-            for target in sorted(graph.takers(tensor, stage), key=lambda each: abs(each - stage)):
-                if not outline.crosses(stage, target):
-                    continue
+            for target, send, receive, send_peer, receive_peer in routes[tensor, stage]:
                 need = tensor, target, microbatch
                 if need not in needs:
                     raise ValueError(f"{instruction} makes a tensor for stage {target}, where nothing needs it")
                 receiver, needed, posted = needs[need]
-                send, receive = (
-                    Instruction(SEND_OF[tensor], stage, microbatch),
-                    Instruction(RECEIVE_OF[tensor], target, microbatch),
+                draft.send(Instruction(send, stage, microbatch, None, send_peer), made=made)
+                receiver.receive(
+                    Instruction(receive, target, microbatch, None, receive_peer), needed=needed, posted=posted
                 )
-                draft.send(replace(send, peer=graph.named_peer(send, target)), made=made)
-                receive = replace(receive, peer=graph.named_peer(receive, stage))
-                receiver.receive(receive, needed=needed, posted=posted)
     return [[draft.joined() for draft in drafts] for drafts in drafts_of_rank]

@@ -1,0 +1,126 @@
+"""What each block of a captured model would cost on a device that is not here, by the roofline model.
+
+Problem: partitions are looked for with the costs of a device, and neither it nor the memory for the model may be there.
+Solution: the blocks run as they do in a profile, forward and backward, on tensors that have shapes and no memory, and
+instead of a clock each kernel is priced: its floating-point operations at the rate of matrix products, or its bytes at
+the memory's, whichever takes longer, and a launch. Caches, fused kernels and the waits of small matrices are unknown to
+it. Bytes that are saved and put out are those of a profile, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megatron.capture.export import Captured
+from megatron.capture.profile import BlockCost, Profiler
+from megatron.capture.randomness import seeded_dropout
+
+aten = torch.ops.aten
+
+_LOOKS_UP = {aten.embedding, aten.gather, aten.index, aten.index_select}
+"""They read as much of their first argument as they return."""
+_COUNTED_AS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+_MAKES_NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What kernels reach on a device, not what it has on paper.
+
+    Attributes:
+        teraflops: 10^12 floating-point operations a second in matrix products; a multiplication and an addition are
+            two.
+        gigabytes_per_second: 10^9 bytes a second from and to the device's memory.
+        launch_microseconds: of each kernel, beside that.
+
+    Raises ValueError for a rate that is not above 0, or a launch below 0.
+    """
+
+    teraflops: float
+    gigabytes_per_second: float
+    launch_microseconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, may_be_0 = getattr(self, each.name), each.name == "launch_microseconds"
+            if not 0 <= value < float("inf") or (value == 0 and not may_be_0):
+                raise ValueError(f"{each.name} is {value:g}; give what the device reaches, a number above 0")
+
+    def milliseconds(self, flops: float, num_bytes: float) -> float:
+        """Of one kernel."""
+        return max(flops / (self.teraflops * 1e9), num_bytes / (self.gigabytes_per_second * 1e6)) + (
+            self.launch_microseconds / 1e3
+        )
+
+
+def estimate(captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline) -> tuple[BlockCost, ...]:
+    """The costs of each of `blocks_of` on such a device, as `profile` would say them.
+
+    `batch`: a microbatch of the size that is to be trained; its values do not matter.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return _Estimator(captured, {name: mode.from_tensor(each) for name, each in batch.items()}, roofline).run(None)
+
+
+class _Estimator(Profiler):
+    def __init__(self, captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline) -> None:
+        super().__init__(captured, batch, repeats=1)
+        self._roofline = roofline
+
+    def timed(self, work: Callable[[], object]) -> tuple[float, object]:
+        with _Meter(self._roofline) as meter:
+            result = work()
+        return meter.milliseconds, result
+
+    def apply(self, target: Callable, args: tuple, kwargs: Mapping[str, object]) -> object:
+        """Dropout as one kernel that saves a byte an element, as on a GPU; on a CPU it is four, and saves floats."""
+        if target is seeded_dropout:
+            _, _, tensor, probability = args
+            return torch.native_dropout(tensor, probability, True)[0]
+        return super().apply(target, args, kwargs)
+
+
+class _Meter(TorchDispatchMode):
+    """Adds up what the kernels within it would take."""
+
+    def __init__(self, roofline: Roofline) -> None:
+        super().__init__()
+        self._roofline = roofline
+        self.milliseconds = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given, made = list(_tensors((args, kwargs))), list(_tensors(result))
+        kernel = func.overloadpacket
+        if kernel not in _MAKES_NOTHING and not _is_view(func, given, made):
+            count = flop_registry.get(_COUNTED_AS.get(kernel, kernel))
+            flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
+            read = made + given[1:] if kernel in _LOOKS_UP else given
+            self.milliseconds += self._roofline.milliseconds(flops, sum(map(_num_bytes, (*read, *made))))
+        return result
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    return (each for each in tree_leaves(values) if isinstance(each, Tensor))
+
+
+def _is_view(func, given: list[Tensor], made: list[Tensor]) -> bool:
+    """Whether all that it returns is memory that was there, and nothing is written."""
+    there = {each.untyped_storage()._cdata for each in given}
+    return not func._schema.is_mutable and all(each.untyped_storage()._cdata in there for each in made)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of its memory that it spans; what is expanded is read once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
