@@ -6,9 +6,9 @@ from torch import nn
 from megatron.capture.blocks import blocks_of, free_nodes
 from megatron.capture.cut import cut
 from megatron.capture.export import capture
-from megatron.capture.sequential import train_in_turn
 from megatron.capture.stage import StageData
 from tests.capture.cuts import spread
+from tests.capture.in_turn import train_in_turn
 from tests.capture.models import captured, gradients
 
 
