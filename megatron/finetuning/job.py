@@ -28,7 +28,7 @@ from megatron.pipeline.runtime.trace import gather_traces
 from megatron.training import initialize
 from megatron.training.by_products import ByProduct
 from megatron.training.checkpoint import agreement
-from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
+from megatron.training.entry import OnThisRank, agree_to_start, told_once
 from megatron.training.logging import configure_logging
 from megatron.training.signals import StopSignal
 from megatron.training.timeline import write_pictures
@@ -52,18 +52,9 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
     """
     configure_logging(args.logging_level)
     join(args)
-    outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with initialize.left_in_order(), failure.guard(timeout=timeout):
-        try:
-            run(args, stop)
-        except ValueError as error:
-            try:
-                agree_or_raise(error)
-            except SameEverywhere as same:
-                outcome = same
-    if outcome is not None:
-        raise outcome
+    with initialize.left_in_order(), told_once(failure.guard(timeout=timeout)):
+        run(args, stop)
 
 
 def join(args: argparse.Namespace) -> None:

@@ -13,7 +13,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 from megatron.pipeline.runtime.error_file import write_error_file
@@ -163,3 +164,19 @@ def agree_or_raise(error: ValueError) -> None:
             time.sleep(0.05)
             count = store.add("user_errors", 0)
     raise SameEverywhere(str(error)) from error
+
+
+@contextmanager
+def told_once(guard: AbstractContextManager) -> Iterator[None]:
+    """The block within `guard`, which a ValueError that all ranks have alike leaves in peace, as `SameEverywhere`."""
+    outcome = None
+    with guard:
+        try:
+            yield
+        except ValueError as error:
+            try:
+                agree_or_raise(error)
+            except SameEverywhere as same:
+                outcome = same
+    if outcome is not None:
+        raise outcome
