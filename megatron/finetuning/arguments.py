@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Sequence
 
 from megatron.finetuning import intervals
+from megatron.training.entry import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
@@ -85,11 +85,12 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError("--do_eval needs --validation_file")
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
-    world_size = args.world_size = number("WORLD_SIZE", 1)
-    args.rank = number("RANK", 0)
-    if args.devices is not None and args.devices != world_size and not args.dry_run:
-        raise ValueError(f"--devices {args.devices} is for --dry_run; a run has as many as processes, {world_size}")
-    args.devices = args.devices or world_size
+    args.rank, args.world_size, _ = environment_ranks()
+    if args.devices is not None and args.devices != args.world_size and not args.dry_run:
+        raise ValueError(
+            f"--devices {args.devices} is for --dry_run; a run has as many as processes, {args.world_size}"
+        )
+    args.devices = args.devices or args.world_size
     if args.data_parallel_size != 1:
         raise ValueError(
             f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
@@ -102,14 +103,6 @@ def settle_precision(args: argparse.Namespace) -> None:
     if args.bf16 and args.dtype == "float32":
         raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
     args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
-
-
-def number(name: str, default: int) -> int:
-    """A whole number of the environment. Raises ValueError."""
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
-    return int(text)
 
 
 def both_spellings(group) -> Callable[..., argparse.Action]:

@@ -83,6 +83,20 @@ def _number(name: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
+def environment_ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the environment; (0, 1, 0) without a launcher. Raises ValueError."""
+    values = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        text = os.environ.get(name, default)
+        if not text.isdigit():
+            raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
+        values.append(int(text))
+    rank, world_size, local_rank = values
+    if rank >= world_size:
+        raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world_size}; start through torchrun")
+    return rank, world_size, local_rank
+
+
 def end(prog: str, error: Exception) -> int:
     """Print the error once in the job: rank 0 prints and ends first, and the launcher then ends the others. Each host's
     launcher is told by one rank."""
