@@ -20,7 +20,7 @@ from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
 from megatron.finetuning.model import capture_model, open_model, renaming
 from megatron.finetuning.optimizers import decaying
-from megatron.finetuning.partition_file import PartitionFile
+from megatron.finetuning.partition_file import LENGTHS, PartitionFile
 from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
 from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
@@ -113,9 +113,8 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
     most = getattr(model.config, "max_position_embeddings", None)
-    names = {"image-classification": (), "text-to-text": ("max_seq_length", "max_target_length")}
-    for name in names.get(args.task, ("max_seq_length",)):
-        if most is not None and getattr(args, name) > most:
+    for name, tasks in LENGTHS.items():
+        if most is not None and args.task in tasks and getattr(args, name) > most:
             raise ValueError(
                 f"--{name} {getattr(args, name)} is more than the {most} positions of {args.model_name_or_path}; give "
                 f"{most} or less"
