@@ -230,7 +230,11 @@ def _add_pipeline(group) -> None:
 def _add_output(group) -> None:
     add = both_spellings(group)
     add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
-    add("--overwrite_output_dir", action="store_true", help="begin again where it has checkpoints of another run")
+    add(
+        "--overwrite_output_dir",
+        action="store_true",
+        help="begin again where it has checkpoints of another run, which then go",
+    )
     add("--save_strategy", type=intervals.strategy, metavar="{no,steps,epoch}",
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=intervals.steps, help="batches from one to the next, or below 1 a part of all; 500")
