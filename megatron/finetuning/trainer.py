@@ -120,7 +120,7 @@ class Trainer:
         engine, start = self.pipeline.engine, time.perf_counter()
         self._save(engine.next_batch, engine.next_microbatch)
         self.saved_step = engine.next_batch
-        self.report.checkpoint(engine.next_batch, time.perf_counter() - start)
+        self.report.say(f"checkpoint-{engine.next_batch} took {time.perf_counter() - start:.1f} s")
 
 
 def checkpoint_saver(
