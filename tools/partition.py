@@ -75,6 +75,10 @@ def _run(options: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise ValueError(f"{path} is a folder; name a file in it")
+    if options.picture:
+        from megatron.partition.draw import check_form
+
+        check_form(options.picture)
     return _run_graph(options) if options.model is None else _run_model(options)
 
 

@@ -56,6 +56,7 @@ def test_refusals(run, made, tmp_path):
     assert run("--graph", path, "--methods", "annealing")[0] == 2
     for words, sentence in (
         (("--output", tmp_path), "is a folder; name a file in it"),
+        (("--picture", tmp_path / "p.xyz"), "p.xyz has no suffix of a picture; give one of"),
         (("--devices", 4), "--devices is of a MODEL, and --graph names its own machine"),
         (("--memory", "1GiB"), "--memory is of a MODEL"),
     ):
