@@ -46,7 +46,7 @@ def read_config(folder: str, changes: Mapping[str, object] | None = None):
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dict(changes or {}))
     except Exception as error:  # of a field of another kind any
-        raise ValueError(f"{folder}/config.json cannot be read: {first_line(error)}") from error
+        raise ValueError(f"{folder}/config.json cannot be read: {first_line(error)}; save the model anew") from error
 
 
 def open_model(

@@ -114,7 +114,10 @@ class PartitionFile:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--partition {path} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"--partition {path} cannot be read: {reason}; make it with tools/partition.py MODEL --output"
+            ) from error
         return PartitionFile.from_json(text, str(path))
 
     def write(self, path: Path) -> None:
