@@ -112,7 +112,7 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
     """
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
-    most = getattr(model.config, "max_position_embeddings", None)
+    most = num_positions(model)
     for name, tasks in LENGTHS.items():
         if most is not None and args.task in tasks and getattr(args, name) > most:
             raise ValueError(
@@ -121,6 +121,17 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
             )
     batch = data.example(args.per_device_train_batch_size)
     return capture_model(model, batch, data.task.keep), batch, model
+
+
+def num_positions(model: torch.nn.Module) -> int | None:
+    """The longest sequence that a model takes; None: any. Where padding has a position of its own, as in RoBERTa, real
+    ones begin behind it.
+    """
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and "position" in name and module.num_embeddings == most:
+            return most if module.padding_idx is None else most - module.padding_idx - 1
+    return most
 
 
 def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron import backend
 
@@ -12,7 +13,7 @@ backend.install()
 from megatron.capture.tensors import tensor_files
 from megatron.finetuning import job
 from megatron.finetuning.model import check_folder, open_model, read_config, renaming
-from megatron.finetuning.plan import make_plan
+from megatron.finetuning.plan import make_plan, num_positions
 from megatron.finetuning.samples import read_data
 from tests.finetuning import tiny
 
@@ -42,6 +43,28 @@ def test_more_tokens_than_the_model_has_positions(tmp_path):
     args = tiny.arguments(tmp_path, "causal-lm", "--max_seq_length", 33)
     with pytest.raises(ValueError, match=r"--max_seq_length 33 is more than the 32 positions of .*; give 32 or less"):
         make_plan(args, read_data(args))
+
+
+def test_positions_behind_that_of_padding():
+    """RoBERTa's real positions begin at 2 with the usual padding, so 2 of its 514 are none; BERT has all."""
+    import transformers
+
+    small = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    roberta = transformers.RobertaConfig(**small, max_position_embeddings=14, pad_token_id=1)
+    model = transformers.RobertaForSequenceClassification(roberta)
+    assert num_positions(model) == 12
+    model(input_ids=torch.full((1, 12), 5))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model(input_ids=torch.full((1, 13), 5))
+    bert = transformers.BertConfig(**small, max_position_embeddings=14)
+    assert num_positions(transformers.BertForSequenceClassification(bert)) == 14
+    assert num_positions(torch.nn.Module()) is None
 
 
 def test_tokens_that_hold_no_text(tmp_path):
