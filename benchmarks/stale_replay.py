@@ -106,9 +106,7 @@ class ReplayedStage:
             if parameter.grad is not None:
                 copy.grad = parameter.grad * (size / self.num_unstepped)
             if parameter in self.optimizer.state:
-                optimizer.state[copy] = {
-                    key: copied(value) for key, value in self.optimizer.state[parameter].items()
-                }
+                optimizer.state[copy] = {key: copied(value) for key, value in self.optimizer.state[parameter].items()}
         rates = learning_rates_to_come(self.optimizer, self.scheduler, horizon)
         _set_rates(optimizer, [of_group[0] for of_group in rates])
         optimizer.step()
