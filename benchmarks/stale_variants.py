@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(SIZES), help="of a batch")
     parser.add_argument("--learning-rates", type=float, nargs="+", help="instead of those of the docs")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--length", type=int, default=400, help="microbatches of a run (default: 400)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core (default: 2)")
     parser.add_argument("--json", type=Path, help="every single run goes here")
@@ -80,7 +81,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
         for task in options.tasks
         for size in options.microbatches
         for rate in options.learning_rates or RATES[task, size]
-        for seed in range(options.seeds)
+        for seed in range(options.first_seed, options.first_seed + options.seeds)
         for variant in options.variants
         if size > 1 or not variant.startswith("provisional")
     ]

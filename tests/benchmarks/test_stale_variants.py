@@ -1,4 +1,4 @@
-"""The replay of variants of stale weights computes what the project's own policy does, and provisional steps are steps."""
+"""The replay of variants of stale weights computes what the project's own policy does; provisional steps are steps."""
 
 import copy
 
