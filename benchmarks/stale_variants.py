@@ -37,8 +37,8 @@ from benchmarks.stale_replay import RULES, ReplayedStage, replay
 FLUSH = "flush"
 TASKS = ("reviews", "characters")
 SIZES = (1, 4)
-RATES = {("reviews", 1): (1e-3, 3e-3), ("reviews", 4): (3e-3, 6e-3),
-         ("characters", 1): (3e-3, 1e-2), ("characters", 4): (1e-2, 2e-2)}  # fmt: skip
+RATES = {("reviews", 1): (3e-3,), ("reviews", 4): (3e-3, 6e-3),
+         ("characters", 1): (1e-2,), ("characters", 4): (1e-2,)}  # fmt: skip
 
 
 @dataclass(frozen=True)
