@@ -13,6 +13,7 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint, intervals
+from megatron.finetuning.arguments import SOFTENING
 from megatron.finetuning.assembly import Pipeline, assemble
 from megatron.finetuning.checkpoint import Origin, Progress
 from megatron.finetuning.data.epochs import Epochs
@@ -163,7 +164,7 @@ def _facts(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
         "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
-        "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
+        "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
     }
 
 

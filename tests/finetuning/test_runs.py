@@ -73,6 +73,7 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, words):
         ("ftpipe", []),
         pytest.param("flush", [], marks=pytest.mark.full),
         pytest.param("ftpipe", ["--bf16"], marks=pytest.mark.full),
+        pytest.param("ftpipe", ["--provisional_steps"], marks=pytest.mark.full),
     ],
 )
 def test_ranks_do_not_matter(folder, schedule, precision):
@@ -97,6 +98,8 @@ def test_ranks_do_not_matter(folder, schedule, precision):
         ("ftpipe", (0, 1, 0, 1), []),
         ("ftpipe", (0, 1, 0, 1), ["--bf16"]),
         pytest.param("ftpipe", (0, 1, 0, 1), ["--bf16", "--gap_aware"], marks=pytest.mark.full),
+        ("ftpipe", (0, 1, 0, 1), ["--bf16", "--provisional_steps"]),
+        pytest.param("ftpipe", (0, 1, 0, 1), ["--provisional_steps", "--optim", "adafactor"], marks=pytest.mark.full),
         pytest.param("2bw", (0, 1), [], marks=pytest.mark.full),
         pytest.param("2bw", (0, 1), ["--bf16"], marks=pytest.mark.full),
         pytest.param("flush", (0, 1, 0, 1), [], marks=pytest.mark.full),
