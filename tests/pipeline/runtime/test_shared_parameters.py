@@ -60,12 +60,13 @@ def test_a_drain_and_an_evaluation_begin_anew():
     ]
 
 
-@pytest.mark.parametrize(("preset", "batches", "values"), [("flush", (3, 1, 4), 3), ("stale", (3, 1, 4), 3)])
-def test_so_many_bytes_cross(preset, batches, values):
-    """Between two ranks, beside the activations: the weight for each version, its gradient for each batch."""
-    sent = [
-        sum(each.bytes_sent for each in run(shape, preset=preset, batches=batches, recompute=True))
-        for shape in (PAIR, replace(PAIR, shares=False))
-    ]
+@pytest.mark.parametrize(
+    ("preset", "provisional", "values"), [("flush", False, 3), ("stale", False, 3), ("stale", True, 4)]
+)
+def test_so_many_bytes_cross(preset, provisional, values):
+    """Between two ranks, beside the activations: the weight for each version or step, its gradient for each batch."""
+    batches = (3, 1, 4)
+    chosen = {"preset": preset, "provisional": provisional, "batches": batches, "recompute": True}
+    sent = [sum(each.bytes_sent for each in run(shape, **chosen)) for shape in (PAIR, replace(PAIR, shares=False))]
     aligned = sent[0] - sent[1] - (values + len(batches)) * WEIGHT_BYTES
     assert 0 <= aligned < 64 * 2 * sum(batches)
