@@ -19,6 +19,9 @@ TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answe
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage updates alone, so that nothing may depend on all of them."""
 
+SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
+"""Switches that soften the staleness of ftpipe's weights."""
+
 DTYPES = ("float32", "bfloat16")
 
 
@@ -52,12 +55,22 @@ def validate(args: argparse.Namespace) -> None:
             f"pipedream steps after each microbatch, and --gradient_accumulation_steps is "
             f"{args.gradient_accumulation_steps}; give 1, or --pipeline_schedule ftpipe"
         )
-    for name in ("weight_prediction", "gap_aware"):
+    for name in SOFTENING:
         if getattr(args, name) and args.pipeline_schedule != "ftpipe":
             raise ValueError(
                 f"--{name} softens the staleness of ftpipe's weights, and --pipeline_schedule is "
                 f"{args.pipeline_schedule}; leave it out"
             )
+    for name in ("weight_prediction", "gap_aware"):
+        if args.provisional_steps and getattr(args, name):
+            raise ValueError(
+                f"--provisional_steps has forwards at weights of its own, and --{name} has others; leave one out"
+            )
+    if args.provisional_steps and args.gradient_accumulation_steps == 1:
+        raise ValueError(
+            "--provisional_steps needs gradients that no step has taken, and with --gradient_accumulation_steps 1 each "
+            "is stepped at once; give 2 or more, or leave it out"
+        )
     if args.weight_prediction and args.optim == "adafactor":
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
@@ -68,7 +81,7 @@ def validate(args: argparse.Namespace) -> None:
     if args.weight_prediction and args.bf16:
         raise ValueError(
             "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
-            "leave one out, or give --gap_aware, which knows masters"
+            "leave one out, or give --gap_aware or --provisional_steps, which know masters"
         )
     size = args.per_device_train_batch_size
     if args.per_device_eval_batch_size not in (None, size):
@@ -219,6 +232,7 @@ def _add_pipeline(group) -> None:
     add("--bandwidth", type=_real, default=10.0, metavar="GB/S", help="between devices, where the model is cut here")
     add("--weight_prediction", action="store_true", help="forwards use the weights that their backwards will (4.2)")
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
+    add("--provisional_steps", action="store_true", help="forwards use the step that gradients so far lead to")
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")

@@ -109,7 +109,8 @@ def assemble(
 def _versions(plan: Plan, of_stage, first_batch: int) -> dict[int, WeightVersions]:
     weights, num_stages = plan.schedule.weights, plan.schedule.num_stages
     if weights.refreshes:
-        make = AheadVersions if weights.looks_ahead else partial(WeightVersions, window=1)
+        plain = partial(WeightVersions, window=1)
+        make = partial(AheadVersions, ahead=weights.ahead) if weights.looks_ahead else plain
         return {index: make(own, first_version=first_batch) for index, own in of_stage.items()}
     together = {name: each for own in of_stage.values() for name, each in own.items()}
     window = max(weights.max_live_versions(index, num_stages) for index in of_stage)

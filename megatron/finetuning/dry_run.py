@@ -11,6 +11,7 @@ from rich.table import Table
 from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
 from megatron.finetuning.plan import Plan, make_plan
 from megatron.finetuning.samples import read_data
+from megatron.pipeline.weights import Ahead
 from megatron.training.entry import SameEverywhere
 
 _GIB = 2**30
@@ -44,8 +45,9 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     schedule = plan.schedule
     graph, accumulation = schedule.graph, args.gradient_accumulation_steps
     edges = " ".join(
-        f"{edge} ({plan.edge_bytes[edge.source, edge.target].a_microbatch(accumulation) / 1e6:.2f} MB)"
+        f"{edge} ({plan.edge_bytes[pair].a_microbatch(accumulation, schedule.weights) / 1e6:.2f} MB)"
         for edge in graph.edges
+        for pair in [(edge.source, edge.target)]
     )
     ranks = "; ".join(
         f"rank {rank}: {' '.join(map(str, schedule.stages_of(rank)))} "
@@ -63,6 +65,7 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         lines.append(
             f"depth {depth}: the forwards of stages 0 to {schedule.num_stages - 1} use weights that are up to "
             f"{' '.join(map(str, stale))} steps older than those of their backwards"
+            + (f", and {schedule.weights.ahead.value} from there" if schedule.weights.looks_ahead else "")
         )
     else:
         delay = schedule.weights.delay
@@ -98,8 +101,9 @@ def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, 
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
             saved += sum(each.activations for each in received) * in_flight
-            # One value of a shared parameter for each version in flight, and the sum of its gradients.
-            held = -(-in_flight // args.gradient_accumulation_steps) + 1
+            # One value of a shared parameter for each version in flight, or step, and the sum of its gradients.
+            is_stepped = schedule.weights.ahead is Ahead.PROVISIONAL_STEP
+            held = -(-in_flight // (1 if is_stepped else args.gradient_accumulation_steps)) + 1
             saved += sum(each.parameters for each in received) * held
             saved += cost.saved_bytes * (1 if recomputes else in_flight)
             seconds += sum(work[stage])

@@ -14,6 +14,7 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint, intervals
+from megatron.finetuning.arguments import SOFTENING
 from megatron.finetuning.assembly import Pipeline, assemble
 from megatron.finetuning.checkpoint import Origin, Progress
 from megatron.finetuning.data.epochs import Epochs
@@ -171,7 +172,7 @@ def _facts(args: argparse.Namespace, plan: Plan, data: Data) -> dict[str, object
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
         "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
-        "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
+        "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
         "flags": {name: getattr(args, name) for name in KEPT} if args.do_train else {},
     }

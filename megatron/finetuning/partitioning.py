@@ -182,7 +182,8 @@ def simulated_seconds(
         backward=[each.plain_backward_ms / 1000 for each in file.stages],
         bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
         forward_bytes=[
-            edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches) for edge in schedule.graph.edges
+            edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches, schedule.weights)
+            for edge in schedule.graph.edges
         ],
     )
     settling = max(3 * schedule.num_stages, 4)

@@ -87,7 +87,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
     schedule = schedule_of(
         args.pipeline_schedule, edges_of(captured, crossing), partition,
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
-        predict=args.weight_prediction,
+        predict=args.weight_prediction, provisional=args.provisional_steps,
     )  # fmt: skip
     return Plan(
         captured=captured,

@@ -47,6 +47,10 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     assert "use weights that are up to 3 2 1 0 steps older" in output
     assert "simulated: " in output and " ms a microbatch, 1 of them a batch" in output
     assert "note:" not in output
+    words = ["--provisional_steps", "--gradient_accumulation_steps", 2]
+    run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, *words))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "up to 2 1 1 0 steps older than those of their backwards, and provisional from there" in output
     cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0), "--bf16")
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
     output = " ".join(capsys.readouterr().out.split())
