@@ -29,7 +29,7 @@ def run_dry(args: argparse.Namespace) -> None:
     for line in first_lines(plan, args):
         console.print(line, highlight=False)
     table = Table("device", "stages", "parameters M", "weights GiB", "activations GiB", "of GiB", "compute ms")
-    for rank, (parameters, weights, saved, milliseconds) in enumerate(_of_devices(plan, args)):
+    for rank, (parameters, weights, saved, milliseconds) in enumerate(of_devices(plan, args)):
         limit = plan.partition.memory_limit_bytes
         table.add_row(
             str(rank), " ".join(map(str, plan.schedule.stages_of(rank))), f"{parameters / 1e6:.2f}",
@@ -52,7 +52,7 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     ranks = "; ".join(
         f"rank {rank}: {' '.join(map(str, schedule.stages_of(rank)))} "
         f"({(of[1] + of[2]) / _GIB:.2f} GiB, {of[3]:.1f} ms)"
-        for rank, of in enumerate(_of_devices(plan, args))
+        for rank, of in enumerate(of_devices(plan, args))
     )
     depth = max(map(graph.depth, range(schedule.num_stages)))
     lines = [
@@ -83,7 +83,7 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
+def of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
     """Of each: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of a
     microbatch.
     """
@@ -96,7 +96,7 @@ def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, 
             cost = plan.partition.stages[stage]
             received = [each for (_, target), each in plan.edge_bytes.items() if target == stage]
             versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
-            size = weight_bytes(args) + versions * plan.dtype.itemsize
+            size = weight_bytes(args) + versions * plan.dtype.itemsize + _gap_bytes(plan, args, stage)
             parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
@@ -109,6 +109,16 @@ def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, 
             seconds += sum(work[stage])
         found.append((parameters, weights, saved, 1000 * seconds))
     return found
+
+
+def _gap_bytes(plan: Plan, args: argparse.Namespace, stage: int) -> int:
+    """Of a parameter, under gap-aware steps: the average of the steps, the weights of each forward whose step is to
+    come, and those before a step while it is taken.
+    """
+    steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)
+    if not args.gap_aware or not steps_behind:
+        return 0
+    return (steps_behind + 2) * (4 if args.bf16 else plan.dtype.itemsize)
 
 
 def _seconds(plan: Plan, args: argparse.Namespace) -> float:
