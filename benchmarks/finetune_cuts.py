@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_name_or_path")
     parser.add_argument("--devices", type=int, required=True)
-    parser.add_argument("--bandwidth", type=float, default=2.0, help="between processes, 10^9 bytes per second")
+    parser.add_argument("--bandwidth", type=float, default=1.0, help="between processes, 10^9 bytes per second")
     parser.add_argument("--output", type=Path, required=True)
     add_data(parser, required=True)
     add_microbatch(parser)

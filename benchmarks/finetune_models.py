@@ -11,16 +11,16 @@ SOURCE, TARGET = 256, 96  # tokens of a T5's sample
 def write_t5(folder: Path, *, length: int = SOURCE) -> None:
     """A T5 of a layer and a layer in `t5`, and sources of so many tokens with TARGET each in `train.jsonl`.
 
-    The products of its feed-forwards and its head, over 16,000 words, outweigh all else.
+    The products of its feed-forwards and its head, over 4,000 words, outweigh all else.
     """
     import torch
     import transformers
 
-    words = _words(16_000)
+    words = _words(4_000)
     tokenizer = _tokenizer(words, ("<pad>", "</s>", "<unk>"), single="$A </s>", pad="<pad>", eos_token="</s>")
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=len(tokenizer), d_model=256, d_kv=64, d_ff=8192, num_layers=1, num_decoder_layers=1, num_heads=2,
+        vocab_size=len(tokenizer), d_model=1024, d_kv=64, d_ff=2048, num_layers=1, num_decoder_layers=1, num_heads=2,
         dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     transformers.T5ForConditionalGeneration(config).save_pretrained(folder / "t5")

@@ -56,13 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the graph by device, memory and utilisation")
     machine = parser.add_argument_group("the machine of a MODEL")
     machine.add_argument("--devices", type=command_line.count, metavar="P", help="how many")
-    machine.add_argument("--memory", default="16GiB", help="of each (default: %(default)s)")
+    machine.add_argument("--memory", help="of each (default: 16GiB)")
+    machine.add_argument("--bandwidth", type=command_line.positive, metavar="GB/S", help="between them (default: 10)")
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # what follows is of nested regions
     machine.add_argument(
-        "--bandwidth", type=command_line.positive, default=10.0, metavar="GB/S", help="between them (default: 10)"
-    )
-    parser.add_argument(
-        "--threads", type=command_line.count, default=int(os.environ.get("OMP_NUM_THREADS", "1")), metavar="N",
-        help="of a MODEL's profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
+        "--threads", type=command_line.count, default=threads, metavar="N",
+        help="of the profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
     )  # fmt: skip
     add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
     add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))
@@ -72,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.graph is None):
         raise ValueError("give a MODEL, or --graph FILE")
+    for path in filter(None, (options.output, options.picture)):  # before the work, and not after it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name a file in it")
+    if options.picture:
+        from megatron.partition.draw import check_form
+
+        check_form(options.picture)
     return _run_graph(options) if options.model is None else _run_model(options)
 
 
@@ -92,7 +99,7 @@ def _run_model(options: argparse.Namespace) -> int:
     from megatron.finetuning.samples import read_data
 
     options.model_name_or_path, options.do_train, options.do_eval = options.model, True, False
-    machine = Machine(options.devices, num_bytes(options.memory), options.bandwidth)
+    machine = Machine(options.devices, num_bytes(options.memory or "16GiB"), options.bandwidth or 10.0)
     with _progress() as progress:
         progress("reading data")
         data = read_data(options)
@@ -114,6 +121,11 @@ def _run_model(options: argparse.Namespace) -> int:
 
 
 def _run_graph(options: argparse.Namespace) -> int:
+    for name in ("devices", "memory", "bandwidth", "task", "train_file", "validation_file"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"--{name} is of a MODEL, and --graph names its own machine and needs no data; leave it out"
+            )
     graph = read_graph(options.graph)
     if graph.unknown:
         print(f"note: {options.graph}: keys that mean nothing here: {', '.join(graph.unknown)}", file=sys.stderr)

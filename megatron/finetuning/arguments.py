@@ -6,10 +6,11 @@ Needs no torch, so a wrong command line ends at once.
 from __future__ import annotations
 
 import argparse
-import os
+import math
 from collections.abc import Callable, Sequence
 
 from megatron.finetuning import intervals
+from megatron.training.entry import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
@@ -17,6 +18,9 @@ SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomia
 TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage updates alone, so that nothing may depend on all of them."""
+
+SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
+"""Switches that soften the staleness of ftpipe's weights."""
 
 DTYPES = ("float32", "bfloat16")
 
@@ -51,12 +55,22 @@ def validate(args: argparse.Namespace) -> None:
             f"pipedream steps after each microbatch, and --gradient_accumulation_steps is "
             f"{args.gradient_accumulation_steps}; give 1, or --pipeline_schedule ftpipe"
         )
-    for name in ("weight_prediction", "gap_aware"):
+    for name in SOFTENING:
         if getattr(args, name) and args.pipeline_schedule != "ftpipe":
             raise ValueError(
                 f"--{name} softens the staleness of ftpipe's weights, and --pipeline_schedule is "
                 f"{args.pipeline_schedule}; leave it out"
             )
+    for name in ("weight_prediction", "gap_aware"):
+        if args.provisional_steps and getattr(args, name):
+            raise ValueError(
+                f"--provisional_steps has forwards at weights of its own, and --{name} has others; leave one out"
+            )
+    if args.provisional_steps and args.gradient_accumulation_steps == 1:
+        raise ValueError(
+            "--provisional_steps needs gradients that no step has taken, and with --gradient_accumulation_steps 1 each "
+            "is stepped at once; give 2 or more, or leave it out"
+        )
     if args.weight_prediction and args.optim == "adafactor":
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
@@ -67,7 +81,7 @@ def validate(args: argparse.Namespace) -> None:
     if args.weight_prediction and args.bf16:
         raise ValueError(
             "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
-            "leave one out, or give --gap_aware, which knows masters"
+            "leave one out, or give --gap_aware or --provisional_steps, which know masters"
         )
     size = args.per_device_train_batch_size
     if args.per_device_eval_batch_size not in (None, size):
@@ -78,17 +92,18 @@ def validate(args: argparse.Namespace) -> None:
     if not (args.do_train or args.do_eval or args.dry_run):
         args.do_train, args.do_eval = True, args.validation_file is not None
     intervals.complete(args)
-    if args.do_train and args.train_file is None:
+    if args.train_file is None and (args.do_train or not args.do_eval):  # a dry run looks at data, too
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
-    world_size = args.world_size = number("WORLD_SIZE", 1)
-    args.rank = number("RANK", 0)
-    if args.devices is not None and args.devices != world_size and not args.dry_run:
-        raise ValueError(f"--devices {args.devices} is for --dry_run; a run has as many as processes, {world_size}")
-    args.devices = args.devices or world_size
+    args.rank, args.world_size, _ = environment_ranks()
+    if args.devices is not None and args.devices != args.world_size and not args.dry_run:
+        raise ValueError(
+            f"--devices {args.devices} is for --dry_run; a run has as many as processes, {args.world_size}"
+        )
+    args.devices = args.devices or args.world_size
     if args.data_parallel_size != 1:
         raise ValueError(
             f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
@@ -103,14 +118,6 @@ def settle_precision(args: argparse.Namespace) -> None:
     args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
 
 
-def number(name: str, default: int) -> int:
-    """A whole number of the environment. Raises ValueError."""
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
-    return int(text)
-
-
 def both_spellings(group) -> Callable[..., argparse.Action]:
     """`add_argument` of a group, which takes `--learning-rate` for `--learning_rate`, too."""
 
@@ -121,18 +128,19 @@ def both_spellings(group) -> Callable[..., argparse.Action]:
     return add
 
 
-def _at_least(least: float, kind: type) -> Callable[[str], float]:
+def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
+        if not (least <= value <= most and math.isfinite(value)):
+            limits = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is no number {limits}")
         return value
 
     parse.__name__ = "number"
     return parse
 
 
-_count, _whole, _real = _at_least(1, int), _at_least(0, int), _at_least(0, float)
+_count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -200,8 +208,8 @@ def _add_training(group) -> None:
     add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
     add("--learning_rate", type=_real, default=5e-5, help="at its peak")
     add("--weight_decay", type=_real, default=0.0, help="of weights that are no biases and in no norm")
-    add("--adam_beta1", type=_real, default=0.9, help="decay of the first moment")
-    add("--adam_beta2", type=_real, default=0.999, help="decay of the second moment")
+    add("--adam_beta1", type=_part, default=0.9, help="decay of the first moment")
+    add("--adam_beta2", type=_part, default=0.999, help="decay of the second moment")
     add("--adam_epsilon", type=_real, default=1e-8, help="added to the root of the second moment")
     add("--momentum", type=_real, default=0.9, help="of sgd")
     add("--max_grad_norm", type=_real, help="largest norm of all gradients, 0: any; default 1, asynchronous 0")
@@ -209,7 +217,7 @@ def _add_training(group) -> None:
     add("--max_steps", type=int, default=-1, help="batches, in place of epochs, if above 0")
     add("--lr_scheduler_type", choices=SCHEDULERS, default="linear", help="of transformers")
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
-    add("--warmup_ratio", type=_real, default=0.0, help="the same as a part of all")
+    add("--warmup_ratio", type=_part, default=0.0, help="the same as a part of all")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
     add("--fp16", action="store_true", help="refused: see --bf16")
     add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
@@ -224,9 +232,10 @@ def _add_pipeline(group) -> None:
     add("--bandwidth", type=_real, default=10.0, metavar="GB/S", help="between devices, where the model is cut here")
     add("--weight_prediction", action="store_true", help="forwards use the weights that their backwards will (4.2)")
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
+    add("--provisional_steps", action="store_true", help="forwards use the step that gradients so far lead to")
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
-    add("--dry_run", action="store_true", help="memory and time of the job, without data and weights")
+    add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="with --dry_run: how many; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")
     add("--distributed_timeout_minutes", type=_count, default=10, help="until a transfer is given up")
@@ -235,7 +244,11 @@ def _add_pipeline(group) -> None:
 def _add_output(group) -> None:
     add = both_spellings(group)
     add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
-    add("--overwrite_output_dir", action="store_true", help="begin again where it has checkpoints of another run")
+    add(
+        "--overwrite_output_dir",
+        action="store_true",
+        help="begin again where it has checkpoints of another run, which then go",
+    )
     add("--save_strategy", type=intervals.strategy, metavar="{no,steps,epoch}",
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=intervals.steps, help="batches from one to the next, or below 1 a part of all; 500")

@@ -32,6 +32,7 @@ from megatron.pipeline.runtime.stage import TensorSpec
 from megatron.pipeline.runtime.stage_updates import StageUpdates
 from megatron.pipeline.runtime.trace import Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.training.checkpoint.agreement import agreed
 
 
 @dataclass
@@ -77,12 +78,13 @@ def assemble(
     made: list[str] = []
     exact: dict[str, Tensor] = {}
     modules = {}
-    for index, stage in cut_stages.items():
-        made += load_stage(
-            stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan),
-            exact=exact if args.bf16 else None,
-        )  # fmt: skip
-        modules[index] = StageModule(stage.to(device), results)
+    with agreed():  # each rank reads its own tensors
+        for index, stage in cut_stages.items():
+            made += load_stage(
+                stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan),
+                exact=exact if args.bf16 else None,
+            )  # fmt: skip
+            modules[index] = StageModule(stage.to(device), results)
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
     versions = _versions(plan, of_stage, first_batch)
     stages = [
@@ -107,7 +109,8 @@ def assemble(
 def _versions(plan: Plan, of_stage, first_batch: int) -> dict[int, WeightVersions]:
     weights, num_stages = plan.schedule.weights, plan.schedule.num_stages
     if weights.refreshes:
-        make = AheadVersions if weights.looks_ahead else partial(WeightVersions, window=1)
+        plain = partial(WeightVersions, window=1)
+        make = partial(AheadVersions, ahead=weights.ahead) if weights.looks_ahead else plain
         return {index: make(own, first_version=first_batch) for index, own in of_stage.items()}
     together = {name: each for own in of_stage.values() for name, each in own.items()}
     window = max(weights.max_live_versions(index, num_stages) for index in of_stage)

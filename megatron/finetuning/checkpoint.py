@@ -9,21 +9,25 @@ whole checkpoint under its name, or none.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.capture.tensors import names_in_files, tensor_files
 from megatron.finetuning.assembly import Pipeline
+from megatron.finetuning.model import first_line
 from megatron.planner.files import write_whole
+from megatron.training.checkpoint.agreement import agreed
 from megatron.training.checkpoint.directory import sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
@@ -33,7 +37,9 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: batches done, microbatches done, and what a resumed run must have alike."""
+    """Where a run stands: batches done, microbatches done, and what a resumed run must have alike. One that trains on
+    must have the same number of samples, too, and the same `flags`: what they say is in the checkpoint.
+    """
 
     batches: int
     microbatches: int
@@ -43,6 +49,8 @@ class Progress:
     seed: int
     optim: str
     softened: str
+    samples: int | None
+    flags: dict[str, float]
 
     @staticmethod
     def read(folder: Path) -> Progress:
@@ -51,6 +59,20 @@ class Progress:
             return Progress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{folder} is no checkpoint to go on from ({error}); give a checkpoint-N") from error
+
+    def require_same(self, other: Progress, folder: Path, *, trains: bool) -> None:
+        """Raises ValueError where a run like `other` cannot go on from `folder`, of which this is."""
+        names = ("signature", "stages", "schedule", "seed", "optim", "softened")
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        if trains:
+            pairs.append(("number of samples", self.samples, other.samples))
+            pairs += [(f"--{name}", self.flags.get(name), value) for name, value in other.flags.items()]
+        for name, its, wanted in pairs:
+            if its != wanted:
+                raise ValueError(
+                    f"{folder} was made with another {name} ({its}) than this run's ({wanted}); give the flags, the "
+                    "data and the partition that it was made with"
+                )
 
 
 def latest(output_dir: Path) -> Path | None:
@@ -62,8 +84,11 @@ def latest(output_dir: Path) -> Path | None:
 def _checkpoints(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
-    found = [each for each in output_dir.iterdir() if _NAME.fullmatch(each.name)]
-    return sorted(found, key=lambda each: int(_NAME.fullmatch(each.name)[1]))
+    return sorted((each for each in output_dir.iterdir() if _NAME.fullmatch(each.name)), key=_num_batches)
+
+
+def _num_batches(folder: Path) -> int:
+    return int(_NAME.fullmatch(folder.name)[1])
 
 
 @dataclass(frozen=True)
@@ -82,63 +107,97 @@ class Origin:
 
 
 def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -> None:
-    """Write the newest weights and what it takes to go on as `folder`. Drained, collective."""
+    """Write the newest weights and what it takes to go on as `folder`. Drained, collective.
+
+    Raises ValueError on all ranks where one cannot write.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
+    with _all_write(folder):
+        if torch.distributed.get_rank() == 0:
+            drop_unfinished(folder.parent)
     _write(pipeline, partial, origin, progress)
-    if torch.distributed.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was begun again
-        partial.rename(folder)
-        sync_directory(folder.parent)
-    torch.distributed.barrier()
+    with _all_write(folder):
+        if torch.distributed.get_rank() == 0:
+            _remove(folder)  # of a run that was begun again
+            partial.rename(folder)
+            sync_directory(folder.parent)
 
 
 def save_model(pipeline: Pipeline, folder: Path, origin: Origin) -> None:
     """Write the newest weights into `folder`, which may have other things in it. Drained, collective.
 
-    The files of tensors have names of their own, so a model that was there is whole until the index is replaced.
+    The files of tensors have names of their own, so a model that was there is whole until the rest is renamed: the
+    configuration and the tokenizer, then the index.
+
+    Raises ValueError on all ranks where one cannot write.
     """
     partial = folder / ".model.partial"
     _write(pipeline, partial, origin, None)
-    if torch.distributed.get_rank() == 0:
-        written = sorted(partial.iterdir(), key=lambda each: each.name == _INDEX)  # the index last
-        for each in written:
-            each.rename(folder / each.name)
-        sync_directory(folder)
-        partial.rmdir()
-        kept = {each.name for each in written}
-        for each in folder.glob("model*.safetensors"):
-            if each.name not in kept:
-                each.unlink()
-    torch.distributed.barrier()
+    with _all_write(folder):
+        if torch.distributed.get_rank() == 0:
+            _replace_model(partial, folder)
+
+
+def _replace_model(partial: Path, folder: Path) -> None:
+    written = sorted(partial.iterdir(), key=lambda each: each.name == _INDEX)  # the index last
+    for each in written:
+        each.rename(folder / each.name)
+    sync_directory(folder)
+    partial.rmdir()
+    kept = {each.name for each in written}
+    for each in folder.glob("model*.safetensors"):
+        if each.name not in kept:
+            each.unlink()
+
+
+@contextmanager
+def _all_write(folder: Path) -> Iterator[None]:
+    """Collective: behind the block, which has no collective in it, all ranks have written."""
+    with agreed():
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise ValueError(
+                f"{folder} cannot be written by rank {torch.distributed.get_rank()}: {first_line(error)}; make room, "
+                "or give another --output_dir"
+            ) from error
 
 
 def _write(pipeline: Pipeline, partial: Path, origin: Origin, progress: Progress | None) -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    torch.distributed.barrier()
+    with _all_write(partial):
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     own = _newest(pipeline)
-    if own:
-        _write_tensors(own, partial / _file(rank, size, token[0]))
-    if progress is not None:
-        _write_state(_state_of(pipeline), partial / f"training-{rank}.pt")
+    with _all_write(partial):
+        if own:
+            _write_tensors(own, partial / _file(rank, size, token[0]))
+        if progress is not None:
+            _write_state(_state_of(pipeline), partial / f"training-{rank}.pt")
     sizes: list[dict[str, int]] = [{} for _ in range(size)]
     torch.distributed.all_gather_object(sizes, {name: each.nbytes for name, each in own.items()})
-    if rank == 0:
-        rest = _rest(origin.source, origin.unused, origin.renamed)
-        if rest:
-            _write_tensors(rest, partial / _file(size, size, token[0]))
-        _write_index(partial, [*sizes, {name: each.nbytes for name, each in rest.items()}], token[0])
-        origin.save_rest(partial)
-        if progress is not None:
-            write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
-        for each in partial.iterdir():
-            sync_file(each)
-        sync_directory(partial)
-    torch.distributed.barrier()
+    with _all_write(partial):
+        if rank == 0:
+            _write_rest(partial, origin, progress, sizes, token[0])
+
+
+def _write_rest(
+    partial: Path, origin: Origin, progress: Progress | None, sizes: Sequence[Mapping[str, int]], token: str
+) -> None:
+    """What no rank has: tensors of no stage, the index, configuration and tokenizer, and how far the run is."""
+    rest = _rest(origin.source, origin.unused, origin.renamed)
+    if rest:
+        _write_tensors(rest, partial / _file(len(sizes), len(sizes), token))
+    _write_index(partial, [*sizes, {name: each.nbytes for name, each in rest.items()}], token)
+    origin.save_rest(partial)
+    if progress is not None:
+        write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
+    for each in partial.iterdir():
+        sync_file(each)
+    sync_directory(partial)
 
 
 def _file(rank: int, size: int, token: str) -> str:
@@ -149,23 +208,50 @@ def _file(rank: int, size: int, token: str) -> str:
 def prune(output_dir: Path, most: int | None) -> None:
     """Remove the oldest checkpoints beyond the `most` newest. On one rank."""
     for old in _checkpoints(output_dir)[: -most or None] if most else ():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+
+
+def drop_others(output_dir: Path, *, after: int, but: Path) -> None:
+    """Remove checkpoints of more than `after` batches, but for one: they are of a run that was begun again. On one
+    rank.
+    """
+    for other in _checkpoints(output_dir):
+        if _num_batches(other) > after and other != but:
+            _remove(other)
+
+
+def drop_unfinished(output_dir: Path) -> None:
+    """Remove what a run left that was killed while it wrote or removed a checkpoint. On one rank."""
+    for left in output_dir.glob(".checkpoint-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name, so that none is there in part."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def restore(pipeline: Pipeline, folder: Path) -> None:
-    """Versions of the weights, optimizers and learning rates of this rank's stages, as `save` wrote them.
+    """Versions of the weights, optimizers and learning rates of this rank's stages, as `save` wrote them. Collective.
 
-    Raises ValueError for a file that is missing or broken.
+    Raises ValueError on all ranks where a file of one is missing or broken.
     """
     path = folder / f"training-{torch.distributed.get_rank()}.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); go on from another checkpoint") from error
-    for key, update in pipeline.updates.items():
-        update.versions.restore(state[key]["versions"])
-        update.optimizer.load_state_dict(state[key]["optimizer"])
-        update.scheduler.load_state_dict(state[key]["scheduler"])
+    with agreed():
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            # torch's advice, to trust the file, is none
+            reason = "no state of a run" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+            raise ValueError(f"{path} cannot be read ({reason}); go on from another checkpoint") from error
+        for key, update in pipeline.updates.items():
+            update.versions.restore(state[key]["versions"])
+            update.optimizer.load_state_dict(state[key]["optimizer"])
+            update.scheduler.load_state_dict(state[key]["scheduler"])
 
 
 def _state_of(pipeline: Pipeline) -> dict[int, dict]:

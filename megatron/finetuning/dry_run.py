@@ -11,13 +11,16 @@ from rich.table import Table
 from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
 from megatron.finetuning.plan import Plan, make_plan
 from megatron.finetuning.samples import read_data
+from megatron.pipeline.weights import Ahead
 from megatron.training.entry import SameEverywhere
 
 _GIB = 2**30
 
 
 def run_dry(args: argparse.Namespace) -> None:
-    """Print it. Raises SameEverywhere for what would keep the job from running."""
+    """Print it, once in the job. Raises SameEverywhere for what would keep the job from running."""
+    if args.rank:
+        return
     try:
         plan = make_plan(args, read_data(args))
     except ValueError as error:
@@ -26,7 +29,7 @@ def run_dry(args: argparse.Namespace) -> None:
     for line in first_lines(plan, args):
         console.print(line, highlight=False)
     table = Table("device", "stages", "parameters M", "weights GiB", "activations GiB", "of GiB", "compute ms")
-    for rank, (parameters, weights, saved, milliseconds) in enumerate(_of_devices(plan, args)):
+    for rank, (parameters, weights, saved, milliseconds) in enumerate(of_devices(plan, args)):
         limit = plan.partition.memory_limit_bytes
         table.add_row(
             str(rank), " ".join(map(str, plan.schedule.stages_of(rank))), f"{parameters / 1e6:.2f}",
@@ -42,13 +45,14 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     schedule = plan.schedule
     graph, accumulation = schedule.graph, args.gradient_accumulation_steps
     edges = " ".join(
-        f"{edge} ({plan.edge_bytes[edge.source, edge.target].a_microbatch(accumulation) / 1e6:.2f} MB)"
+        f"{edge} ({plan.edge_bytes[pair].a_microbatch(accumulation, schedule.weights) / 1e6:.2f} MB)"
         for edge in graph.edges
+        for pair in [(edge.source, edge.target)]
     )
     ranks = "; ".join(
         f"rank {rank}: {' '.join(map(str, schedule.stages_of(rank)))} "
         f"({(of[1] + of[2]) / _GIB:.2f} GiB, {of[3]:.1f} ms)"
-        for rank, of in enumerate(_of_devices(plan, args))
+        for rank, of in enumerate(of_devices(plan, args))
     )
     depth = max(map(graph.depth, range(schedule.num_stages)))
     lines = [
@@ -61,6 +65,7 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         lines.append(
             f"depth {depth}: the forwards of stages 0 to {schedule.num_stages - 1} use weights that are up to "
             f"{' '.join(map(str, stale))} steps older than those of their backwards"
+            + (f", and {schedule.weights.ahead.value} from there" if schedule.weights.looks_ahead else "")
         )
     else:
         delay = schedule.weights.delay
@@ -78,7 +83,7 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
+def of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
     """Of each: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of a
     microbatch.
     """
@@ -91,18 +96,29 @@ def _of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, 
             cost = plan.partition.stages[stage]
             received = [each for (_, target), each in plan.edge_bytes.items() if target == stage]
             versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
-            size = weight_bytes(args) + versions * plan.dtype.itemsize
+            size = weight_bytes(args) + versions * plan.dtype.itemsize + _gap_bytes(plan, args, stage)
             parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
             saved += sum(each.activations for each in received) * in_flight
-            # One value of a shared parameter for each version in flight, and the sum of its gradients.
-            held = -(-in_flight // args.gradient_accumulation_steps) + 1
+            # One value of a shared parameter for each version in flight, or step, and the sum of its gradients.
+            is_stepped = schedule.weights.ahead is Ahead.PROVISIONAL_STEP
+            held = -(-in_flight // (1 if is_stepped else args.gradient_accumulation_steps)) + 1
             saved += sum(each.parameters for each in received) * held
             saved += cost.saved_bytes * (1 if recomputes else in_flight)
             seconds += sum(work[stage])
         found.append((parameters, weights, saved, 1000 * seconds))
     return found
+
+
+def _gap_bytes(plan: Plan, args: argparse.Namespace, stage: int) -> int:
+    """Of a parameter, under gap-aware steps: the average of the steps, the weights of each forward whose step is to
+    come, and those before a step while it is taken.
+    """
+    steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)
+    if not args.gap_aware or not steps_behind:
+        return 0
+    return (steps_behind + 2) * (4 if args.bf16 else plan.dtype.itemsize)
 
 
 def _seconds(plan: Plan, args: argparse.Namespace) -> float:

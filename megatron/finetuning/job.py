@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint, intervals
+from megatron.finetuning.arguments import SOFTENING
 from megatron.finetuning.assembly import Pipeline, assemble
 from megatron.finetuning.checkpoint import Origin, Progress
 from megatron.finetuning.data.epochs import Epochs
@@ -26,13 +28,20 @@ from megatron.pipeline.runtime import failure
 from megatron.pipeline.runtime.trace import gather_traces
 from megatron.training import initialize
 from megatron.training.by_products import ByProduct
-from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
+from megatron.training.checkpoint import agreement
+from megatron.training.entry import OnThisRank, agree_to_start, told_once
 from megatron.training.logging import configure_logging
 from megatron.training.signals import StopSignal
 from megatron.training.timeline import write_pictures
 
 MOST_NEW = 0.3
 """The part of a model's parameters that may begin at random: a new head, and no more."""
+
+KEPT = (
+    "gradient_accumulation_steps", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "momentum",
+)  # fmt: skip
+"""Flags of training that a checkpoint decides: where its run is in the data, and the state of its optimizers."""
 
 
 def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
@@ -44,18 +53,9 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
     """
     configure_logging(args.logging_level)
     join(args)
-    outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with initialize.left_in_order(), failure.guard(timeout=timeout):
-        try:
-            run(args, stop)
-        except ValueError as error:
-            try:
-                agree_or_raise(error)
-            except SameEverywhere as same:
-                outcome = same
-    if outcome is not None:
-        raise outcome
+    with initialize.left_in_order(), told_once(failure.guard(timeout=timeout)):
+        run(args, stop)
 
 
 def join(args: argparse.Namespace) -> None:
@@ -73,25 +73,32 @@ def join(args: argparse.Namespace) -> None:
     timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=timeout)
     initialize.join(args, store)
+    agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
 
 
 def check_output_dir(args: argparse.Namespace) -> None:
-    """Find where to go on. Raises ValueError where a run would write over another's checkpoints."""
-    args.resumed_from = None
-    if args.output_dir is None:
+    """Find where to go on. Raises ValueError where a run would write over another's checkpoints, or cannot write."""
+    output = None if args.output_dir is None else Path(args.output_dir)
+    last = None if output is None else checkpoint.latest(output)
+    if args.resume_from_checkpoint == "last" and last is None:
+        where = "there is no --output_dir" if output is None else f"{output} has no checkpoint"
+        raise ValueError(f"--resume_from_checkpoint: {where}; name a checkpoint, or leave it out")
+    found = last if args.resume_from_checkpoint == "last" else args.resume_from_checkpoint
+    args.resumed_from = None if found is None else Path(found)
+    if not args.do_train:
         return
-    last = checkpoint.latest(Path(args.output_dir))
-    if args.resume_from_checkpoint == "last":
-        if last is None:
-            raise ValueError(f"--resume_from_checkpoint: {args.output_dir} has no checkpoint; leave it out")
-        args.resumed_from = last
-    elif args.resume_from_checkpoint is not None:
-        args.resumed_from = Path(args.resume_from_checkpoint)
-    elif args.do_train and last is not None and not args.overwrite_output_dir:
+    goes_on = last is not None and args.resumed_from is not None and last.resolve() == args.resumed_from.resolve()
+    if last is not None and not goes_on and not args.overwrite_output_dir:
         raise ValueError(
-            f"{args.output_dir} has checkpoints of another run ({last.name}); give --resume_from_checkpoint to go on, "
-            "--overwrite_output_dir to begin again, or another --output_dir"
+            f"{output} has checkpoints of another run ({last.name}); give --resume_from_checkpoint to go on with the "
+            "last, --overwrite_output_dir to drop those that this run does not go on from, or another --output_dir"
         )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {output} cannot be made: {error.strerror}; give another") from error
+    if not os.access(output, os.W_OK):
+        raise ValueError(f"--output_dir {output} cannot be written; give another")
 
 
 def run(args: argparse.Namespace, stop: StopSignal) -> None:
@@ -104,9 +111,10 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     num_steps = _num_steps(args, batches)
     steps_per_epoch = batches.batches_per_epoch if batches else 1
     intervals.settle(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
-    facts = _facts(args, plan)
+    facts = _facts(args, plan, data)
     done = _progress(args, facts)
-    report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+    with agreement.agreed():  # the first rank alone writes
+        report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
     pipeline = assemble(
         plan, args, feed=feed, summary=data.task.summary, folder=args.model_name_or_path, num_steps=max(num_steps, 1),
@@ -121,7 +129,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     if new:
         report.say(f"note: {args.model_name_or_path} has no values for {', '.join(new)}; they begin at random")
     seconds = time.perf_counter() - started
-    report.say(f"{num_steps - done.batches} of {num_steps} batches to train, {seconds:.1f} s since the start")
+    left = max(num_steps - done.batches, 0)
+    report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
     origin = Origin(args.model_name_or_path, plan.unused, plan.renamed, plan.save_rest)
     trainer = Trainer(
         pipeline, args, report, stop,
@@ -155,7 +164,7 @@ def _batches(args: argparse.Namespace, data: Data, plan: Plan) -> Epochs:
     return batches
 
 
-def _facts(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
+def _facts(args: argparse.Namespace, plan: Plan, data: Data) -> dict[str, object]:
     """What a resumed run must have alike; see `Progress`."""
     return {
         "signature": plan.partition.signature,
@@ -163,7 +172,9 @@ def _facts(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
         "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
-        "softened": ", ".join(name for name in ("weight_prediction", "gap_aware") if getattr(args, name)),
+        "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
+        "samples": len(data.training) if args.do_train else None,
+        "flags": {name: getattr(args, name) for name in KEPT} if args.do_train else {},
     }
 
 
@@ -195,15 +206,11 @@ def _num_steps(args: argparse.Namespace, batches: Epochs | None) -> int:
 
 def _progress(args: argparse.Namespace, facts: dict) -> Progress:
     """Where the run begins. Raises ValueError where a checkpoint is of another run."""
+    begin = Progress(0, 0, **facts)
     if args.resumed_from is None:
-        return Progress(0, 0, **facts)
+        return begin
     found = Progress.read(args.resumed_from)
-    for name, value in facts.items():
-        if getattr(found, name) != value:
-            raise ValueError(
-                f"{args.resumed_from} was made with another {name} ({getattr(found, name)}) than this run's ({value}); "
-                "give the flags and the partition that it was made with"
-            )
+    found.require_same(begin, args.resumed_from, trains=args.do_train)
     return found
 
 

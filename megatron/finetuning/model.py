@@ -45,8 +45,8 @@ def read_config(folder: str, changes: Mapping[str, object] | None = None):
     check_folder(folder)
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dict(changes or {}))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}/config.json cannot be read: {_first_line(error)}") from error
+    except Exception as error:  # of a field of another kind any
+        raise ValueError(f"{folder}/config.json cannot be read: {first_line(error)}; save the model anew") from error
 
 
 def open_model(
@@ -73,7 +73,7 @@ def open_model(
             model = getattr(transformers, auto_model).from_config(config)
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"{config.model_type} of {folder} has no {auto_model}: {_first_line(error)}; choose another --task"
+            f"{config.model_type} of {folder} has no {auto_model}: {first_line(error)}; choose another --task"
         ) from error
     return model.to(dtype) if real else model
 
@@ -107,5 +107,7 @@ def capture_model(model: torch.nn.Module, batch: Mapping[str, Tensor], keep: Seq
     return capture(model, batch, keep=keep)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+def first_line(error: Exception) -> str:
+    """What an error says first, without a full stop; its name where it says nothing."""
+    first, *others = str(error).splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first.rstrip(".")

@@ -21,6 +21,12 @@ from megatron.pipeline.edges import StageGraph
 from megatron.planner.files import write_whole
 
 FORM = 1
+LENGTHS = {
+    "max_seq_length": ("text-to-text", "sequence-classification", "causal-lm", "question-answering"),
+    "max_target_length": ("text-to-text",),
+}
+"""Flag of a length -> the tasks whose microbatches have it."""
+
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -108,7 +114,10 @@ class PartitionFile:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--partition {path} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"--partition {path} cannot be read: {reason}; make it with tools/partition.py MODEL --output"
+            ) from error
         return PartitionFile.from_json(text, str(path))
 
     def write(self, path: Path) -> None:
@@ -123,7 +132,7 @@ class PartitionFile:
             ("max_target_length", self.sequence[1], args.max_target_length),
             ("dtype", self.dtype, args.dtype),
         ):
-            if its != given:
+            if its != given and args.task in LENGTHS.get(flag, (args.task,)):
                 raise ValueError(f"{path} is for --{flag} {its}, not {given}; give that, or make the partition again")
         check_signature(captured, self.signature, path)
 

@@ -15,6 +15,7 @@ import networkx
 import torch
 from torch import Tensor
 
+from megatron import backend
 from megatron.capture.blocks import blocks_of
 from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
@@ -82,7 +83,7 @@ def cut_model(
     effort: float = 1.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Candidate, list[Candidate], Graph, Competition]:
-    """Profile the model on `batch`, a microbatch on the device that is to be measured, and cut it.
+    """Profile the model on `batch`, a microbatch, on this process's device, and cut it.
 
     `effort`: of mixed's search, in proportion.
 
@@ -90,7 +91,10 @@ def cut_model(
     where nothing fits.
     """
     num_blocks = len(blocks_of(captured))
-    costs = profile(captured, batch, progress=lambda done, _: progress(f"profiling block {done} of {num_blocks}"))
+    costs = profile(
+        captured, {name: each.to(backend.device()) for name, each in batch.items()},
+        progress=lambda done, _: progress(f"profiling block {done} of {num_blocks}"),
+    )  # fmt: skip
     graph = graph_of(captured, costs, machine, args)
     competition = compete(
         graph, methods=methods, max_stages_per_device=args.max_stages_per_device, milp_seconds=milp_seconds,
@@ -178,7 +182,8 @@ def simulated_seconds(
         backward=[each.plain_backward_ms / 1000 for each in file.stages],
         bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
         forward_bytes=[
-            edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches) for edge in schedule.graph.edges
+            edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches, schedule.weights)
+            for edge in schedule.graph.edges
         ],
     )
     settling = max(3 * schedule.num_stages, 4)

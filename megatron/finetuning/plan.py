@@ -20,11 +20,12 @@ from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
 from megatron.finetuning.model import capture_model, open_model, renaming
 from megatron.finetuning.optimizers import decaying
-from megatron.finetuning.partition_file import PartitionFile
+from megatron.finetuning.partition_file import LENGTHS, PartitionFile
 from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
 from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.pipeline.schedules import Schedule
+from megatron.training.checkpoint.agreement import on_rank_zero
 
 EFFORT = 0.2
 """Of the search where a run cuts its model itself; tools/partition.py takes all of it."""
@@ -86,7 +87,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
     schedule = schedule_of(
         args.pipeline_schedule, edges_of(captured, crossing), partition,
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
-        predict=args.weight_prediction,
+        predict=args.weight_prediction, provisional=args.provisional_steps,
     )  # fmt: skip
     return Plan(
         captured=captured,
@@ -111,26 +112,35 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
     """
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and args.max_seq_length > most and args.task != "image-classification":
-        raise ValueError(
-            f"--max_seq_length {args.max_seq_length} is more than the {most} positions of {args.model_name_or_path}; "
-            f"give {most} or less"
-        )
+    most = num_positions(model)
+    for name, tasks in LENGTHS.items():
+        if most is not None and args.task in tasks and getattr(args, name) > most:
+            raise ValueError(
+                f"--{name} {getattr(args, name)} is more than the {most} positions of {args.model_name_or_path}; give "
+                f"{most} or less"
+            )
     batch = data.example(args.per_device_train_batch_size)
     return capture_model(model, batch, data.task.keep), batch, model
 
 
+def num_positions(model: torch.nn.Module) -> int | None:
+    """The longest sequence that a model takes; None: any. Where padding has a position of its own, as in RoBERTa, real
+    ones begin behind it.
+    """
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and "position" in name and module.num_embeddings == most:
+            return most if module.padding_idx is None else most - module.padding_idx - 1
+    return most
+
+
 def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
-    made: list[str | None] = [None]
-    connected = torch.distributed.is_initialized()
-    if not connected or torch.distributed.get_rank() == 0:
+    def make() -> str:
         machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
         choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
-        made = [choice.file.to_json()]
-    if connected and torch.distributed.get_world_size() > 1:
-        torch.distributed.broadcast_object_list(made)
-    return PartitionFile.from_json(made[0])
+        return choice.file.to_json()
+
+    return PartitionFile.from_json(on_rank_zero(make) if torch.distributed.is_initialized() else make())
 
 
 def _unused(model: torch.nn.Module, captured: Captured) -> tuple[tuple[str, ...], ...]:

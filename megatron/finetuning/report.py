@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import time
 
 import torch
 
@@ -34,7 +33,7 @@ class Report:
                 with self._shown.attempt():
                     self._board = SummaryWriter(log_dir=args.logging_dir)
         self._losses: list[float] = []
-        self._since = time.perf_counter()
+        self._seconds: list[float] = []
 
     def say(self, text: str) -> None:
         """A line for the user, once in the job."""
@@ -57,15 +56,15 @@ class Report:
             self._metrics.write(step=step, **values, step_time_ms=1000 * seconds)
         self._show("train", values, step)
         self._losses.append(loss)
+        self._seconds.append(seconds)
         if step % self._args.logging_steps == 0 or step == self._num_steps:
-            now = time.perf_counter()
-            each = 1000 * (now - self._since) / len(self._losses)
+            each = 1000 * sum(self._seconds) / len(self._seconds)
             self.say(
                 f"step {step:6d}/{self._num_steps} | epoch {values['epoch']:.2f} | "
                 f"loss {sum(self._losses) / len(self._losses):.4f} | learning rate {report.learning_rate:.3e} | "
                 f"grad norm {report.grad_norm:.3f} | {each:.1f} ms"
             )
-            self._losses, self._since = [], now
+            self._losses, self._seconds = [], []
 
     def evaluation(self, step: int, values: dict[str, float], seconds: float) -> None:
         """One evaluation, after so many batches."""
@@ -74,7 +73,6 @@ class Report:
         if self._metrics is not None:
             self._metrics.write(step=step, **named, eval_time_ms=1000 * seconds)
         self._show("eval", values, step)
-        self._since = time.perf_counter()
 
     def _show(self, prefix: str, values: dict[str, float | None], step: int) -> None:
         if self._board is None:

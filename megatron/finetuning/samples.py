@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.finetuning.data.files import read_samples
 from megatron.finetuning.data.rows import Rows
-from megatron.finetuning.model import check_folder, read_config, require_transformers
+from megatron.finetuning.model import check_folder, first_line, read_config, require_transformers
 from megatron.finetuning.tasks import TASKS, File, Task
 
 _PROCESSOR_FILES = {
@@ -42,7 +42,7 @@ class Data:
 
 def read_data(args: argparse.Namespace) -> Data:
     """Read the files that the flags name. Raises ValueError for what is wrong with them."""
-    task = TASKS[args.task]
+    task, classes = TASKS[args.task], _classes(args.model_name_or_path)
     processor = _processor(args.model_name_or_path, task.auto_processor)
     training, validation = (
         File(path, read_samples(path, limit=limit)) if path is not None else None
@@ -51,7 +51,7 @@ def read_data(args: argparse.Namespace) -> Data:
             (args.validation_file if args.do_eval else None, args.max_eval_samples),
         )
     )
-    prepared = task.prepare(args, processor, training or validation, _classes(args.model_name_or_path))
+    prepared = task.prepare(args, processor, training or validation, classes)
     return Data(
         task,
         processor,
@@ -81,5 +81,8 @@ def _processor(folder: str, auto_processor: str) -> Any:
         return None
     try:
         return getattr(transformers, auto_processor).from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"the {auto_processor} of {folder} cannot be read: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of a damaged file any
+        raise ValueError(
+            f"the {auto_processor} of {folder} cannot be read: {type(error).__name__}: {first_line(error)}; save it "
+            "anew"
+        ) from error

@@ -13,6 +13,7 @@ from megatron.capture.export import Captured
 from megatron.finetuning.partition_file import PartitionFile
 from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.weights import Ahead, WeightPolicy
 
 _ASYNCHRONOUS = "ftpipe"
 
@@ -33,14 +34,17 @@ def edges_of(captured: Captured, crossing: Crossings) -> tuple[Edge, ...]:
 
 
 class EdgeBytes(NamedTuple):
-    """What crosses one way: `activations` with each microbatch, `parameters`, shared ones, once for each version."""
+    """What crosses one way: `activations` with each microbatch, `parameters`, shared ones, once for each value that
+    their owner's forwards use.
+    """
 
     activations: int = 0
     parameters: int = 0
 
-    def a_microbatch(self, num_microbatches: int) -> float:
-        """On the mean, where a batch has `num_microbatches`."""
-        return self.activations + self.parameters / num_microbatches
+    def a_microbatch(self, num_microbatches: int, weights: WeightPolicy) -> float:
+        """On the mean, where a batch has `num_microbatches`; at most, where each forward may have a step of its own."""
+        num_values = num_microbatches if weights.ahead is Ahead.PROVISIONAL_STEP else 1
+        return self.activations + self.parameters * num_values / num_microbatches
 
 
 def bytes_of_edges(
@@ -67,11 +71,13 @@ def schedule_of(
     recompute: bool,
     norm_decides: bool = False,
     predict: bool = False,
+    provisional: bool = False,
 ) -> Schedule:
     """The schedule of that name over these stages.
 
-    `norm_decides`: gradients are clipped by their norm. `predict`: ftpipe's forwards use predicted weights. ftpipe
-    always recomputes: its backwards use newer weights than its forwards.
+    `norm_decides`: gradients are clipped by their norm. `predict`: ftpipe's forwards use predicted weights;
+    `provisional`: those of provisional steps. ftpipe always recomputes: its backwards use newer weights than its
+    forwards.
 
     Raises ValueError for stages that the schedule cannot run, such as 2bw's where they are no chain.
     """
@@ -80,7 +86,8 @@ def schedule_of(
     chain = graph.is_chain
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
     if name == _ASYNCHRONOUS:
-        weights = "stale-predicted" if predict else "stale"
+        assert not (predict and provisional), "the command line excludes it"
+        weights = "stale-predicted" if predict else "stale-provisional" if provisional else "stale"
         return Schedule(order="async", weights=weights, recompute=True, work=partition.work(graph), **common)
     if name in ("2bw", "pipedream"):
         if not chain:

@@ -126,12 +126,20 @@ class Trainer:
 def checkpoint_saver(
     pipeline: Pipeline, args: argparse.Namespace, origin: Origin, facts: dict
 ) -> Callable[[int, int], None]:
-    """What writes `checkpoint-N` into --output_dir. `facts`: of every `Progress`."""
+    """What writes `checkpoint-N` into --output_dir. `facts`: of every `Progress`.
+
+    Once the first is there, those go that --overwrite_output_dir gives up.
+    """
+    output, begun, is_first = Path(args.output_dir or "."), pipeline.engine.next_batch, True
 
     def save(batches: int, microbatches: int) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{batches}"
+        nonlocal is_first
+        folder = output / f"checkpoint-{batches}"
         checkpoint.save(pipeline, folder, origin, Progress(batches, microbatches, **facts))
         if args.rank == 0:
-            checkpoint.prune(Path(args.output_dir), args.save_total_limit)
+            if args.overwrite_output_dir and is_first:
+                checkpoint.drop_others(output, after=begun, but=folder)
+            checkpoint.prune(output, args.save_total_limit)
+        is_first = False
 
     return save

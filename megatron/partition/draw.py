@@ -8,6 +8,15 @@ from megatron.partition.graph import Graph
 GIB = 2**30
 
 
+def check_form(path: Path) -> None:
+    """Raises ValueError for a suffix of which no picture can be made."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"{path} has no suffix of a picture; give one of {', '.join(sorted(known))}")
+
+
 def draw(graph: Graph, result: Result, path: Path) -> None:
     """Above, nodes in the order of computation at the height of their device, with a line for each edge that crosses;
     below, a box for each device: its width is memory in use, what is filled is utilisation. The suffix chooses the

@@ -6,6 +6,7 @@ sentence.
 """
 
 import json
+import reprlib
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -208,14 +209,16 @@ def parse_graph(content: Any) -> Graph:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{place}: {message}, not {first['input']!r}" if place else message) from None
+        if first["type"] == "missing":
+            raise ValueError(f"{place} is missing; add it") from None
+        raise ValueError(f"{place}: {message}, not {reprlib.repr(first['input'])}" if place else message) from None
 
 
 def read_graph(path: Path) -> Graph:
     """Raises OSError where the file cannot be opened, ValueError where it is wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON: {error}; give a graph file") from error
     try:
         return parse_graph(content)

@@ -14,7 +14,7 @@ LARGEST_WEIGHT = 10**6
 
 def require_metis() -> None:
     if importlib.util.find_spec("pymetis") is None:
-        raise ValueError("metis needs pymetis, which is not installed; pip install pymetis, or leave metis out")
+        raise ValueError("metis needs pymetis, which is not installed; pip install .[metis], or leave metis out")
 
 
 def cut_with_metis(units: Units, seed: int = 0) -> tuple[list[int], list[int]]:

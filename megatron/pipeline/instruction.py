@@ -2,8 +2,8 @@
 
 A schedule is data only if its smallest part can be written down, read back and compared. An instruction is a frozen
 value: what to do (`Kind`), on which global stage, and where they apply the microbatch, the weight version and the peer.
-Its text form (`2F5@1`, `2F5@1+2`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's. Reading it
-is strict.
+Its text form (`2F5@1`, `2F5@1+2`, `2F5@1~3`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's.
+Reading it is strict.
 
 What a word means is said once, in `WORDS`. Passes, checker, simulator, planner, drawing and trace ask that table and
 keep none of their own, so a new word is a row there, its proof in the checker, and a method of the executor.
@@ -242,7 +242,7 @@ RECEIVE_OF = {WORDS[kind].receives: kind for kind in RECEIVES}
 _ARROWS = dict.fromkeys(SENDS, ">") | dict.fromkeys(RECEIVES, "<")
 _WORDS = "|".join(kind.value for kind in Kind)
 _TEXT = re.compile(
-    rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*)(?:\+([1-9][0-9]*))?)?(?:([<>])(0|[1-9][0-9]*))?"
+    rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*)(?:([+~])([1-9][0-9]*))?)?(?:([<>])(0|[1-9][0-9]*))?"
 )
 
 
@@ -258,6 +258,9 @@ class Instruction:
             program says nothing about versions.
         peer: the other stage of a transfer; None where only one can be meant.
         horizon: of a forward, how many steps ahead of its version the weights are predicted that it uses.
+        unstepped: of a forward, how many microbatches of the batch `version` have their backward behind them at the
+            stage: the step that their gradients lead to, taken provisionally, makes the weights that it uses. With a
+            horizon 0.
     """
 
     kind: Kind
@@ -266,13 +269,18 @@ class Instruction:
     version: int | None = None
     peer: int | None = None
     horizon: int = 0
+    unstepped: int = 0
+
+    @property
+    def ahead(self) -> str:
+        """How its weights are ahead of its version, as in the text: +2, ~3, or nothing."""
+        return (f"+{self.horizon}" if self.horizon else "") + (f"~{self.unstepped}" if self.unstepped else "")
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
         version = "" if self.version is None else f"@{self.version}"
-        horizon = f"+{self.horizon}" if self.horizon else ""
         peer = "" if self.peer is None or self.kind not in _ARROWS else f"{_ARROWS[self.kind]}{self.peer}"
-        return f"{self.stage}{self.kind.value}{microbatch}{version}{horizon}{peer}"
+        return f"{self.stage}{self.kind.value}{microbatch}{version}{self.ahead}{peer}"
 
     def shifted(self, *, microbatches: int, versions: int) -> Instruction:
         """The same instruction, later in the run."""
@@ -283,6 +291,7 @@ class Instruction:
             None if self.version is None else self.version + versions,
             self.peer,
             self.horizon,
+            self.unstepped,
         )
 
     @staticmethod
@@ -291,8 +300,8 @@ class Instruction:
         """Read the text form; the whole text must be one instruction.
 
         Raises:
-            ValueError: an unknown word, characters left over, a microbatch, version or horizon missing or out of
-                place.
+            ValueError: an unknown word, characters left over, a microbatch, version or what is ahead of it missing or
+                out of place.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
@@ -300,14 +309,17 @@ class Instruction:
                 f"{text!r} is not an instruction; the form is STAGE WORD MICROBATCH[@VERSION], "
                 "such as 2F5@1, 2SEND_F5, 2SEND_F5>4 or 2STEP@4"
             )
-        stage, word, microbatch, version, horizon, arrow, peer = match.groups()
+        stage, word, microbatch, version, sign, ahead, arrow, peer = match.groups()
         kind = Kind(word)
         if arrow is not None and _ARROWS.get(kind) != arrow:
             raise ValueError(f"{text!r}: only SENDs go to a stage (>), and only RECVs come from one (<)")
-        if horizon is not None and kind is not Kind.FORWARD:
-            raise ValueError(
-                f"{text!r}: only a forward takes predicted weights, and {word} no steps ahead (+{horizon})"
+        if sign is not None and kind is not Kind.FORWARD:
+            reason = (
+                f"only a forward takes predicted weights, and {word} no steps ahead"
+                if sign == "+"
+                else f"only a forward takes weights of a provisional step, and {word} none"
             )
+            raise ValueError(f"{text!r}: {reason} ({sign}{ahead})")
         if kind.is_update:
             if microbatch is not None or version is None:
                 raise ValueError(f"{text!r}: {word} takes a version and no microbatch, such as {stage}{word}@1")
@@ -321,5 +333,6 @@ class Instruction:
             None if microbatch is None else int(microbatch),
             None if version is None else int(version),
             None if peer is None else int(peer),
-            int(horizon or 0),
+            int(ahead) if sign == "+" else 0,
+            int(ahead) if sign == "~" else 0,
         )

@@ -139,10 +139,10 @@ class _Rank:
         return events
 
     def _one_version(self) -> list[_Event]:
-        """Each stage has one, and a further set for good where a forward is predicted ahead."""
-        predicted = {each.stage for each, _, _ in self.spans if each.horizon}
+        """Each stage has one, and a further set for good where a forward is ahead of its version."""
+        ahead = {each.stage for each, _, _ in self.spans if each.ahead}
         sizes = self.sizes["weights"]
-        return [(self.start, sum(sizes[stage] * (1 + (stage in predicted)) for stage in self.stages))]
+        return [(self.start, sum(sizes[stage] * (1 + (stage in ahead)) for stage in self.stages))]
 
     def _versions(self) -> Iterator[tuple[float, int]]:
         """When versions are made, how many buffers that takes."""

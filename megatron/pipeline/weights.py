@@ -12,6 +12,8 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     stale    the newest, each time        whatever follows the chain of v       1                FTPipe, Table 1
     stale-predicted
              that, predicted ahead        whatever follows the chain of v       1, and one predicted    FTPipe, 4.2
+    stale-provisional
+             that, stepped ahead          whatever follows the chain of v       1, and one stepped      docs/ftpipe.md
     2bw-provisional
              j, predicted                 the first forward of batch v+1        2, and the true  docs/provisional.md
 
@@ -23,7 +25,9 @@ when others have been made. A stage of depth k (edges to the end) has its forwar
 microbatch i-k-1, and steps behind the last backward of a batch; so counted from the last drain it uses the version of
 the batch that microbatch i-k belongs to, and in the backward that of its own batch. Batches may have any size
 (accumulation). `stale-predicted` is the same, but a forward uses its version predicted as many steps ahead as that of
-its backward is newer: F5@1+2. So many are known before the run (docs/ftpipe.md).
+its backward is newer: F5@1+2. So many are known before the run (docs/ftpipe.md). Under `stale-provisional` a forward
+uses the step that those microbatches of the batch under way lead to whose backwards are done: F5@1~3. Batches of one
+microbatch leave none, so there it is `stale`.
 
 The last row steps as 2bw does, so its weights are 2bw's; but batch j is computed at an estimate of version j: PREDICT@j
 takes the step to it before the first forward of batch j, from the gradients of those microbatches of batch j-1 that are
@@ -36,8 +40,18 @@ enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from megatron.pipeline.instruction import Kind
+
+
+class Ahead(Enum):
+    """How the weights of a forward are ahead of its version, where that of its backward is newer. The value is what
+    they are called.
+    """
+
+    PREDICTION = "predicted"  # to the version of the backward, by the optimizer's state: F5@1+2
+    PROVISIONAL_STEP = "provisional"  # by the step that gradients lead to which no step has taken: F5@1~3
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,7 @@ class WeightPolicy:
             each stage uses its newest version, and steps as soon as it can.
         predicts: batch j uses a prediction of version j instead; with a delay of 1.
         refreshes: a recompute and a backward use what is the newest then; with a delay of None.
-        looks_ahead: a forward uses its version predicted ahead to that of its backward; where that refreshes.
+        ahead: how a forward is ahead of its version, towards that of its backward, where these refresh; None: not.
 
     Raises:
         ValueError: a delay that is no number of batches, or one that nothing can be predicted over.
@@ -61,7 +75,7 @@ class WeightPolicy:
     delay: int | None
     predicts: bool = False
     refreshes: bool = False
-    looks_ahead: bool = False
+    ahead: Ahead | None = None
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.delay, int) and not isinstance(self.delay, bool) and self.delay >= 0
@@ -79,7 +93,7 @@ class WeightPolicy:
                 f"weights {self.name} refresh where each stage uses its newest version; give a delay of None, not "
                 f"{self.delay}"
             )
-        if self.looks_ahead and not self.refreshes:
+        if self.ahead is not None and not self.refreshes:
             raise ValueError(
                 f"weights {self.name} look ahead to those of the backward, which are the forward's own; have them "
                 "refresh"
@@ -87,6 +101,11 @@ class WeightPolicy:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a forward may use weights that are ahead of its version: one more set of weights."""
+        return self.ahead is not None
 
     @property
     def drains(self) -> bool:
@@ -113,7 +132,7 @@ class WeightPolicy:
         return 1 if self.delay is None else self.delay + 1
 
     def max_live_versions(self, stage: int, num_stages: int) -> int:
-        """The most versions that a stage holds at once, a prediction included."""
+        """The most versions that a stage holds at once, with one that is ahead."""
         if self.refreshes:
             return 2 if self.looks_ahead and stage < num_stages - 1 else 1
         return num_stages - stage if self.delay is None else self.delay + 1
@@ -159,10 +178,11 @@ FLUSH = WeightPolicy("flush", delay=0)
 TWO_BW = WeightPolicy("2bw", delay=1)
 STASH = WeightPolicy("stash", delay=None)
 STALE = WeightPolicy("stale", delay=None, refreshes=True)
-STALE_PREDICTED = WeightPolicy("stale-predicted", delay=None, refreshes=True, looks_ahead=True)
+STALE_PREDICTED = WeightPolicy("stale-predicted", delay=None, refreshes=True, ahead=Ahead.PREDICTION)
+STALE_PROVISIONAL = WeightPolicy("stale-provisional", delay=None, refreshes=True, ahead=Ahead.PROVISIONAL_STEP)
 PROVISIONAL = WeightPolicy("2bw-provisional", delay=1, predicts=True)
 
-_ALL = (FLUSH, TWO_BW, STASH, STALE, STALE_PREDICTED, PROVISIONAL)
+_ALL = (FLUSH, TWO_BW, STASH, STALE, STALE_PREDICTED, STALE_PROVISIONAL, PROVISIONAL)
 POLICIES: dict[str, WeightPolicy] = {policy.name: policy for policy in _ALL}
 _PREDICTED = {TWO_BW: PROVISIONAL, STALE: STALE_PREDICTED}
 

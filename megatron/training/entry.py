@@ -13,7 +13,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 from megatron.pipeline.runtime.error_file import write_error_file
@@ -80,6 +81,20 @@ class OnThisRank(Exception):
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
+
+
+def environment_ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the environment; (0, 1, 0) without a launcher. Raises ValueError."""
+    values = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        text = os.environ.get(name, default)
+        if not text.isdigit():
+            raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
+        values.append(int(text))
+    rank, world_size, local_rank = values
+    if rank >= world_size:
+        raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world_size}; start through torchrun")
+    return rank, world_size, local_rank
 
 
 def end(prog: str, error: Exception) -> int:
@@ -163,3 +178,19 @@ def agree_or_raise(error: ValueError) -> None:
             time.sleep(0.05)
             count = store.add("user_errors", 0)
     raise SameEverywhere(str(error)) from error
+
+
+@contextmanager
+def told_once(guard: AbstractContextManager) -> Iterator[None]:
+    """The block within `guard`, which a ValueError that all ranks have alike leaves in peace, as `SameEverywhere`."""
+    outcome = None
+    with guard:
+        try:
+            yield
+        except ValueError as error:
+            try:
+                agree_or_raise(error)
+            except SameEverywhere as same:
+                outcome = same
+    if outcome is not None:
+        raise outcome

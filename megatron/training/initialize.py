@@ -23,22 +23,9 @@ from megatron.training.arguments import Platform
 from megatron.training.arguments.platform import engine_keeps_main_grad
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint import agreement
+from megatron.training.entry import environment_ranks
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
-
-
-def environment_ranks() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from the environment; (0, 1, 0) without a launcher. Raises ValueError."""
-    values = []
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        text = os.environ.get(name, default)
-        if not text.isdigit():
-            raise ValueError(f"the environment variable {name} is '{text}', not a whole number; start through torchrun")
-        values.append(int(text))
-    rank, world_size, local_rank = values
-    if rank >= world_size:
-        raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world_size}; start through torchrun")
-    return rank, world_size, local_rank
 
 
 def this_platform() -> Platform:

@@ -16,7 +16,7 @@ from megatron.training.assembly import DatasetsProvider, ModelProvider, assemble
 from megatron.training.checkpoint.arguments import PARALLEL_ARGUMENTS
 from megatron.training.checkpoint.ownership import release_all
 from megatron.training.checkpointing import apply_checkpoint_arguments
-from megatron.training.entry import OnThisRank, SameEverywhere, agree_or_raise, agree_to_start
+from megatron.training.entry import OnThisRank, agree_to_start, told_once
 from megatron.training.logging import configure_logging
 from megatron.training.loop import run_to_the_end
 from megatron.training.placement import Assignment, assign_rank, this_process
@@ -47,28 +47,19 @@ def pretrain(
     configure_logging(args.logging_level)
     interrupt.before_exit.append(release_all)
     assignment, notes = _join_job(args)
-    outcome = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     host = this_process().host
     guard = failure.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all)
-    with initialize.left_in_order(), guard:
-        try:
-            initialize.set_up(args)
-            run = assemble(args, model_provider=model_provider, forward_step=forward_step,
-                           datasets_provider=datasets_provider, **options)  # fmt: skip
-            for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
-                run.reporter.say(line)
-            # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
-            gc.collect()
-            gc.freeze()
-            run_to_the_end(run, stop, started=started)
-        except ValueError as error:
-            try:
-                agree_or_raise(error)
-            except SameEverywhere as same:
-                outcome = same
-    if outcome is not None:
-        raise outcome
+    with initialize.left_in_order(), told_once(guard):
+        initialize.set_up(args)
+        run = assemble(args, model_provider=model_provider, forward_step=forward_step,
+                       datasets_provider=datasets_provider, **options)  # fmt: skip
+        for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
+            run.reporter.say(line)
+        # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
+        gc.collect()
+        gc.freeze()
+        run_to_the_end(run, stop, started=started)
 
 
 def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:

@@ -10,9 +10,9 @@ from megatron.capture.blocks import blocks_of
 from megatron.capture.cut import cut
 from megatron.capture.export import capture
 from megatron.capture.randomness import Draw, seeded_attention
-from megatron.capture.sequential import train_in_turn
 from megatron.capture.stage import StageData
 from tests.capture.cuts import any_acyclic, contiguous
+from tests.capture.in_turn import train_in_turn
 from tests.capture.models import KINDS, USUAL, captured, equal, gradients, llama, tokens
 
 CUTS = 2

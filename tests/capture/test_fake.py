@@ -11,10 +11,10 @@ from megatron.capture.blocks import blocks_of
 from megatron.capture.cut import cut
 from megatron.capture.export import capture
 from megatron.capture.fake import fake_parameters, give_values, is_fake
-from megatron.capture.sequential import train_in_turn
 from megatron.capture.signature import signature
 from megatron.capture.stage import StageData
 from tests.capture.cuts import spread
+from tests.capture.in_turn import train_in_turn
 from tests.capture.models import KINDS, captured, eager_loss, gradients
 
 MARKS = {"plain": ()}

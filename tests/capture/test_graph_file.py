@@ -10,9 +10,9 @@ from megatron.capture.cut import cut
 from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import profile
 from megatron.capture.randomness import Draw
-from megatron.capture.sequential import train_in_turn
 from megatron.capture.signature import signature
 from megatron.capture.stage import StageData
+from tests.capture.in_turn import train_in_turn
 from tests.capture.models import KINDS, captured
 
 MACHINE = {

@@ -12,10 +12,10 @@ from megatron.capture import tensors
 from megatron.capture.cut import cut
 from megatron.capture.export import capture
 from megatron.capture.fake import fake_parameters, is_fake
-from megatron.capture.sequential import train_in_turn
 from megatron.capture.stage import StageData
 from megatron.capture.tensors import load_stage, names_in_files, tensor_files
 from tests.capture.cuts import contiguous
+from tests.capture.in_turn import train_in_turn
 from tests.capture.models import gpt2, tokens
 
 BATCH = {"input_ids": tokens(2, 9), "labels": tokens(2, 9)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,3 +134,16 @@ def plain(folder: Path, task: str, *, words: Sequence[object] = ()) -> Outcome:
         model.zero_grad()
         scheduler.step()
     return Outcome(lines, {name: each.detach() for name, each in masters.state_dict().items()})
+
+
+def refused(folder: Path, words: Sequence[str], *, largest_file: int | None = None) -> str:
+    """The sentence with which a run ends. `largest_file`: bytes that the last rank can write into one."""
+    if largest_file is not None and dist.get_rank() == dist.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    try:
+        finetune(folder, "sequence-classification", words=words, name="refused")
+    except ValueError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return ""

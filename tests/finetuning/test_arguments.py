@@ -31,6 +31,10 @@ def test_clipping_follows_the_schedule():
             "--weight_prediction softens the staleness of ftpipe",
         ),
         (["--pipeline_schedule", "2bw", "--gap_aware"], "--gap_aware softens"),
+        (["--pipeline_schedule", "flush", "--provisional_steps"], "--provisional_steps softens"),
+        (["--provisional_steps", "--weight_prediction"], "--weight_prediction has others; leave one out"),
+        (["--provisional_steps", "--gap_aware"], "--gap_aware has others; leave one out"),
+        (["--provisional_steps"], "with --gradient_accumulation_steps 1 each is stepped at once; give 2 or more"),
         (["--weight_prediction", "--optim", "adafactor"], "and not of adafactor"),
         (["--per_device_eval_batch_size", "3"], "stages exchange tensors of one shape"),
         (["--do_eval"], "--do_eval needs --validation_file"),
@@ -39,7 +43,9 @@ def test_clipping_follows_the_schedule():
         (["--fp16"], "--fp16 needs a loss scale.*; give --bf16"),
         (["--bf16", "--dtype", "float32"], "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
         (["--bf16", "--weight_prediction"], "with --bf16 that is of FP32 masters; leave one out"),
-        (["--learning_rate", "-1"], "-1 is less than 0"),
+        (["--learning_rate", "-1"], "-1 is no number from 0 on"),
+        (["--num_train_epochs", "inf"], "inf is no number from 0 on"),
+        (["--warmup_ratio", "1.5"], "1.5 is no number from 0 to 1"),
         (
             ["--save_strategy", "best"],
             "--save_strategy.*: 'best' keeps the best evaluation, which is not done here; give",
@@ -62,6 +68,8 @@ def test_sentences(words, sentence):
 def test_what_is_missing():
     with pytest.raises(ValueError, match="nothing to train on"):
         parse_args([*LEAST[:4], "--do_train", "--output_dir", "o"])
+    with pytest.raises(ValueError, match="nothing to train on"):
+        parse_args([*LEAST[:4], "--dry_run"])
     with pytest.raises(ValueError, match="nowhere to write"):
         parse_args(LEAST[:6])
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from megatron import backend
 
 backend.install()
 
-from megatron.finetuning.dry_run import run_dry
+from megatron.finetuning.dry_run import of_devices, run_dry
+from megatron.finetuning.plan import make_plan
+from megatron.finetuning.samples import read_data
 from megatron.training.entry import SameEverywhere
 from megatron.training.metrics import read_metrics
 from tests.finetuning import cases, tiny
@@ -47,6 +50,10 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     assert "use weights that are up to 3 2 1 0 steps older" in output
     assert "simulated: " in output and " ms a microbatch, 1 of them a batch" in output
     assert "note:" not in output
+    words = ["--provisional_steps", "--gradient_accumulation_steps", 2]
+    run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, *words))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "up to 2 1 1 0 steps older than those of their backwards, and provisional from there" in output
     cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0), "--bf16")
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
     output = " ".join(capsys.readouterr().out.split())
@@ -54,6 +61,33 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     args.model_name_or_path = str(tmp_path / "nowhere")
     with pytest.raises(SameEverywhere, match="is no folder; download the model first"):
         run_dry(args)
+
+
+def test_what_softens_staleness_takes_memory(tmp_path):
+    """Bytes of a parameter with AdamW and FP32: 16, one set more where forwards are ahead, and for gap-aware steps the
+    average, one for each step that is missing, and one. Stages 0 and 3 are on rank 0; the last is never stale.
+    """
+    cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0))
+
+    def bytes_of_ranks(*words):
+        args = tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, *words)
+        plan = make_plan(args, read_data(args))
+        stages = [replace(stage, parameters=parameters[place]) for place, stage in enumerate(plan.partition.stages)]
+        plan = replace(plan, partition=replace(plan.partition, stages=tuple(stages)))
+        return [weights for _, weights, _, _ in of_devices(plan, args)]
+
+    first, second, third, last = parameters = (100, 20, 3, 4000)
+    plain = bytes_of_ranks()
+    assert plain == [16 * (first + last), 16 * (second + third)]
+    accumulated = "--gradient_accumulation_steps", 2
+    for words, (one, two, three) in (
+        (["--weight_prediction"], (4, 4, 4)),
+        (["--provisional_steps", *accumulated], (4, 4, 4)),
+        (["--gap_aware"], (20, 16, 12)),
+        (["--gap_aware", *accumulated], (16, 12, 12)),
+    ):
+        found = bytes_of_ranks(*words)
+        assert found == [plain[0] + one * first, plain[1] + two * second + three * third], words
 
 
 @pytest.mark.full

@@ -1,8 +1,10 @@
 """A model from its folder."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from megatron import backend
 
@@ -11,9 +13,11 @@ backend.install()
 from megatron.capture.tensors import tensor_files
 from megatron.finetuning import job
 from megatron.finetuning.model import check_folder, open_model, read_config, renaming
-from megatron.finetuning.plan import make_plan
+from megatron.finetuning.plan import make_plan, num_positions
 from megatron.finetuning.samples import read_data
 from tests.finetuning import tiny
+
+CLASSES = "sequence-classification"
 
 
 def test_renamed_modules_are_found(tmp_path):
@@ -39,6 +43,49 @@ def test_more_tokens_than_the_model_has_positions(tmp_path):
     args = tiny.arguments(tmp_path, "causal-lm", "--max_seq_length", 33)
     with pytest.raises(ValueError, match=r"--max_seq_length 33 is more than the 32 positions of .*; give 32 or less"):
         make_plan(args, read_data(args))
+
+
+def test_positions_behind_that_of_padding():
+    """RoBERTa's real positions begin at 2 with the usual padding, so 2 of its 514 are none; BERT has all."""
+    import transformers
+
+    small = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    roberta = transformers.RobertaConfig(**small, max_position_embeddings=14, pad_token_id=1)
+    model = transformers.RobertaForSequenceClassification(roberta)
+    assert num_positions(model) == 12
+    model(input_ids=torch.full((1, 12), 5))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model(input_ids=torch.full((1, 13), 5))
+    bert = transformers.BertConfig(**small, max_position_embeddings=14)
+    assert num_positions(transformers.BertForSequenceClassification(bert)) == 14
+    assert num_positions(torch.nn.Module()) is None
+
+
+def test_tokens_that_hold_no_text(tmp_path):
+    with pytest.raises(ValueError, match=r"2 tokens leave no room for a text, as 2 are special; give a larger"):
+        read_data(tiny.arguments(tmp_path, CLASSES, "--max_seq_length", 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("config.json", "[]", r"config\.json cannot be read: Unrecognized model"),
+        ("config.json", '{"model_type": "bert", "hidden_size": "x"}', r"config\.json cannot be read: .*hidden_size"),
+        ("tokenizer.json", "{}", r"the AutoTokenizer of .* cannot be read: .*; save it anew"),
+        ("tokenizer_config.json", "[]", r"the AutoTokenizer of .* cannot be read: .*; save it anew"),
+    ],
+)
+def test_damaged_files_of_a_model(tmp_path, name, content, sentence):
+    args = tiny.arguments(tmp_path, CLASSES)
+    (Path(args.model_name_or_path) / name).write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        read_data(args)
 
 
 def test_sentences(tmp_path):

@@ -75,6 +75,11 @@ def test_flags_that_it_is_not_for(folder, path, words, sentence):
         make_plan(args, read_data(args))
 
 
+def test_lengths_that_a_task_has_not_do_not_matter(folder, path):
+    args = tiny.arguments(folder, CLASSES, "--max_target_length", 7, "--partition", path)
+    assert make_plan(args, read_data(args)).partition.sequence == (12, 6)
+
+
 def test_another_model_is_refused(folder, path):
     """The same architecture with dropout is another graph."""
     args = tiny.arguments(folder, CLASSES, "--partition", path, dropout=0.1)

@@ -9,6 +9,7 @@ backend.install()
 from megatron.finetuning.partitioning import Machine, cut_model, num_bytes, simulated_seconds
 from megatron.finetuning.plan import captured_model, make_plan
 from megatron.finetuning.samples import read_data
+from tests import workers
 from tests.finetuning import tiny
 
 CLASSES = "sequence-classification"
@@ -59,3 +60,9 @@ def test_amounts_of_memory():
     for text in ("11", "GiB", "-1GiB", "0GiB"):
         with pytest.raises(ValueError, match=f"'{text}' is no amount of memory"):
             num_bytes(text)
+
+
+def test_all_ranks_know_why_there_is_no_partition(tmp_path):
+    """The first rank alone cuts the model."""
+    found = workers.run(2, "tests.finetuning.cases:refused", folder=tmp_path, words=("--memory", "0.001MB"))
+    assert found[0] == found[1] and found[0].startswith("nothing fits")

@@ -1,5 +1,6 @@
 """Whole runs of `finetune.py`'s job: what they train, what they write, and where they go on."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,14 +74,16 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, words):
         ("ftpipe", []),
         pytest.param("flush", [], marks=pytest.mark.full),
         pytest.param("ftpipe", ["--bf16"], marks=pytest.mark.full),
+        pytest.param("ftpipe", ["--provisional_steps"], marks=pytest.mark.full),
     ],
 )
 def test_ranks_do_not_matter(folder, schedule, precision):
     """With dropout, the same stages on two ranks, or all on one: the same bits, ftpipe's too."""
-    words = ["--num_train_epochs", 2, "--gradient_accumulation_steps", 2, "--pipeline_schedule", schedule, *precision]
+    precision = ["--gradient_accumulation_steps", 2, *precision]
+    words = ["--num_train_epochs", 2, "--pipeline_schedule", schedule, *precision]
     runs = [
         run(
-            folder, f"places-{schedule}-{number}{''.join(precision)}", *words, "--partition",
+            folder, f"places-{schedule}-{number}{''.join(map(str, precision))}", *words, "--partition",
             cases.partition(folder, CLASSES, ranks, *precision, dropout=0.1), dropout=0.1, ranks=len(set(ranks)),
         )
         for number, ranks in enumerate([(0, 1, 1, 0), (0, 0, 0, 0)])
@@ -97,6 +100,8 @@ def test_ranks_do_not_matter(folder, schedule, precision):
         ("ftpipe", (0, 1, 0, 1), []),
         ("ftpipe", (0, 1, 0, 1), ["--bf16"]),
         pytest.param("ftpipe", (0, 1, 0, 1), ["--bf16", "--gap_aware"], marks=pytest.mark.full),
+        ("ftpipe", (0, 1, 0, 1), ["--bf16", "--provisional_steps"]),
+        pytest.param("ftpipe", (0, 1, 0, 1), ["--provisional_steps", "--optim", "adafactor"], marks=pytest.mark.full),
         pytest.param("2bw", (0, 1), [], marks=pytest.mark.full),
         pytest.param("2bw", (0, 1), ["--bf16"], marks=pytest.mark.full),
         pytest.param("flush", (0, 1, 0, 1), [], marks=pytest.mark.full),
@@ -107,12 +112,12 @@ def test_ranks_do_not_matter(folder, schedule, precision):
 )
 def test_a_resumed_run_is_the_run(folder, schedule, ranks, precision):
     """A run that has saved on its way, and one that goes on from what it saved: the same bits at the end."""
+    precision = ["--gradient_accumulation_steps", 1 if schedule == "pipedream" else 2, *precision]
     words = [
         "--num_train_epochs", 2, "--pipeline_schedule", schedule, "--save_steps", 3, "--partition",
-        cases.partition(folder, CLASSES, ranks, *precision, dropout=0.1), "--gradient_accumulation_steps",
-        1 if schedule == "pipedream" else 2, "--dataloader_drop_last", *precision,
+        cases.partition(folder, CLASSES, ranks, *precision, dropout=0.1), "--dataloader_drop_last", *precision,
     ]  # fmt: skip
-    name = "".join([schedule, *precision])
+    name = "".join([schedule, *map(str, precision)])
     whole = run(folder, f"whole-{name}", *words, dropout=0.1)
     checkpoint = folder / f"whole-{name}" / "checkpoint-3"
     rest = run(folder, f"rest-{name}", *words, "--resume_from_checkpoint", checkpoint, dropout=0.1)
@@ -239,3 +244,19 @@ def test_strategies_say_when(folder):
     assert saved == [4, 8, 12, 14]
     last = cases.weights_of(folder / "strategies" / "checkpoint-14", CLASSES)
     assert all(torch.equal(last[name], weights) for name, weights in found.weights.items())
+
+
+def test_all_ranks_know_what_one_cannot_do(folder):
+    """A disk that is full for one rank, and a checkpoint of which one rank's file is damaged."""
+    words = ["--partition", cases.partition(folder, CLASSES, (0, 1)), "--max_steps", 1, "--save_strategy", "steps"]
+    full = workers.run(2, f"{CASES}:refused", folder=folder, words=tuple(map(str, words)), largest_file=4000)
+    assert full[0] == full[1]
+    assert re.fullmatch(r".*partial cannot be written by rank 1: .*; make room, or give another --output_dir", full[0])
+    assert not list((folder / "refused").glob("checkpoint-*"))
+    run(folder, "damaged", *words)
+    checkpoint = folder / "damaged" / "checkpoint-1"
+    (checkpoint / "training-1.pt").write_text("no state")
+    words += ["--resume_from_checkpoint", checkpoint]
+    found = workers.run(2, f"{CASES}:refused", folder=folder, words=tuple(map(str, words)))
+    assert found[0] == found[1]
+    assert re.fullmatch(r".*training-1\.pt cannot be read \(.*\); go on from another checkpoint", found[0])

@@ -30,7 +30,8 @@ def broken(change):
         (lambda g: g.update(devices=[{"memory_limit_bytes": 1}]), "lists 1 and num_devices is 2"),
         (lambda g: g.update(together=[{"nodes": [7]}]), "together names node 7"),
         (lambda g: g.update(nodes=[]), "nodes"),
-        (lambda g: g.pop("bandwidth_gigabytes_per_second"), "bandwidth_gigabytes_per_second"),
+        (lambda g: g.pop("bandwidth_gigabytes_per_second"), "^bandwidth_gigabytes_per_second is missing; add it$"),
+        (lambda g: g.update(edges="x" * 10**6), "^edges: .*, not '.{1,30}'$"),
     ],
 )
 def test_what_is_wrong_is_said(change, reason):

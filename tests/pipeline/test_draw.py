@@ -288,10 +288,14 @@ def test_text_shows_predictions():
 
 def test_versions_that_are_predicted_ahead_say_how_far():
     """With the version that they start from; backwards have theirs as it is."""
-    program = Schedule(order="async", weights="stale-predicted", recompute=True, num_stages=2).build((1,) * 4)
+    choices = {"order": "async", "recompute": True, "num_stages": 2}
+    program = Schedule(weights="stale-predicted", **choices).build((1,) * 4)
     drawn = timeline_text(simulate(program, Costs(forward=3, backward=3, recompute=3)), width=200, versions=True).plain
     assert "F2@1+1" in drawn and "B2@2-" in drawn and "B2@2+" not in drawn
     assert "+" not in drawn.splitlines()[1]
+    program = Schedule(weights="stale-provisional", **choices).build((2,) * 3)
+    drawn = timeline_text(simulate(program, Costs(forward=6, backward=6, recompute=6)), width=300, versions=True).plain
+    assert "F2@0~1" in drawn and drawn.count("~1") == 2
 
 
 def test_long_text_goes_on_in_blocks():

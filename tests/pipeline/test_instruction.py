@@ -15,8 +15,10 @@ def instructions(draw: st.DrawFn) -> Instruction:
     if kind.is_update:
         return Instruction(kind, draw(numbers), version=draw(numbers))
     version = draw(st.none() | numbers) if kind.is_computation else None
-    ahead = draw(numbers) if kind is Kind.FORWARD and version is not None else 0
-    return Instruction(kind, draw(numbers), draw(numbers), version, horizon=ahead)
+    ahead = {}
+    if kind is Kind.FORWARD and version is not None:
+        ahead[draw(st.sampled_from(["horizon", "unstepped"]))] = draw(numbers)
+    return Instruction(kind, draw(numbers), draw(numbers), version, **ahead)
 
 
 @given(instructions())
@@ -30,6 +32,7 @@ def test_text_round_trip(instruction: Instruction):
     [
         ("2F5@1", Instruction(Kind.FORWARD, 2, 5, 1)),
         ("2F5@1+2", Instruction(Kind.FORWARD, 2, 5, 1, horizon=2)),
+        ("2F5@1~3", Instruction(Kind.FORWARD, 2, 5, 1, unstepped=3)),
         ("2B5@1", Instruction(Kind.BACKWARD, 2, 5, 1)),
         ("2I5", Instruction(Kind.BACKWARD_INPUT, 2, 5)),
         ("2W5", Instruction(Kind.BACKWARD_WEIGHT, 2, 5)),
@@ -52,6 +55,7 @@ def test_words(text: str, instruction: Instruction):
     ["", "F0", "0F", "0F1garbage", " 0F1", "0F1\n", "0f1", "-1F0", "0F-1", "01F0", "0F01", "0X1", "0F1@", "0F1@x",
      "0F1@-1", "0SEND_F", "0SEND_F1@2", "0STEP", "0STEP1", "0STEP1@1", "0REDUCE_NORM", "1.0F0", "0F1,0F2",
      "0F1+1", "0F1@1+0", "0F1@1+", "0F1@1-1", "0B1@1+1",
+     "0F1~1", "0F1@1~0", "0F1@1~", "0F1@1+1~1", "0F1@1~1+1", "0F1@1~01", "0B1@1~1", "0I1@1~1", "0STEP@1~1",
      "0R1@1+1", "0STEP@1+1", "\u0661F0", "0F\u0661", "(0F1;1B2)OVERLAP_F_B", "0UNSHARD"],
 )  # fmt: skip
 def test_anything_else_is_refused(text: str):
@@ -71,6 +75,7 @@ def test_shifted():
     """Shifting moves what an instruction has of microbatch and version, and nothing else."""
     assert Instruction(Kind.FORWARD, 1, 2, 3).shifted(microbatches=4, versions=5) == Instruction(Kind.FORWARD, 1, 6, 8)
     assert str(Instruction.parse("1F2@3+4").shifted(microbatches=4, versions=5)) == "1F6@8+4"
+    assert str(Instruction.parse("1F2@3~4").shifted(microbatches=4, versions=5)) == "1F6@8~4"
     assert Instruction(Kind.SEND_F, 1, 2).shifted(microbatches=4, versions=5) == Instruction(Kind.SEND_F, 1, 6)
     assert Instruction(Kind.STEP, 1, version=3).shifted(microbatches=4, versions=-1) == Instruction(
         Kind.STEP, 1, version=2

@@ -89,8 +89,11 @@ def test_the_curve_of_two_stages_by_hand():
     assert held["transfers"][1] == 2 and held["transfers"][10.0] == 0
 
 
-@pytest.mark.parametrize(("weights", "held"), [("stale", (101, 1010)), ("stale-predicted", (202, 1020))])
-def test_stages_that_step_by_themselves_have_one_version_and_perhaps_a_prediction(weights, held):
+@pytest.mark.parametrize(
+    ("weights", "held"),
+    [("stale", (101, 1010)), ("stale-predicted", (202, 1020)), ("stale-provisional", (202, 1020))],
+)
+def test_stages_that_step_by_themselves_have_one_version_and_perhaps_one_ahead(weights, held):
     """Of stages of 1, 10, 100 and 1000 bytes, two on each rank, the last one has nothing ahead."""
     schedule = Schedule(order="async", weights=weights, recompute=True, num_stages=4, rank_of_stage=(0, 1, 0, 1))
     timeline = simulate(schedule.build((2, 2, 2)), Costs())

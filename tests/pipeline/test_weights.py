@@ -7,8 +7,10 @@ from megatron.pipeline.weights import (
     POLICIES,
     STALE,
     STALE_PREDICTED,
+    STALE_PROVISIONAL,
     STASH,
     TWO_BW,
+    Ahead,
     WeightPolicy,
     predicting,
 )
@@ -42,14 +44,17 @@ def test_how_many_versions_a_stage_holds():
     assert [FLUSH.max_live_versions(stage, 4) for stage in stages] == [1, 1, 1, 1]
     assert [TWO_BW.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 2]
     assert [STALE.max_live_versions(stage, 4) for stage in stages] == [1, 1, 1, 1]
-    assert [STALE_PREDICTED.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 1]
+    for policy in (STALE_PREDICTED, STALE_PROVISIONAL):
+        assert [policy.max_live_versions(stage, 4) for stage in stages] == [2, 2, 2, 1]
     assert [STASH.max_live_versions(stage, 4) for stage in stages] == [4, 3, 2, 1]
 
 
 def test_what_is_predicted():
     """2bw's and stale weights are; only where weights refresh is there anything ahead of a forward."""
     assert predicting(STALE) is STALE_PREDICTED and predicting(TWO_BW).predicts
-    with pytest.raises(ValueError, match="weights stash are not predicted: only those of 2bw and stale are"):
+    with pytest.raises(ValueError, match=r"weights stash are not predicted: only those of 2bw and stale are"):
         predicting(STASH)
-    with pytest.raises(ValueError, match="have them refresh"):
-        WeightPolicy("mine", delay=None, looks_ahead=True)
+    for ahead in Ahead:
+        assert WeightPolicy("mine", delay=None, refreshes=True, ahead=ahead).looks_ahead
+        with pytest.raises(ValueError, match=r"have them refresh"):
+            WeightPolicy("mine", delay=None, ahead=ahead)

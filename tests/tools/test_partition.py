@@ -26,7 +26,7 @@ def made(tmp_path):
 def test_the_last_line_is_the_partition(run, made, tmp_path):
     """One object whose price is what the oracle says; the same in the file; a picture; a row for each method."""
     content, path = made
-    output, picture = tmp_path / "P.json", tmp_path / "pictures" / "P.png"
+    output, picture = tmp_path / "made" / "P.json", tmp_path / "pictures" / "P.png"
     status, out, _ = run("--graph", path, "--json", "--output", output, "--picture", picture)
     assert status == 0
     found = json.loads(out.splitlines()[-1])
@@ -54,6 +54,14 @@ def test_refusals(run, made, tmp_path):
     assert status == 1 and "circle" in err and "\n" not in err.split("error:")[1].strip()
     assert run("--graph", tmp_path / "none.json")[0] == 2
     assert run("--graph", path, "--methods", "annealing")[0] == 2
+    for words, sentence in (
+        (("--output", tmp_path), "is a folder; name a file in it"),
+        (("--picture", tmp_path / "p.xyz"), "p.xyz has no suffix of a picture; give one of"),
+        (("--devices", 4), "--devices is of a MODEL, and --graph names its own machine"),
+        (("--memory", "1GiB"), "--memory is of a MODEL"),
+    ):
+        status, _, err = run("--graph", path, *words)
+        assert status == 1 and sentence in err
 
 
 def test_lines_where_there_is_no_terminal(capsys):

@@ -15,6 +15,9 @@ _TOO_MANY = object()
 
 csv.field_size_limit(2**27)
 
+_TEXT = "utf-8-sig"
+"""UTF-8, with or without the mark that Windows programs put first."""
+
 
 def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
     """All samples of a file, or the first `limit`.
@@ -39,6 +42,8 @@ def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
                 break
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text (byte {error.start}); convert it") from error
+    except (OSError, csv.Error, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); mend it") from error
     if not samples:
         raise ValueError(f"{path} has no samples; give a file that has")
     return samples
@@ -89,14 +94,14 @@ def texts_of(samples: Sequence[Sample], path: str, name: str) -> list[str]:
 
 
 def _json_lines(file: Path) -> Iterator[Sample]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding=_TEXT) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _object(_loaded(line, file, f"line {number}"), file, f"line {number}")
 
 
 def _json(file: Path) -> Iterator[Sample]:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding=_TEXT)
     if not text.lstrip().startswith("["):
         yield from _json_lines(file)
         return
@@ -119,8 +124,11 @@ def _object(value: object, file: Path, where: str) -> Sample:
 
 def _csv(file: Path) -> Iterator[Sample]:
     """A line may have fewer fields than the first line names: the last ones are not there."""
-    with file.open(encoding="utf-8-sig", newline="") as stream:  # Excel marks its files so
+    with file.open(encoding=_TEXT, newline="") as stream:
         reader = csv.DictReader(stream, restkey=_TOO_MANY, restval=None)
+        names = reader.fieldnames or ()
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{file}: the first line names {_list(twice)} twice; rename one")
         for row in reader:
             if _TOO_MANY in row:
                 raise ValueError(

@@ -53,11 +53,13 @@ def _image(value: object, file: File, number: int) -> Any:
     try:
         array = numpy.asarray(value, dtype=numpy.float32)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file.path}, sample {number}: its image is no path and no rectangle of numbers") from error
+        raise ValueError(
+            f"{file.path}, sample {number}: its image is no path and no rectangle of numbers; mend it"
+        ) from error
     if array.ndim not in (2, 3):
         raise ValueError(
             f"{file.path}, sample {number}: its image has {array.ndim} dimensions, and rows of columns are wanted, "
-            "with or without channels"
+            "with or without channels; mend it"
         )
     return array if array.ndim == 3 else array[:, :, None]
 

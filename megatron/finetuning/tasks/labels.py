@@ -70,6 +70,10 @@ def _plain(file: File, number: int, name: str) -> str:
     value = file.samples[number][name]
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError(
-            f"{file.path}, sample {number + 1}: {name!r} is {value!r}, and a class is a text or a whole number"
+            f"{file.path}, sample {number + 1}: {name!r} is {value!r}, and a class is a text or a whole number; mend it"
+        )
+    if value == "":
+        raise ValueError(
+            f"{file.path}, sample {number + 1}: {name!r} is empty; name its class, or leave the sample out"
         )
     return str(value)

@@ -125,7 +125,8 @@ def _answers(sample: Mapping[str, object], name: str, context: str, file: File, 
             )
         if context[start : start + len(text)] != text or start < 0:
             raise ValueError(
-                f"{file.path}, sample {number}: the answer {text!r} does not stand at character {start} of its context"
+                f"{file.path}, sample {number}: the answer {text!r} does not stand at character {start} of its "
+                "context; mend it"
             )
     return found or [("", 0)]
 

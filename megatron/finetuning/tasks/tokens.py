@@ -13,6 +13,11 @@ def padded(
 ) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask`, and `token_type_ids` where the tokenizer has them; int64 [texts, length]."""
     give_padding(tokenizer)
+    special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
+    if special >= length:
+        raise ValueError(
+            f"{length} tokens leave no room for a text, as {special} are special; give a larger --max_seq_length"
+        )
     encoded = tokenizer(
         list(texts), None if pairs is None else list(pairs), truncation=True, max_length=length, padding="max_length",
         return_tensors="pt", **words,

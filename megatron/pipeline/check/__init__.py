@@ -11,7 +11,8 @@ proof a file:
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
     predictions    where a policy predicts: from the gradients that the program says, before the batch begins
     versions       each computation uses the version that the policy says and finds it live; few are live
-    horizons       and is predicted, where the policy looks ahead, just up to the version of its backward
+    horizons       and is predicted, where the policy says so, just up to the version of its backward
+    unstepped      or stepped, with just the gradients that no STEP has taken yet
     residency      where weights live on the host: each computation finds its own on the device; few are there
     host_updates   and each stage's gradients come to the host complete, and are applied there once
     stash          where inputs are stashed there: each comes back before its recompute; few are on the device
@@ -46,6 +47,7 @@ from megatron.pipeline.check.report import CheckReport
 from megatron.pipeline.check.residency import prove_residency, require_residency
 from megatron.pipeline.check.stash import prove_boundaries, prove_stash
 from megatron.pipeline.check.transfers import prove_transfers
+from megatron.pipeline.check.unstepped import prove_unstepped
 from megatron.pipeline.check.updates import prove_updates
 from megatron.pipeline.check.versions import prove_evaluation, prove_versions
 from megatron.pipeline.check.waiting import count_waiting
@@ -93,7 +95,7 @@ def _prove(
     elif compacted.versioned:
         prove_updates(compacted)
         prove_predictions(compacted)
-        live_versions = prove_horizons(compacted, prove_versions(compacted))
+        live_versions = prove_unstepped(compacted, prove_horizons(compacted, prove_versions(compacted)))
         prove_host_updates(compacted)
     num_fetches, peak_resident = prove_residency(compacted)
     prove_stash(compacted)

@@ -7,7 +7,7 @@ way, proves what concerns one instruction alone:
 - its kind is one that the checker knows (an instruction that a consumer does not handle is an error, never a no-op);
 - its stage exists and lives on the rank in whose row it stands;
 - it names a microbatch of the program exactly where its kind has one, and a version exactly where its kind has one;
-- only a forward is predicted ahead, and only under a policy that says so;
+- only a forward is ahead of its version, and only under a policy that says so, in its way;
 - the peer of a transfer, where it is given, is a stage with an edge, and it is given where several have one; that of
   a move is the pair stage.
 
@@ -26,6 +26,7 @@ from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction, Kind
 from megatron.pipeline.moves import awaited_moves, pair_of, partner_of_rank
 from megatron.pipeline.program import Program
 from megatron.pipeline.residency import awaited_in_lanes
+from megatron.pipeline.weights import Ahead
 
 _PROVED = {  # the words that have a proof, by what is proved of them
     "computations": (
@@ -189,7 +190,7 @@ def compact(program: Program) -> CompactProgram:
     num_stages = len(rank_of_stage)
     transfers, slot_of_peer, num_slots = _transfers(program)
     all_codes, all_places, all_slots, all_versions = [], [], [], []
-    looks_ahead = program.weights.looks_ahead and not program.forward_only
+    way = None if program.forward_only else program.weights.ahead
     communicates = moves = versioned = False
     for rank, row in enumerate(program.rows):
         codes, places, slots, versions = [], [], [], []
@@ -198,8 +199,10 @@ def compact(program: Program) -> CompactProgram:
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version
             if code is None or not 0 <= stage < num_stages or rank_of_stage[stage] != rank:
                 raise error_at(program, rank, position, _explain_owner(instruction, rank_of_stage))
-            if instruction.horizon and (code != F or not looks_ahead):
-                raise error_at(program, rank, position, _explain_horizon(program, instruction))
+            if instruction.horizon and (code != F or way is not Ahead.PREDICTION):
+                raise error_at(program, rank, position, _explain_ahead(program, instruction, Ahead.PREDICTION))
+            if instruction.unstepped and (code != F or way is not Ahead.PROVISIONAL_STEP):
+                raise error_at(program, rank, position, _explain_ahead(program, instruction, Ahead.PROVISIONAL_STEP))
             if code < FIRST_UPDATE:
                 if microbatch is None or not 0 <= microbatch - first < num_microbatches:
                     raise error_at(program, rank, position, _explain_microbatch(microbatch, first, num_microbatches))
@@ -269,12 +272,13 @@ def _explain_microbatch(microbatch: int | None, first: int, num_microbatches: in
     )
 
 
-def _explain_horizon(program: Program, instruction: Instruction) -> str:
+def _explain_ahead(program: Program, instruction: Instruction, way: Ahead) -> str:
+    verb = "predicted" if way is Ahead.PREDICTION else "stepped provisionally"
     if instruction.kind is not Kind.FORWARD:
-        return f"only a forward is predicted ahead, and {instruction.kind.value} uses weights as they are"
+        return f"only a forward is {verb} ahead, and {instruction.kind.value} uses weights as they are"
     if program.forward_only:
         return "a program that evaluates uses weights as they are"
-    return f"weights {program.weights.name} are not predicted ahead"
+    return f"weights {program.weights.name} are not {verb} ahead"
 
 
 def _explain_transfer(program: Program, instruction: Instruction) -> str:

@@ -1,4 +1,4 @@
-"""Proof: a forward is predicted just as far ahead as its backward is, where the weight policy looks ahead.
+"""Proof: a forward is predicted just as far ahead as its backward is, where the weight policy predicts so.
 
     2F5@1+2 ... 2R5@3 2B5@3        horizon = version of the backward - version of the forward
 
@@ -9,6 +9,7 @@ recompute: what a forward would save refers to weights that are gone before its 
 from collections.abc import Sequence
 
 from megatron.pipeline.check.compact import FIRST_TRANSFER, CompactProgram, F
+from megatron.pipeline.weights import Ahead
 
 
 def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:
@@ -25,7 +26,7 @@ def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tup
         ProgramError: naming the first forward with another horizon, or one that is not recomputed.
     """
     program, width = compact.program, compact.num_microbatches
-    if not program.weights.looks_ahead:
+    if program.weights.ahead is not Ahead.PREDICTION:
         return tuple(live_versions)
     version_of_backward: dict[int, int] = {}  # by place
     for codes, places, versions in zip(compact.codes, compact.places, compact.versions, strict=True):

@@ -113,7 +113,8 @@ def prove_repetition(one: Program, two: Program, *, fill: Sequence[int], period:
     """
     for rank, (row_of_one, row_of_two) in enumerate(zip(one.rows, two.rows, strict=True)):
         before, length = fill[rank], period[rank]
-        expected = [*row_of_one[: before + length], *(_shifted(each, shift) for each in row_of_one[before:])]
+        again = (each.shifted(microbatches=shift.microbatch, versions=shift.batch) for each in row_of_one[before:])
+        expected = [*row_of_one[: before + length], *again]
         if list(row_of_two) != expected:
             pairs = enumerate(zip(row_of_two, expected, strict=False))
             position = next(
@@ -122,18 +123,6 @@ def prove_repetition(one: Program, two: Program, *, fill: Sequence[int], period:
             )
             wanted = expected[position] if position < len(expected) else "the end of the row"
             raise error_at(two, rank, position, f"in the second of two periods {wanted} is due here")
-
-
-def _shifted(instruction: Instruction, shift: Origin) -> Instruction:
-    microbatch, version = instruction.microbatch, instruction.version
-    return Instruction(
-        instruction.kind,
-        instruction.stage,
-        None if microbatch is None else microbatch + shift.microbatch,
-        None if version is None else version + shift.batch,
-        instruction.peer,
-        instruction.horizon,
-    )
 
 
 def _state(compact: CompactProgram, execution: Execution, ends: list[int], origin: Origin) -> list[_RankState]:

@@ -9,7 +9,7 @@ its rank have made since, less those that the policy has retired.
     delay k  max(j - k, 0)                      the newest and the k before: STEP@(t+1) retires t-k
     stash    the newest at this stage, which    the newest, and each that a microbatch saved here ran its forward with
              is that of microbatch i - k
-    stale    the same                           the newest, and where it looks ahead (see `horizons`) a prediction
+    stale    the same                           the newest, and one that is ahead (`horizons`, `unstepped`)
 
 Where the weights predict, these are predicted versions, which PREDICT makes in place of STEP; batch j uses j, and the
 newest and the one before are live. The true version is one more value, that nothing computes with.

@@ -21,7 +21,7 @@ class Cell:
         chunk: the place of its stage among those of its rank; None where the rank has one.
         shade: 0 (lightest) and up: of its weight version, or of its chunk, the first one darkest, as in Megatron-LM's
             figures; versions are written below the microbatches, too.
-        horizon: how many steps ahead its version is predicted.
+        ahead: how its weights are ahead of its version, as in the text of a program: +2, ~3 or nothing.
 
     Where every batch is a single microbatch, every cell would do both, which says nothing: there, none does.
     """
@@ -37,12 +37,12 @@ class Cell:
     begins_batch: bool
     chunk: int | None
     shade: int
-    horizon: int = 0
+    ahead: str = ""
 
     @property
     def named_version(self) -> str:
-        """The version and, where it is predicted ahead, how far: 1+2."""
-        return f"{self.version}+{self.horizon}" if self.horizon else f"{self.version}"
+        """The version and how the weights are ahead of it: 1+2, 1~3."""
+        return f"{self.version}{self.ahead}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def cells_of(timeline: Timeline) -> list[Cell]:
             chunk = stages[span.rank].index(what.stage)
             shade = len(stages[span.rank]) - 1 - chunk
         place = (span.rank, what.kind, what.stage, what.microbatch, what.version)
-        cells.append(Cell(*place, *times, *borders_of_batch, chunk, shade, what.horizon))
+        cells.append(Cell(*place, *times, *borders_of_batch, chunk, shade, what.ahead))
     return cells
 
 

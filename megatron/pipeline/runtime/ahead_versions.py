@@ -1,7 +1,8 @@
-"""One weight version, and a prediction of one to come.
+"""One weight version, and weights that are ahead of it, for forwards.
 
-The prediction is a set of weights of its own. It is made when a forward first asks for it, and serves until one with
-another version or horizon is asked for: a batch's forwards share it. Nobody computes a gradient at it.
+These are a set of weights of its own. It is made when a forward first asks for it, and serves until one that is
+further, or behind another version, is asked for. Nobody computes a gradient at it. How it is made, by a prediction or
+by a provisional step, the update says whose optimizer makes the versions.
 """
 
 from __future__ import annotations
@@ -12,55 +13,66 @@ import torch
 from torch import Tensor
 
 from megatron.pipeline.runtime.versions import Slot, WeightVersions
-from megatron.pipeline.runtime.weight_predictor import WeightPredictor
+from megatron.pipeline.weights import Ahead
+
+Make = Callable[[int, int, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 class AheadVersions(WeightVersions):
-    """As `WeightVersions` with a window of 1, and `load_ahead`, before which `predict_with` gives the predictor."""
+    """As `WeightVersions` with a window of 1, and `load_ahead`, before which `make_with` says how.
+
+    `ahead`: the policy's.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
         *,
+        ahead: Ahead = Ahead.PREDICTION,
         first_version: int = 0,
         make_slot: Callable[[], Slot] | None = None,
         on_switch: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(parameters, window=1, first_version=first_version, make_slot=make_slot, on_switch=on_switch)
-        self._predictor: WeightPredictor | None = None
-        self._made: tuple[int, int] | None = None  # version and horizon of the prediction that there is
-        self.num_predictions = 0
+        self.ahead = ahead
+        self._make: Make | None = None
+        self._made: tuple[int, int] | None = None  # of the weights that there are: version, and how far ahead
+        self.num_made = 0
 
-    def predict_with(self, predictor: WeightPredictor) -> None:
-        self._predictor = predictor
+    def make_with(self, make: Make) -> None:
+        """`make(version, how far ahead, weights, targets)`, with both by name, writes the targets; the parameters show
+        the weights.
+        """
+        self._make = make
 
-    def load_ahead(self, version: int, horizon: int) -> None:
-        """Show the weights of `version`, the newest, predicted `horizon` steps ahead (1 and more).
+    def load_ahead(self, version: int, far: int) -> None:
+        """Show weights ahead of `version`, the newest: predicted `far` steps, or stepped with the gradients of `far`
+        microbatches (1 and more).
 
         Raises ValueError where `version` is not alive.
         """
-        assert self._predictor is not None, "an update gives the predictor"
-        weights = self._slots[self.slot_of(version)]
-        if self._made != (version, horizon):
+        assert self._make is not None, "an update says how"
+        slot = self.slot_of(version)
+        if self._made != (version, far):
             if len(self._slots) == 1:
                 self._slots.append(self._make_slot())
-            target = self._slots[_PREDICTION]
-            named = self._parameters.items()
-            self._predictor.predict(horizon, [(each, weights[name], target[name]) for name, each in named])
-            self._made = version, horizon
-            self.num_predictions += 1
-        if self._shown_slot != _PREDICTION:
-            self._show(_PREDICTION)
+            if self._shown_slot != slot:
+                self._show(slot)
+            self._make(version, far, self._slots[slot], self._slots[_AHEAD])
+            self._made = version, far
+            self.num_made += 1
+        if self._shown_slot != _AHEAD:
+            self._show(_AHEAD)
 
     def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
         self._made = None
         super().restore(mapping)
 
     def reset(self, *versions: int) -> None:
-        assert self._shown_slot != _PREDICTION, "what is shown are no weights"
+        assert self._shown_slot != _AHEAD, "what is shown are no weights"
         self._made = None
         super().reset(*versions)
 
 
-_PREDICTION = 1
-"""Its slot: the weights live in the first one, where optimizers step in place."""
+_AHEAD = 1
+"""The slot of what is ahead: the weights live in the first one, where optimizers step in place."""

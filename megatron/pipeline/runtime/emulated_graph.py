@@ -41,6 +41,9 @@ class EmulatedGraphStage:
     def load_ahead(self, version: int, horizon: int) -> None:
         """Nor any to predict."""
 
+    def load_provisional(self, version: int, unstepped: int) -> None:
+        """Nor any to step."""
+
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         sleep_for(self._times.forward)
         return self._outputs

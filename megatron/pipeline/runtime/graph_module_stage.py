@@ -20,6 +20,7 @@ from megatron.pipeline.runtime.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.stage import Microbatch
 from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.weights import Ahead
 
 _Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
 
@@ -42,8 +43,8 @@ class GraphModuleStage:
             loss or None).
         graph: the stages.
         edges: the other stage -> what travels between them.
-        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` where
-            the schedule's weights look ahead.
+        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` of
+            their kind where the schedule's weights look ahead.
         data: what a stage takes of a microbatch besides inputs.
         has_loss: the module returns a loss.
         recompute: the program contains R instructions for this stage.
@@ -96,12 +97,19 @@ class GraphModuleStage:
         self._versions.load(version)
 
     def load_ahead(self, version: int, horizon: int) -> None:
-        if not isinstance(self._versions, AheadVersions):
+        self._ahead(Ahead.PREDICTION).load_ahead(version, horizon)
+
+    def load_provisional(self, version: int, unstepped: int) -> None:
+        self._ahead(Ahead.PROVISIONAL_STEP).load_ahead(version, unstepped)
+
+    def _ahead(self, wanted: Ahead) -> AheadVersions:
+        versions = self._versions
+        if not isinstance(versions, AheadVersions) or versions.ahead is not wanted:
             raise ValueError(
-                f"stage {self.index} is to predict its weights, and keeps them in {type(self._versions).__name__}; "
-                "give it AheadVersions"
+                f"stage {self.index} is to use {wanted.value} weights, which its {type(versions).__name__} have not; "
+                f"give it AheadVersions with ahead={wanted}"
             )
-        self._versions.load_ahead(version, horizon)
+        return versions
 
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         saved = _Saved(inputs)

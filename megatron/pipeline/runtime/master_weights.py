@@ -30,8 +30,8 @@ class MasterWeights:
 
     def __init__(self, optimizer: torch.optim.Optimizer, weight_of: Mapping[Tensor, Tensor]) -> None:
         self.optimizer = optimizer
-        self._weight_of = dict(weight_of)
-        assert set(self._masters()) == set(self._weight_of), "the optimizer is over the masters, and over nothing else"
+        self.weight_of = dict(weight_of)
+        assert set(self._masters()) == set(self.weight_of), "the optimizer is over the masters, and over nothing else"
 
     @torch.no_grad()
     def step(self) -> None:
@@ -43,13 +43,13 @@ class MasterWeights:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Have the weights' gradients at the masters, in FP32; a weight without one is not stepped."""
-        for master, weight in self._weight_of.items():
+        for master, weight in self.weight_of.items():
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype, copy=True)
 
     @torch.no_grad()
     def write(self) -> None:
         """The masters, rounded, into the weights; the masters' gradients are done with."""
-        for master, weight in self._weight_of.items():
+        for master, weight in self.weight_of.items():
             weight.copy_(master)
             master.grad = None
 

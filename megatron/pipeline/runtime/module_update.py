@@ -16,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.ahead_versions import AheadVersions
+from megatron.pipeline.runtime.ahead_versions import AheadVersions, Make
 from megatron.pipeline.runtime.gap_aware import GapAware
 from megatron.pipeline.runtime.gradient_norm import norm_squared
 from megatron.pipeline.runtime.gradients import GradientBuffer, GradientBuffers
 from megatron.pipeline.runtime.module_reduction import ModuleReduction, TiedParameter, clip_factor
+from megatron.pipeline.runtime.partial_step import PartialStep
 from megatron.pipeline.runtime.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.prediction_clip import prediction_factor
 from megatron.pipeline.runtime.provisional_step import ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.runtime.versions import Slot, WeightVersions
 from megatron.pipeline.runtime.weight_predictor import WeightPredictor
+from megatron.pipeline.weights import Ahead
 
 
 @dataclass
@@ -63,9 +65,9 @@ class ModuleUpdate:
     over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
     are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
     stages, so each clips as the step before did, and not by what its stage's own gradients ask for. `AheadVersions` get
-    their predictor here.
+    what makes their weights here, of their kind.
 
-    Raises ValueError for `AheadVersions` with an optimizer that cannot be predicted.
+    Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
     """
 
     def __init__(
@@ -109,9 +111,24 @@ class ModuleUpdate:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
         if isinstance(versions, AheadVersions):
-            inner = optimizer.optimizer if isinstance(optimizer, GapAware) else optimizer
-            versions.predict_with(WeightPredictor(inner, scheduler=scheduler))
+            versions.make_with(self._maker(versions.ahead, parameters))
         self._reduction.warm_up()
+
+    def _maker(self, ahead: Ahead, parameters: Mapping[str, torch.nn.Parameter]) -> Make:
+        """What writes weights that are ahead so; see `AheadVersions`."""
+        if ahead is Ahead.PREDICTION:
+            inner = self.optimizer.optimizer if isinstance(self.optimizer, GapAware) else self.optimizer
+            predictor = WeightPredictor(inner, scheduler=self.scheduler)
+            return lambda version, horizon, weights, targets: predictor.predict(
+                horizon, [(each, weights[name], targets[name]) for name, each in parameters.items()]
+            )
+        step = PartialStep(self.optimizer, parameters)
+
+        def make(version: int, unstepped: int, weights: Slot, targets: Slot) -> None:
+            pending = self._pending[version + 1]  # whose gradients are being added up
+            step.take(pending.buffer.views, pending.info.num_microbatches / unstepped, targets)
+
+        return make
 
     def begin_batch(self, info: BatchInfo) -> None:
         report = BatchReport(batch=info.index, num_samples=info.num_samples)

@@ -8,7 +8,9 @@ Solution: it goes along with the first microbatch whose forward at the owner use
 they got last. Each user adds up the gradients of a batch's microbatches, and they go back with the last. Which
 microbatches these are follows from the weight policy, the owner's depth and the sizes of the batches, as the versions
 themselves do (`weights`), so both ends know it and nothing has to be said. Forwards and backwards of a stage are in
-the order of their microbatches.
+the order of their microbatches. What moves is what the owner's forward uses. Where that is ahead of its version, by a
+prediction or a provisional step, it is another value wherever it is another step; so with provisional ones it moves
+up to min(m, k + 1) times for a batch of m microbatches and an owner of depth k.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections import deque
 
 from megatron.pipeline.edges import StageGraph
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, Microbatch
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.weights import Ahead, WeightPolicy
 
 
 class SharedParameters:
@@ -49,11 +51,15 @@ class SharedParameters:
         return microbatch.position == microbatch.num_microbatches - 1
 
     def _weights_of(self, stage: int, index: int) -> tuple[int, int]:
-        """(version, how far ahead it is predicted) of a microbatch's forward; see `weights`."""
+        """(version, how far ahead of it) of a microbatch's forward; see `weights`."""
         batch = self._batch_of(index)
         behind = max(index - self._graph.depth(stage), self._batches[0][1].start)
         version = self._weights.version_of(batch, newest=self._batch_of(behind))
-        return version, batch - version if self._weights.looks_ahead else 0
+        if batch == version or self._weights.ahead is None:
+            return version, 0
+        if self._weights.ahead is Ahead.PREDICTION:
+            return version, batch - version
+        return version, behind - next(microbatches.start for each, microbatches in self._batches if each == version)
 
     def _batch_of(self, index: int) -> int:
         return next(batch for batch, microbatches in reversed(self._batches) if index >= microbatches.start)

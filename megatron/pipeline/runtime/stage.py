@@ -210,6 +210,11 @@ class GraphStage(Protocol):
     def load_ahead(self, version: int, horizon: int) -> None:
         """Before a forward: show weight `version`, the newest, predicted so many steps ahead."""
 
+    def load_provisional(self, version: int, unstepped: int) -> None:
+        """Before a forward: show where weight `version`, the newest, is led by a step with the gradients of the so many
+        microbatches whose backwards no step has taken.
+        """
+
     def forward_only(
         self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
     ) -> Mapping[int, tuple[Tensor, ...]]: ...

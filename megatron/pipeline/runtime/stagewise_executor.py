@@ -22,6 +22,8 @@ class StagewiseExecutor(GraphExecutor):
     def _show_weights(self, stage: GraphStage, instruction: Instruction) -> None:
         if instruction.horizon:
             stage.load_ahead(instruction.version, instruction.horizon)
+        elif instruction.unstepped:
+            stage.load_provisional(instruction.version, instruction.unstepped)
         else:
             stage.load_version(instruction.version)
         batch = self._microbatches[instruction.microbatch].batch

@@ -52,7 +52,8 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
         )
     if schedule.weights.looks_ahead and not schedule.recompute:
         raise ValueError(
-            f"under {schedule.name_of_weights} a forward uses predicted weights, which are gone before its backward; "
+            f"under {schedule.name_of_weights} a forward uses {schedule.weights.ahead.value} weights, which are gone "
+            "before its backward; "
             "add recompute, or use weights stale"
         )
     if order.merges and (schedule.balance or schedule.residency is not None):

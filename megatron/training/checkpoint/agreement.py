@@ -53,7 +53,7 @@ def agreed() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         cause = error
     try:
         agree(problem)

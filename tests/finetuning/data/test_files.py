@@ -61,6 +61,8 @@ def test_parquet(tmp_path):
             r"line 3: it has more fields than the 2 that the first line names \('text', 'label'\)",
         ),
         ("a.csv", "text,label\n", "has no samples"),
+        ("a.csv", "text,text\na,b\n", r"a\.csv: the first line names 'text' twice; rename one"),
+        ("a.jsonl", "[" * 10**5, r"a\.jsonl cannot be read \(maximum recursion depth"),
         ("a.txt", "a", "unknown ending; give .jsonl"),
         ("a.jsonl", b'{"text": "\xff"}', "no UTF-8 text"),
     ],
@@ -68,6 +70,13 @@ def test_parquet(tmp_path):
 def test_sentences(tmp_path, name, content, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_samples(written(tmp_path, name, content))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_a_mark_before_the_first_character(tmp_path, name):
+    """As programs of Windows write it."""
+    content = "text\na\n" if name == "a.csv" else '{"text": "a"}\n'
+    assert read_samples(written(tmp_path, name, b"\xef\xbb\xbf" + content.encode())) == [{"text": "a"}]
 
 
 def test_a_file_that_is_not_there():

@@ -118,6 +118,9 @@ def test_labels_are_the_training_files(folder):
     bad.write_text('{"text": "w1", "label": 0.5}\n{"text": "w2", "label": 0.25}\n')
     with pytest.raises(ValueError, match=r"'label' is 0\.5, and a class is a text or a whole number"):
         read_data(tiny.namespace(args, train_file=str(bad)))
+    bad.write_text('{"text": "w1", "label": "odd"}\n{"text": "w2", "label": ""}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl, sample 2: 'label' is empty; name its class, or leave"):
+        read_data(tiny.namespace(args, train_file=str(bad)))
 
 
 def test_classes_that_are_no_numbers(folder):

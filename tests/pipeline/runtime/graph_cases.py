@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ class Outcome:
     peak_saved: dict[int, int] = field(default_factory=dict)
     left: tuple[int, int] = (0, 0)
     traces: list[RankTrace] | None = None
-    num_predictions: dict[int, int] = field(default_factory=dict)
+    num_ahead: dict[int, int] = field(default_factory=dict)
     bytes_sent: int = 0
 
 
@@ -144,6 +145,10 @@ def data_of(microbatch: Microbatch | int):
 def optimizer_of(parameters, *, lr: float = 0.1, kind: str = "sgd") -> torch.optim.Optimizer:
     if kind == "adamw":
         return torch.optim.AdamW(parameters, lr=lr / 10, weight_decay=0.1)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(parameters, lr=lr / 10)
+    if kind == "plain":
+        return torch.optim.SGD(parameters, lr=lr)
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
@@ -189,12 +194,13 @@ def replayed(
     lr: float = 0.1,
     kind: str = "sgd",
     predict: bool = False,
+    provisional: bool = False,
     gap_aware: bool = False,
     drains: Sequence[int] = (),
 ) -> Outcome:
     """FTPipe's numbers in one process: each stage in turn by its depth, at the one version that it has. In which order
-    stages take turns is random, for it does not matter. `predict`: each forward has a prediction of its own.
-    `gap_aware`: gradients are divided by the gap.
+    stages take turns is random, for it does not matter. `predict`: each forward has a prediction of its own;
+    `provisional`: a step of its own, with the gradients that are there. `gap_aware`: gradients are divided by the gap.
     """
     graph, choose = shape.graph, random.Random(0)
     nodes = [Node(shape, stage) for stage in range(graph.num_stages)]
@@ -202,6 +208,7 @@ def replayed(
     stepped = [{name: each.detach().clone().requires_grad_() for name, each in own.items()} for own in named]
     optimizers = [optimizer_of(own.values(), lr=lr, kind=kind) for own in stepped]
     rule = _Rule(stepped, optimizers, [scheduler_of(each, kind=kind) for each in optimizers], predict, gap_aware)
+    rule.make_optimizer = partial(optimizer_of, lr=lr, kind=kind) if provisional else None
     losses = [[] for _ in batches]
     norms = [[0.0] * len(nodes) for _ in batches]
     first, number = 0, 0
@@ -227,7 +234,9 @@ class _Rule:
     def __init__(self, stepped, optimizers, schedulers, predict, gap_aware) -> None:
         self.stepped, self.optimizers, self.schedulers, self.predict = stepped, optimizers, schedulers, predict
         self.gap_aware = gap_aware
+        self.make_optimizer = None  # where forwards are stepped provisionally
         self.versions = [0] * len(stepped)
+        self.unstepped = [(0, 1)] * len(stepped)  # (microbatches whose gradients no step has taken, of how many)
         self.forwards, self.sizes = {}, {}  # by stage, name and batch: the weights of the first forward; mean steps
 
     def step(self, stage, named) -> None:
@@ -244,6 +253,7 @@ class _Rule:
         if self.schedulers[stage] is not None:
             self.schedulers[stage].step()
         self.versions[stage] += 1
+        self.unstepped[stage] = (0, 1)
         self.show(stage, named)
 
     def show(self, stage, named) -> None:
@@ -258,10 +268,28 @@ class _Rule:
         if self.predict and horizon:
             predictor = WeightPredictor(self.optimizers[stage], scheduler=self.schedulers[stage])
             predictor.predict(horizon, [(mine[name], mine[name].detach(), each.data) for name, each in named.items()])
+        elif self.make_optimizer and horizon and self.unstepped[stage][0]:
+            self._step_ahead(stage, named)
         for name, each in named.items():
             self.forwards.setdefault((stage, name, batch), each.detach().clone())
         yield
         self.show(stage, named)
+
+    def _step_ahead(self, stage, named) -> None:
+        """The optimizer's own step on copies, with the gradients that are there."""
+        number, size = self.unstepped[stage]
+        mine, true = self.stepped[stage], self.optimizers[stage]
+        copies = {name: each.detach().clone().requires_grad_() for name, each in mine.items()}
+        optimizer = self.make_optimizer(copies.values())
+        for name, each in copies.items():
+            each.grad = named[name].grad * (size / number)
+            if mine[name] in true.state:
+                optimizer.state[each] = copy.deepcopy(true.state[mine[name]])
+        for group, of in zip(optimizer.param_groups, true.param_groups, strict=True):
+            group["lr"] = of["lr"]
+        optimizer.step()
+        for name, each in copies.items():
+            named[name].data.copy_(each.detach())
 
 
 def _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, norms, choose):
@@ -305,6 +333,7 @@ def _replay(graph, nodes, named, rule, stretch, of, batches, recompute, losses, 
             here = [pair for pair in zip(roots, grads, strict=True) if pair[1] is not _LATER]
             torch.autograd.backward(*zip(*here, strict=True))
             ends = j + 1 == stretch.stop or of[j + 1 - stretch.start] != batch
+            rule.unstepped[stage] = rule.unstepped[stage][0] + 1, batches[batch]
             for source in graph.takers(Travelling.GRADIENT, stage):
                 found = [each.grad for each in inputs[source] if each.is_floating_point()]
                 if node.sources[source].activations.has_shared:
@@ -369,17 +398,18 @@ def build(
     lr: float = 0.1,
     kind: str = "sgd",
     predict: bool = False,
+    provisional: bool = False,
     gap_aware: bool = False,
     slow: float = 0.0,
     backend: str = "gloo",
 ) -> Built:
-    """This rank's stages. `preset` "stale": FTPipe's; `predict`: with predicted weights; `gap_aware`: steps are.
-    `slow`: seconds, of which each computation sleeps a random part.
+    """This rank's stages. `preset` "stale": FTPipe's; `predict`, `provisional`: with such weights; `gap_aware`:
+    steps are. `slow`: seconds, of which each computation sleeps a random part.
     """
     graph, rank = shape.graph, dist.get_rank()
     cut = {"num_stages": graph.num_stages, "rank_of_stage": shape.rank_of_stage, "edges": shape.edges}
     if preset == "stale":
-        weights = "stale-predicted" if predict else "stale"
+        weights = "stale-predicted" if predict else "stale-provisional" if provisional else "stale"
         schedule = Schedule(order="async", weights=weights, recompute=recompute, **cut)
     else:
         schedule = Schedule.preset(preset, recompute=recompute, **cut)
@@ -392,7 +422,8 @@ def build(
     }
     parameters = {name: each for own in of_stage.values() for name, each in own.items()}
     if preset == "stale":
-        make = AheadVersions if predict else partial(WeightVersions, window=1)
+        ahead = schedule.weights.ahead
+        make = partial(WeightVersions, window=1) if ahead is None else partial(AheadVersions, ahead=ahead)
         versions_of = {stage: make(own) for stage, own in of_stage.items()}
     else:
         versions_of = dict.fromkeys(nodes, WeightVersions(parameters, window=1))
@@ -450,6 +481,6 @@ def run(shape: Shape, *, batches: Sequence[int], evaluate: int = 0, **options) -
         engine.saved_microbatches_peak,
         (len(executor._handed_on) + len(executor._handed_back), sum(len(stage.activations) for stage in built.stages)),
         gather_traces(engine.trace()) if engine.tracer is not None else None,
-        {stage: each.num_predictions for stage, each in built.versions.items()} if options.get("predict") else {},
+        {stage: each.num_made for stage, each in built.versions.items() if isinstance(each, AheadVersions)},
         engine.bytes_sent,
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.ftpipe_ranks import Contender
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes
 from megatron.pipeline.runtime.stage import Microbatch
@@ -27,6 +28,16 @@ def test_emulated_stages_take_their_time_and_execute_the_program(preset, batches
             assert seconds >= least.get(instruction.kind.value, 0.0)
         assert [report.batch for report in reports] == list(range(len(batches)))
         assert all(report.grad_norm > 0 for report in reports)
+
+
+@pytest.mark.parametrize("weights", [pytest.param("stale-predicted", marks=pytest.mark.full), "stale-provisional"])
+def test_emulated_stages_of_a_graph_have_no_weights_that_could_be_ahead(weights):
+    """They execute such programs, and take the time of their computations."""
+    schedule = Schedule(order="async", weights=weights, recompute=True, num_stages=4, rank_of_stage=(0, 1, 0, 1))
+    contender = Contender("", schedule, (0.005,) * 4, num_microbatches=3, num_batches=4, num_before=3)
+    seconds = workers.run(2, "benchmarks.ftpipe_ranks:measure", contender=contender, payload_bytes=64)
+    assert any(each.ahead for row in schedule.build((3,) * 7).rows for each in row)
+    assert min(seconds) >= 0.9 * 3 * 2 * (0.005 + 0.01)
 
 
 def test_an_emulated_stage_saves_and_moves_bytes_of_a_given_size():

@@ -39,7 +39,7 @@ def test_processes_compute_what_a_replay_does(shape, batches, kind, slow):
     assert_same(outcomes, expected)
     plain = graph_cases.replayed(shape, **{**options, "predict": False})
     assert not all(torch.equal(each, expected.parameters[name]) for name, each in plain.parameters.items())
-    made = {stage: count for outcome in outcomes for stage, count in outcome.num_predictions.items()}
+    made = {stage: count for outcome in outcomes for stage, count in outcome.num_ahead.items()}
     assert made == wanted_predictions(shape, batches)
 
 
@@ -124,7 +124,7 @@ def test_a_stage_needs_versions_that_can_be_predicted():
     versions = WeightVersions(dict(module.named_parameters()), window=1)
     schedule = Schedule(order="async", weights="stale-predicted", recompute=True, num_stages=1)
     stage = GraphModuleStage(module, index=0, graph=schedule.graph, versions=versions, edges={})
-    with pytest.raises(ValueError, match="stage 0 is to predict its weights, and keeps them in WeightVersions"):
+    with pytest.raises(ValueError, match=r"stage 0 is to use predicted weights, which its WeightVersions have not"):
         stage.load_ahead(0, 1)
     with pytest.raises(ValueError, match="under stale-predicted each stage steps by itself"):
         PipelineEngine(schedule, [], None)

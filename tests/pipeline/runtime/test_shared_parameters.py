@@ -18,18 +18,18 @@ WEIGHT_BYTES = 4 * graph_cases.WIDTH**2
 PAIR = Shape((Edge(0, 1),), (0, 1), shares=True)
 
 
-@pytest.mark.parametrize("weights", ["stale", "stale-predicted"])
+@pytest.mark.parametrize("weights", ["stale", "stale-predicted", "stale-provisional"])
 @pytest.mark.parametrize("batches", [(1,) * 9, (2, 1, 3, 2), (5, 5, 5)], ids=str)
 def test_it_moves_where_the_program_has_other_weights(weights, batches):
-    """The versions and horizons of the forwards in the text of a program that was proved."""
+    """The versions of the forwards, and how far ahead they are, in the text of a program that was proved."""
     schedule = Schedule(
         order="async", weights=weights, recompute=True, num_stages=4, edges=SKIPS.edges, rank_of_stage=(0, 1, 0, 1)
     )
-    used: dict[int, list[tuple[int, int]]] = {stage: [] for stage in range(4)}
+    used: dict[int, list[tuple[int, str]]] = {stage: [] for stage in range(4)}
     for row in schedule.build(batches).rows:
         for each in row:
             if each.kind is Kind.FORWARD:
-                used[each.stage].append((each.version, each.horizon))
+                used[each.stage].append((each.version, each.ahead))
     shared, first, moves = SharedParameters(schedule.graph, schedule.weights), 0, {stage: [] for stage in range(4)}
     for batch, size in enumerate(batches):
         shared.begin_batch(batch, range(first, first + size), drained=not batch)
@@ -60,12 +60,13 @@ def test_a_drain_and_an_evaluation_begin_anew():
     ]
 
 
-@pytest.mark.parametrize(("preset", "batches", "values"), [("flush", (3, 1, 4), 3), ("stale", (3, 1, 4), 3)])
-def test_so_many_bytes_cross(preset, batches, values):
-    """Between two ranks, beside the activations: the weight for each version, its gradient for each batch."""
-    sent = [
-        sum(each.bytes_sent for each in run(shape, preset=preset, batches=batches, recompute=True))
-        for shape in (PAIR, replace(PAIR, shares=False))
-    ]
+@pytest.mark.parametrize(
+    ("preset", "provisional", "values"), [("flush", False, 3), ("stale", False, 3), ("stale", True, 4)]
+)
+def test_so_many_bytes_cross(preset, provisional, values):
+    """Between two ranks, beside the activations: the weight for each version or step, its gradient for each batch."""
+    batches = (3, 1, 4)
+    chosen = {"preset": preset, "provisional": provisional, "batches": batches, "recompute": True}
+    sent = [sum(each.bytes_sent for each in run(shape, **chosen)) for shape in (PAIR, replace(PAIR, shares=False))]
     aligned = sent[0] - sent[1] - (values + len(batches)) * WEIGHT_BYTES
     assert 0 <= aligned < 64 * 2 * sum(batches)

@@ -129,12 +129,17 @@ def test_a_prediction_is_made_once_and_forgotten_with_the_weights():
     optimizer = MAKERS["sgd"]([{"params": [named["0"]]}, {"params": [named["1"]]}])
     step(optimizer, None, [torch.ones(3, 2), torch.ones(4)])
     versions = AheadVersions(named, first_version=1)
-    versions.predict_with(WeightPredictor(optimizer))
+    predictor = WeightPredictor(optimizer)
+    versions.make_with(
+        lambda version, horizon, weights, targets: predictor.predict(
+            horizon, [(each, weights[name], targets[name]) for name, each in named.items()]
+        )
+    )
     plain = {name: each.detach().clone() for name, each in named.items()}
     for horizon, count in ((2, 1), (2, 1), (1, 2)):
         versions.load_ahead(1, horizon)
         torch.testing.assert_close(named["1"].detach(), plain["1"] - 0.1 * horizon)
-        assert versions.num_predictions == count and versions.num_slots == 2 and versions.live() == [1]
+        assert versions.num_made == count and versions.num_slots == 2 and versions.live() == [1]
         versions.load(1)
         assert all(torch.equal(each, plain[name]) for name, each in named.items())
     versions.load_ahead(1, 1)

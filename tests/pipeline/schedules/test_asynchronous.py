@@ -20,6 +20,7 @@ from megatron.pipeline.text import from_csv
 from tests.pipeline.runtime.graph_cases import random_shape
 
 PREDICTED = {"weights": "stale-predicted", "recompute": True}
+PROVISIONAL = {"weights": "stale-provisional", "recompute": True}
 EDGES = (Edge(0, 1), Edge(0, 3), Edge(1, 2), Edge(2, 3))
 
 
@@ -37,7 +38,7 @@ def schedules(draw):
     forward = [choose.uniform(0.5, 1.5) for _ in range(num_stages)]
     return stale(
         num_stages, rank_of_stage=shape.rank_of_stage, edges=shape.edges,
-        **draw(st.sampled_from([{"recompute": False}, {"recompute": True}, PREDICTED])),
+        **draw(st.sampled_from([{"recompute": False}, {"recompute": True}, PREDICTED, PROVISIONAL])),
         work=tuple((each, 2 * each) for each in forward) if draw(st.booleans()) else (),
     )  # fmt: skip
 
@@ -45,14 +46,14 @@ def schedules(draw):
 @settings(max_examples=30, deadline=None)
 @given(schedules(), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_every_graph_is_proved_and_cut_where_a_run_may_stop(schedule, sizes):
-    """One live version, and a predicted one where there is any ahead;
+    """One live version, and another one where there is any ahead of it;
     the legs of a stream are the program's; and so for any number of batches of a size."""
     program = schedule.build(sizes)
     report = check(
         program, max_saved=schedule.max_saved_microbatches(sizes), max_saved_on_rank=schedule.max_saved_on_rank(sizes)
     )
-    horizons = Counter(each.stage for row in program.rows for each in row if each.horizon)
-    assert report.live_versions == tuple(1 + (stage in horizons) for stage in range(schedule.num_stages))
+    ahead = Counter(each.stage for row in program.rows for each in row if each.ahead)
+    assert report.live_versions == tuple(1 + (stage in ahead) for stage in range(schedule.num_stages))
     assert from_csv(program.to_csv()) == program
     simulate(program, Costs(step=0.1, latency=0.2))
     check_periodic(schedule.build_periodic(sizes[0]))
@@ -182,6 +183,106 @@ def test_only_a_policy_that_looks_ahead_has_horizons():
         check(replaced(evaluation, "0F0@2", Instruction.parse("0F0@2+1")))
 
 
+def provisional(batches=(4,) * 3):
+    return stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), **PROVISIONAL).build(batches)
+
+
+@pytest.mark.parametrize("batches", [(1,) * 6, (2,) * 4, (4,) * 3, (3, 1, 2), (9,)], ids=str)
+def test_provisional_steps_take_what_no_step_has_taken(batches):
+    """Of the replay's rule: at depth k, microbatch i finds those of the batch of microbatch i - k that come before.
+    Else the program is that of stale, and with batches of one microbatch it is that as a whole.
+    """
+    program = provisional(batches)
+    plain = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True).build(batches)
+    numbers = []
+    for rows in zip(program.rows, plain.rows, strict=True):
+        for each, other in zip(*rows, strict=True):
+            assert replace(each, unstepped=0) == other
+            if each.kind is Kind.FORWARD:
+                behind = max(0, each.microbatch - program.graph.depth(each.stage))
+                is_behind = each.version < program.batch_of(each.microbatch)
+                assert each.unstepped == is_behind * (behind - sum(batches[: program.batch_of(behind)]))
+                numbers.append(each.unstepped)
+    assert any(numbers) == (max(batches) > 1 and len(batches) > 1)
+    assert max(numbers) < max(batches)
+
+
+def test_a_row_of_provisional_steps():
+    """As it is written: the first forward behind a STEP has nothing to step with."""
+    forwards = [str(each) for row in provisional().rows for each in row if (each.kind, each.stage) == (Kind.FORWARD, 0)]
+    assert " ".join(forwards) == (
+        "0F0@0 0F1@0 0F2@0 0F3@0 0F4@0~1 0F5@0~2 0F6@0~3 0F7@1 0F8@1~1 0F9@1~2 0F10@1~3 0F11@2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("0F6@0~3", "0F6@0", "3 microbatches have gradients that it is to be stepped with provisionally, not 0"),
+        ("0F6@0~3", "0F6@0~2", "3 microbatches have gradients that it is to be stepped with provisionally, not 2"),
+        ("0F7@1", "0F7@1~1", "0 microbatches have gradients that it is to be stepped with provisionally, not 1"),
+        ("0F6@0~3", "0F6@0+1", "weights stale-provisional are not predicted ahead"),
+        ("0F6@0~3", "0F6@1~3", "stale-provisional runs batch 1 here with version 0"),
+        ("0R4@1", "0R4@1~1", "only a forward is stepped provisionally ahead, and R uses weights as they are"),
+        ("0B4@1", "0B4@1~1", "only a forward is stepped provisionally ahead, and B uses weights as they are"),
+    ],
+)
+def test_another_provisional_step_is_rejected(old, new, reason):
+    kind = Kind(new[1])
+    ahead = {"unstepped": 1} if kind is not Kind.FORWARD else {}
+    program = provisional()
+    with pytest.raises(ProgramError) as caught:
+        check(
+            replaced(
+                program,
+                old,
+                replace(Instruction.parse(new.split("~")[0]), **ahead) if ahead else Instruction.parse(new),
+            )
+        )
+    assert caught.value.reason == reason
+    assert str(program.rows[caught.value.rank][caught.value.position]) == old
+
+
+def test_every_number_that_is_off_is_rejected():
+    program = provisional((2, 1, 3, 2))
+    for row in program.rows:
+        for each in row:
+            numbers = [each.unstepped - 1, each.unstepped + 1] if each.kind is Kind.FORWARD else [1]
+            for number in numbers if each.unstepped or each.kind is not Kind.FORWARD else numbers[1:]:
+                with pytest.raises(ProgramError, match=r"stepped (with )?provisionally"):
+                    check(replaced(program, str(each), replace(each, unstepped=number)))
+
+
+def test_a_forward_that_comes_earlier_finds_less_and_is_rejected():
+    """Though its number says what it finds: at its depth there is one, and other stages count on that."""
+    program = stale(1 + 1, **PROVISIONAL, rank_of_stage=(0, 0)).build((3,) * 3)
+    ((row,), found) = (program.rows, 0)
+    for at in range(len(row)):
+        each = row[at]
+        if each.kind is not Kind.FORWARD or each.stage or not each.unstepped:
+            continue
+        back = next(place for place in reversed(range(at)) if (row[place].kind, row[place].stage) == (Kind.BACKWARD, 0))
+        begin = back - (row[back - 1].kind is Kind.RECOMPUTE)
+        moved = [*row[:begin], replace(each, unstepped=each.unstepped - 1), *row[begin:at], *row[at + 1 :]]
+        with pytest.raises(ProgramError, match=r"have gradients here that no STEP has taken, and at depth 1 they are"):
+            check(program.with_rows((tuple(moved),)))
+        found += 1
+    assert found == 4 - 2
+
+
+def test_only_a_policy_with_provisional_steps_has_them():
+    with pytest.raises(ProgramError, match=r"weights stale-predicted are not stepped provisionally ahead"):
+        check(replaced(predicted(), "0F4@1+3", Instruction.parse("0F4@1~1")))
+    kept = provisional()
+    rows = tuple(tuple(each for each in row if (each.kind, each.stage) != (Kind.RECOMPUTE, 0)) for row in kept.rows)
+    with pytest.raises(ProgramError, match=r"0F4@0~1: provisional weights are gone before its backward"):
+        check(replace(kept, rows=rows, not_recomputed=(0, 3)))
+    evaluation = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), **PROVISIONAL).build_evaluation(1, version=2)
+    check(evaluation)
+    with pytest.raises(ProgramError, match=r"a program that evaluates uses weights as they are"):
+        check(replaced(evaluation, "0F0@2", Instruction.parse("0F0@2~1")))
+
+
 def test_a_step_between_a_recompute_and_its_backward_is_rejected():
     program = stale(edges=EDGES, rank_of_stage=(0, 1, 0, 1), recompute=True).build((2,) * 3)
     row = [each for each in program.rows[0] if str(each) != "2STEP@1"]
@@ -225,6 +326,7 @@ def test_the_busiest_rank_is_hardly_idle(num_ranks, per_rank, most):
         ({"weights": "2bw"}, "async has stages of a rank at different batches, and 2bw updates them together"),
         ({"balance": True}, "balance"),
         ({"weights": "stale-predicted"}, "predicted weights, which are gone before its backward; add recompute"),
+        ({"weights": "stale-provisional"}, "provisional weights, which are gone before its backward; add recompute"),
     ],
 )
 def test_what_does_not_go_together_is_refused(choices, message):

@@ -1,0 +1,118 @@
+"""Which checkpoints stay, from which a run may go on, and where it may write."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from megatron.finetuning import checkpoint
+from megatron.finetuning.checkpoint import Progress
+from megatron.finetuning.job import check_output_dir
+from tests.finetuning import tiny
+
+CLASSES = "sequence-classification"
+
+
+def checkpoints(folder: Path, *numbers: int) -> Path:
+    for number in numbers:
+        (folder / f"checkpoint-{number}").mkdir(parents=True)
+        (folder / f"checkpoint-{number}" / "progress.json").write_text("{}")
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_the_oldest_go(tmp_path):
+    """By their numbers; what has another name is nobody's checkpoint."""
+    output = checkpoints(tmp_path, 2, 10, 9)
+    (output / "checkpoint-old").mkdir()
+    assert checkpoint.latest(output).name == "checkpoint-10"
+    checkpoint.prune(output, None)
+    assert len(names(output)) == 4
+    checkpoint.prune(output, 2)
+    assert names(output) == ["checkpoint-10", "checkpoint-9", "checkpoint-old"]
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+def test_a_run_begun_again_keeps_its_own(tmp_path):
+    """With the later ones of the run before gone, the newest is this run's."""
+    output = checkpoints(tmp_path, 2, 3, 4, 8)
+    checkpoint.drop_others(output, after=2, but=output / "checkpoint-3")
+    assert names(output) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_what_a_killed_run_left_goes(tmp_path):
+    """A checkpoint that it wrote or removed; nobody takes it for one."""
+    output = checkpoints(tmp_path, 2)
+    for name in (".checkpoint-4.partial", ".checkpoint-1.removed"):
+        (output / name).mkdir()
+        (output / name / "model-00001.safetensors").touch()
+    assert checkpoint.latest(output).name == "checkpoint-2"
+    checkpoint.drop_unfinished(output)
+    assert names(output) == ["checkpoint-2"]
+
+
+def begin(folder: Path, *words: object) -> Path | None:
+    args = tiny.arguments(folder, CLASSES, *words)
+    check_output_dir(args)
+    return args.resumed_from
+
+
+def test_where_a_run_goes_on(tmp_path):
+    output = tmp_path / "out"
+    assert begin(tmp_path) is None and output.is_dir()
+    checkpoints(output, 2, 4)
+    last = output / "checkpoint-4"
+    assert begin(tmp_path, "--resume_from_checkpoint") == begin(tmp_path, "--resume_from_checkpoint", last) == last
+    with pytest.raises(ValueError, match=r"has checkpoints of another run \(checkpoint-4\)"):
+        begin(tmp_path)
+    assert begin(tmp_path, "--overwrite_output_dir") is None
+    earlier = ["--resume_from_checkpoint", output / "checkpoint-2"]
+    with pytest.raises(ValueError, match=r"--overwrite_output_dir to drop those that this run does not go on from"):
+        begin(tmp_path, *earlier)
+    assert begin(tmp_path, *earlier, "--overwrite_output_dir") == output / "checkpoint-2"
+
+
+def test_an_evaluation_goes_on_without_a_folder_of_its_own(tmp_path):
+    args = tiny.arguments(tmp_path, CLASSES, "--do_eval", "--validation_file", "v", "--resume_from_checkpoint", "there")
+    args.output_dir = None
+    check_output_dir(args)
+    assert args.resumed_from == Path("there")
+    args.resume_from_checkpoint = "last"
+    with pytest.raises(ValueError, match=r"there is no --output_dir; name a checkpoint, or leave it out"):
+        check_output_dir(args)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    """Before anything is trained."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--output_dir .*file cannot be made: File exists; give another"):
+        begin(tmp_path, "--output_dir", tmp_path / "file")
+
+
+def test_what_a_resumed_run_must_have_alike(tmp_path):
+    """All that decides how it goes on; an evaluation needs no flags of training."""
+    made = Progress(3, 6, "graph", "stages", "flush", 42, "adamw", "", 20, {"learning_rate": 0.1})
+    made.require_same(dataclasses.replace(made, batches=0), tmp_path, trains=True)
+    for changes, sentence in (
+        ({"seed": 7}, r"was made with another seed \(42\) than this run's \(7\)"),
+        ({"samples": 21}, r"another number of samples \(20\) than this run's \(21\)"),
+        ({"flags": {"learning_rate": 0.2}}, r"another --learning_rate \(0.1\) than this run's \(0.2\); give the flags"),
+    ):
+        other = dataclasses.replace(made, **changes)
+        with pytest.raises(ValueError, match=sentence):
+            made.require_same(other, tmp_path, trains=True)
+    made.require_same(dataclasses.replace(made, samples=None, flags={}), tmp_path, trains=False)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "no json", '{"batches": 1}'])
+def test_what_is_no_checkpoint(tmp_path, content):
+    (tmp_path / "progress.json").write_text(content)
+    with pytest.raises(ValueError, match=r"is no checkpoint to go on from .*; give a checkpoint-N"):
+        Progress.read(tmp_path)
