@@ -1,0 +1,6 @@
+"""Training that shrinks as it converges (PipeTransformer: He et al., 2021): which layers freeze, and how the others are
+shared out. Needs no torch.
+
+    freeze_rule     how many layers are frozen, by their gradients or by hand
+    cut             the layers in a row on ranks, exactly as even as it can be
+"""

@@ -1,0 +1,81 @@
+"""Units in a row, shared out to ranks in a row, so that the busiest rank has as little work as can be.
+
+    5 1 1 1 4 3 on 3 ranks    exactly    5 1 | 1 1 4 | 3    busiest 6
+                              greedily   5 | 1 1 1 4 | 3    busiest 7
+
+Exact, by dynamic programming: the best cut of the first n units for k ranks is the best cut of fewer of them for k - 1,
+and the rest. PipeTransformer (section 3.3) fills one rank after the other up to the mean of what is left, which is the
+greedy way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+
+def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
+    """How many units each rank gets, one and more: of the cuts whose busiest rank has least work, that which gives the
+    first ranks most.
+
+    Raises:
+        ValueError: fewer units than ranks, or work that is negative or no number.
+    """
+    _check(work, num_ranks)
+    total = [0.0, *accumulate(work)]
+    num_units = len(work)
+    best = [0.0, *([math.inf] * num_units)]  # of the first n units, for the ranks so far
+    begins: list[list[int]] = []  # of the last rank's units, by n, for 1, 2, ... ranks
+    for rank in range(1, num_ranks + 1):
+        now, chosen = [math.inf] * (num_units + 1), [0] * (num_units + 1)
+        for end in range(rank, num_units + 1):
+            for begin in range(rank - 1, end):
+                busiest = max(best[begin], total[end] - total[begin])
+                if busiest <= now[end]:
+                    now[end], chosen[end] = busiest, begin
+        best = now
+        begins.append(chosen)
+    counts, end = [], num_units
+    for chosen in reversed(begins):
+        counts.append(end - chosen[end])
+        end = chosen[end]
+    return tuple(reversed(counts))
+
+
+def cut_greedily(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
+    """The paper's way: each rank takes units until it has the mean of what is left for it and those behind it.
+
+    Raises:
+        ValueError: as `cut_exactly`.
+    """
+    _check(work, num_ranks)
+    counts, begin = [], 0
+    for rank in range(num_ranks):
+        behind = num_ranks - rank - 1
+        mean = math.fsum(work[begin:]) / (behind + 1)
+        end, taken = begin + 1, work[begin]
+        while end < len(work) - behind and (not behind or taken + work[end] / 2 <= mean):
+            taken += work[end]
+            end += 1
+        counts.append(end - begin)
+        begin = end
+    return tuple(counts)
+
+
+def busiest(work: Sequence[float], counts: Sequence[int]) -> float:
+    """The most work of any rank."""
+    ends = list(accumulate(counts, initial=0))
+    assert ends[-1] == len(work), "each unit is somewhere"
+    return max(math.fsum(work[begin:end]) for begin, end in pairwise(ends))
+
+
+def _check(work: Sequence[float], num_ranks: int) -> None:
+    if not 1 <= num_ranks <= len(work):
+        raise ValueError(
+            f"{len(work)} units cannot be shared out to {num_ranks} ranks, each of which needs one; give 1 to "
+            f"{len(work)} ranks"
+        )
+    for place, each in enumerate(work):
+        if not 0.0 <= each < math.inf:
+            raise ValueError(f"unit {place} has work {each:g}; give a number of 0 and more")

@@ -1,0 +1,54 @@
+"""Units in a row on ranks in a row."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.cut import busiest, cut_exactly, cut_greedily
+
+WORK = st.lists(st.floats(0, 100), min_size=1, max_size=14)
+
+
+def all_cuts(num_units, num_ranks):
+    for ends in combinations(range(1, num_units), num_ranks - 1):
+        borders = [0, *ends, num_units]
+        yield tuple(end - begin for begin, end in pairwise(borders))
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORK, st.data())
+def test_no_cut_is_better(work, data):
+    """Brute force over all cuts of up to 14 units, for any number of ranks."""
+    num_ranks = data.draw(st.integers(1, len(work)))
+    found = cut_exactly(work, num_ranks)
+    assert len(found) == num_ranks and sum(found) == len(work) and min(found) >= 1
+    best = min(busiest(work, each) for each in all_cuts(len(work), num_ranks))
+    assert busiest(work, found) <= best * (1 + 1e-12)
+    greedy = cut_greedily(work, num_ranks)
+    assert len(greedy) == num_ranks and sum(greedy) == len(work) and min(greedy) >= 1
+
+
+def test_cuts():
+    work = [5, 1, 1, 1, 4, 3]
+    assert cut_exactly(work, 3) == (2, 3, 1) and busiest(work, (2, 3, 1)) == 6
+    assert cut_greedily(work, 3) == (1, 4, 1) and busiest(work, (1, 4, 1)) == 7
+    assert cut_exactly([1.0] * 12, 4) == cut_greedily([1.0] * 12, 4) == (3, 3, 3, 3)
+    frozen = [1.0] * 4 + [3.0] * 8  # forwards only, and with backwards
+    assert busiest(frozen, cut_exactly(frozen, 4)) == 9.0
+
+
+@pytest.mark.parametrize(
+    ("work", "num_ranks", "sentence"),
+    [
+        ([1, 2], 3, "2 units cannot be shared out to 3 ranks"),
+        ([1, 2], 0, "2 units cannot be shared out to 0 ranks"),
+        ([1, -2], 1, "unit 1 has work -2"),
+        ([float("nan")], 1, "unit 0 has work nan"),
+    ],
+)
+def test_sentences(work, num_ranks, sentence):
+    for cut in (cut_exactly, cut_greedily):
+        with pytest.raises(ValueError, match=sentence):
+            cut(work, num_ranks)
