@@ -3,4 +3,5 @@ shared out. Needs no torch.
 
     freeze_rule     how many layers are frozen, by their gradients or by hand
     cut             the layers in a row on ranks, exactly as even as it can be
+    pipelines       what each number of ranks and replicas would take, simulated
 """
