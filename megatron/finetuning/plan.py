@@ -65,6 +65,10 @@ class Plan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
+GENERATION = "generation_config.json"
+"""How transformers generates text with a model: of no concern here, and kept."""
+
+
 def make_plan(args: argparse.Namespace, data: Data) -> Plan:
     """Collective where ranks are connected: without --partition the first one profiles and cuts the model.
 
@@ -112,6 +116,8 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
     """
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
+    if args.task == "causal-lm":
+        require_causal(model, args.model_name_or_path)
     most = num_positions(model)
     for name, tasks in LENGTHS.items():
         if most is not None and args.task in tasks and getattr(args, name) > most:
@@ -121,6 +127,18 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
             )
     batch = data.example(args.per_device_train_batch_size)
     return capture_model(model, batch, data.task.keep), batch, model
+
+
+def require_causal(model: torch.nn.Module, folder: str) -> None:
+    """Raises ValueError for a model that sees the tokens that it is to predict, as a BERT does unless it is told."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    kind = model.config.model_type
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(model.config, "is_decoder", False):
+        raise ValueError(
+            f"{folder} is a {kind}, which reads to both sides and so sees what it is to predict; set is_decoder to "
+            "true in its config.json, or give a model of another kind"
+        )
 
 
 def num_positions(model: torch.nn.Module) -> int | None:
@@ -158,5 +176,8 @@ def _save_rest(folder: Path, model: torch.nn.Module, data: Data, args: argparse.
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32 if args.bf16 else next(model.parameters()).dtype  # masters are written
     model.config.save_pretrained(folder)
+    generation = Path(args.model_name_or_path) / GENERATION
+    if generation.is_file():
+        (folder / GENERATION).write_bytes(generation.read_bytes())
     if data.processor is not None:
         data.processor.save_pretrained(folder)

@@ -13,7 +13,7 @@ backend.install()
 from megatron.capture.tensors import tensor_files
 from megatron.finetuning import job
 from megatron.finetuning.model import check_folder, open_model, read_config, renaming
-from megatron.finetuning.plan import make_plan, num_positions
+from megatron.finetuning.plan import captured_model, make_plan, num_positions
 from megatron.finetuning.samples import read_data
 from tests.finetuning import tiny
 
@@ -39,10 +39,37 @@ def test_a_folder_without_most_of_the_model_is_refused(tmp_path):
         job.require_most(plan, list(plan.captured.parameters), "folder")
 
 
+def test_how_text_is_generated_is_kept(tmp_path):
+    args = tiny.arguments(tmp_path, "causal-lm")
+    plan = make_plan(tiny.namespace(args, partition=None, max_stages_per_device=1), read_data(args))
+    own = Path(args.model_name_or_path) / "generation_config.json"
+    own.write_text(json.dumps({**json.loads(own.read_text()), "max_new_tokens": 7}))
+    (tmp_path / "written").mkdir()
+    plan.save_rest(tmp_path / "written")
+    assert json.loads((tmp_path / "written" / own.name).read_text())["max_new_tokens"] == 7
+    assert (tmp_path / "written" / "config.json").is_file()
+
+
 def test_more_tokens_than_the_model_has_positions(tmp_path):
     args = tiny.arguments(tmp_path, "causal-lm", "--max_seq_length", 33)
     with pytest.raises(ValueError, match=r"--max_seq_length 33 is more than the 32 positions of .*; give 32 or less"):
         make_plan(args, read_data(args))
+
+
+def test_a_model_that_sees_what_it_is_to_predict(tmp_path):
+    """A BERT is refused as a causal model, and taken once it is told to be one."""
+    folder = tiny.model_folder(tmp_path, CLASSES)
+    texts = tiny.data_file(tmp_path, "causal-lm")
+    words = ["--task", "causal-lm", "--model_name_or_path", folder, "--train_file", texts]
+    args = tiny.arguments(tmp_path, CLASSES, *words)
+    with pytest.raises(
+        ValueError, match=r"is a bert, which reads to both sides .*; set is_decoder to true in its conf"
+    ):
+        captured_model(args, read_data(args))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "is_decoder": True}))
+    captured, *_ = captured_model(args, read_data(args))
+    assert captured.model_name == "BertLMHeadModel"
 
 
 def test_positions_behind_that_of_padding():

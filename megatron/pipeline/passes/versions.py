@@ -5,6 +5,8 @@ refresh they use the newest of their stage instead, and where policies look ahea
 predicted up to the version of its own batch, or stepped with the gradients that are there and that no STEP has taken.
 """
 
+from dataclasses import replace
+
 from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.program import Program
@@ -15,7 +17,7 @@ def set_versions(legs: Legs, outline: Program) -> Legs:
     """The legs of a rank, which hold their updates already, with a version for each computation."""
     rule = outline.weights
     newest = dict.fromkeys(range(outline.num_stages), max(outline.entry_versions))
-    unstepped = dict.fromkeys(range(outline.num_stages), 0)  # backwards since the last STEP
+    unstepped = dict.fromkeys(range(outline.num_stages), 0)  # backwards since the last STEP, where that is asked
     version_of: dict[tuple[int, int], int] = {}
     result = []
     for leg in legs:
@@ -32,14 +34,15 @@ def set_versions(legs: Legs, outline: Program) -> Legs:
             elif rule.refreshes and kind.is_computation:
                 version_of[stage, microbatch] = newest[stage]
             if kind.is_computation:
-                version, ahead = version_of[stage, microbatch], {}
-                horizon = outline.batch_of(microbatch) - version if rule.looks_ahead and kind is Kind.FORWARD else 0
-                if horizon and rule.ahead is Ahead.PREDICTION:
-                    ahead = {"horizon": horizon}
-                elif horizon:
-                    ahead = {"unstepped": unstepped[stage]}
-                instruction = Instruction(kind, stage, microbatch, version, **ahead)
-            unstepped[stage] += kind in ENDS_BACKWARD
+                version = version_of[stage, microbatch]
+                instruction = Instruction(kind, stage, microbatch, version)
+                if rule.looks_ahead:
+                    horizon = outline.batch_of(microbatch) - version if kind is Kind.FORWARD else 0
+                    if horizon and rule.ahead is Ahead.PREDICTION:
+                        instruction = replace(instruction, horizon=horizon)
+                    elif horizon:
+                        instruction = replace(instruction, unstepped=unstepped[stage])
+                    unstepped[stage] += kind in ENDS_BACKWARD
             versioned.append(instruction)
         result.append(versioned)
     return result

@@ -30,7 +30,6 @@ from megatron.pipeline.runtime.lanes import Lanes
 from megatron.pipeline.runtime.move_queue import MoveQueue
 from megatron.pipeline.runtime.relay_ledger import RelayLedger
 from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.shared_parameters import SharedParameters
 from megatron.pipeline.runtime.stage import (
     EVALUATION_BATCH,
     BatchInfo,
@@ -179,10 +178,9 @@ class PipelineEngine:
                 timeout=timeout,
             )
         executor, of_graph, graph = Executor, {}, schedule.graph
-        self._shared = SharedParameters(schedule.graph, schedule.weights)
         if isinstance(self._stages[0], GraphStage):
             executor = StagewiseExecutor if schedule.weights.refreshes else GraphExecutor
-            of_graph = {"graph": schedule.graph, "shared": self._shared}
+            of_graph = {"graph": graph, "weights": schedule.weights}
         elif schedule.edges and not schedule.num_frozen:
             raise ValueError(
                 f"the stages of the schedule have the edges {' '.join(map(str, schedule.edges))}, and "
@@ -261,8 +259,6 @@ class PipelineEngine:
         first_microbatch = self._stream.next_microbatch
         rows = self._stream.start_batch(num_microbatches)
         self._executor.add_batch(BatchInfo(batch, num_microbatches, num_samples), first_microbatch)
-        microbatches = range(first_microbatch, first_microbatch + num_microbatches)
-        self._shared.begin_batch(batch, microbatches, drained=self._drained)
         self._drained = False
         if self.tracer is not None:
             self.tracer.begin_batch(BatchExtent(batch, first_microbatch, num_microbatches))

@@ -18,7 +18,8 @@ from megatron.pipeline.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.edge_tensors import TravellingTensors
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.shared_parameters import SharedParameters
-from megatron.pipeline.runtime.stage import GraphStage
+from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, GraphStage
+from megatron.pipeline.weights import WeightPolicy
 
 _Tensors = Mapping[int, tuple[Tensor | None, ...]]  # by the other stage
 
@@ -26,17 +27,23 @@ _Tensors = Mapping[int, tuple[Tensor | None, ...]]  # by the other stage
 class GraphExecutor(Executor):
     """Executes rows on stages of a graph; see `Executor`."""
 
-    def __init__(self, *arguments: Any, graph: StageGraph, shared: SharedParameters, **options: Any) -> None:
+    def __init__(self, *arguments: Any, graph: StageGraph, weights: WeightPolicy, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._graph = graph
-        self._shared = shared
+        self._shared = SharedParameters(graph, weights)
         self._values: dict[tuple[int, int, int], Tensor] = {}  # of shared parameters: (from, to, place on the edge)
         # what waits to be sent, or to be taken by a stage of this rank: (from, to, microbatch)
         self._handed_on: dict[tuple[int, int, int], tuple[Tensor | None, ...]] = {}
         self._handed_back: dict[tuple[int, int, int], tuple[Tensor | None, ...]] = {}
 
+    def add_batch(self, info: BatchInfo, first_microbatch: int) -> None:
+        super().add_batch(info, first_microbatch)
+        if info.index != EVALUATION_BATCH:
+            self._shared.begin_batch(info.index, range(first_microbatch, first_microbatch + info.num_microbatches))
+
     def settle(self) -> None:
         self._values.clear()  # the next batch brings them anew
+        self._shared.settle()
 
     def _input_of(self, stage: GraphStage, instruction: Instruction) -> dict[int, tuple[Tensor, ...]]:
         index, microbatch = instruction.stage, instruction.microbatch

@@ -31,11 +31,13 @@ class SharedParameters:
         # Since the last drain (batch, its microbatches): those in flight, and as many that fixed their versions.
         self._batches: deque[tuple[int, range]] = deque(maxlen=2 * deepest + 2)
 
-    def begin_batch(self, batch: int, microbatches: range, *, drained: bool) -> None:
-        """The next batch of the run. `drained`: nothing is in flight before it."""
-        if drained:
-            self._batches.clear()
+    def begin_batch(self, batch: int, microbatches: range) -> None:
+        """The next batch of the run."""
         self._batches.append((batch, microbatches))
+
+    def settle(self) -> None:
+        """Nothing is in flight any more."""
+        self._batches.clear()
 
     def moves_value(self, owner: int, microbatch: Microbatch) -> bool:
         """Whether this microbatch is the first with the weights that its forward has at stage `owner`."""

@@ -32,7 +32,7 @@ def test_it_moves_where_the_program_has_other_weights(weights, batches):
                 used[each.stage].append((each.version, each.ahead))
     shared, first, moves = SharedParameters(schedule.graph, schedule.weights), 0, {stage: [] for stage in range(4)}
     for batch, size in enumerate(batches):
-        shared.begin_batch(batch, range(first, first + size), drained=not batch)
+        shared.begin_batch(batch, range(first, first + size))
         for position in range(size):
             about = Microbatch(first + position, batch, position, size)
             for stage in range(4):
@@ -46,11 +46,12 @@ def test_it_moves_where_the_program_has_other_weights(weights, batches):
 def test_a_drain_and_an_evaluation_begin_anew():
     """The others have kept nothing by then."""
     shared = SharedParameters(StageGraph.of(2), STALE)
-    shared.begin_batch(0, range(3), drained=True)
+    shared.begin_batch(0, range(3))
     assert [shared.moves_value(0, Microbatch(index, 0, index, 3)) for index in range(3)] == [True, False, False]
-    shared.begin_batch(1, range(3, 5), drained=False)
+    shared.begin_batch(1, range(3, 5))
     assert [shared.moves_value(0, Microbatch(index, 1, index - 3, 2)) for index in (3, 4)] == [False, True]
-    shared.begin_batch(2, range(5, 6), drained=True)
+    shared.settle()
+    shared.begin_batch(2, range(5, 6))
     assert shared.moves_value(0, Microbatch(5, 2, 0, 1))
     evaluation = [shared.moves_value(0, Microbatch(index, EVALUATION_BATCH, index, 4)) for index in range(4)]
     assert evaluation == [True, False, False, False]
