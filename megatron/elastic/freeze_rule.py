@@ -15,7 +15,7 @@ A rule of one's own is one more class here: enter it into `RULES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -117,7 +117,26 @@ class ByHand:
         self.num_intervals = int(state["num_intervals"])
 
 
-RULES: dict[str, type] = {"gradients": ByGradients, "schedule": ByHand}
+@dataclass(frozen=True)
+class Settings:
+    """What a rule is made of.
+
+    Attributes:
+        num_layers: of the model, 1 and more.
+        alpha: as of `ByGradients`.
+        counts: as of `ByHand`; none are given.
+    """
+
+    num_layers: int
+    alpha: float
+    counts: tuple[int, ...] = ()
+
+
+RULES: dict[str, Callable[[Settings], FreezeRule]] = {
+    "gradients": lambda settings: ByGradients(settings.num_layers, settings.alpha),
+    "schedule": lambda settings: ByHand(settings.num_layers, settings.counts),
+}
+"""Value of --freeze-rule -> what makes the rule. Raises ValueError for settings that it cannot use."""
 
 
 class LayerNorms:
@@ -125,6 +144,14 @@ class LayerNorms:
 
     def __init__(self, num_layers: int) -> None:
         self._sums, self._count = [0.0] * num_layers, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint within an interval keeps, as plain numbers."""
+        return {"sums": list(self._sums), "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert len(state["sums"]) == len(self._sums)
+        self._sums, self._count = list(map(float, state["sums"])), int(state["count"])
 
     def add(self, squared_norms: Sequence[float]) -> None:
         """Of one batch; one that overflowed is left out."""

@@ -15,26 +15,21 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
-from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
-from megatron.pipeline.schedules import Schedule
-from megatron.training import config, plan, provisional
-from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training import provisional
 from megatron.training.checkpoint.ownership import OwnerMark
-from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
+from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, recorded_freezing
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
-from megatron.training.host_room import require_room
-from megatron.training.logging import ALLOCATED, LOSS, SAVED_ACTIVATIONS, Reporter
-from megatron.training.models import build_chunks, num_parameters, wrap_for_training
+from megatron.training.freezing import Freezing, freezing_of
+from megatron.training.logging import LOSS, Reporter
+from megatron.training.models import num_parameters
 from megatron.training.optimizer_kernel import choose_kernel
-from megatron.training.optimizers import build_optimizer
 from megatron.training.outputs import prepare_outputs
-from megatron.training.placement import this_process
+from megatron.training.place import Parts, Place, Update, build_place
 from megatron.training.throughput import flops_per_sample
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
@@ -50,22 +45,40 @@ class Run:
     """Everything of a run on one rank, and where it stands (`position` counts over the whole run)."""
 
     args: argparse.Namespace
-    chunks: list[torch.nn.Module]
-    optimizer: object
-    scheduler: OptimizerParamScheduler
-    update: MegatronWeightUpdate | MegatronRelayUpdate
-    stages: list[MegatronStage]
+    parts: Parts
+    place: Place
     engine: PipelineEngine
     reporter: Reporter
     writer: CheckpointWriter | None
     datasets: list
     fields: tuple[Field, ...]
     vocab_size: int
+    freezing: Freezing | None = None
     iteration: int = 0
     consumed_samples: int = 0
     consumed_valid_samples: int = 0
     flops: float = 0.0
     saved_iteration: int | None = None
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        return self.place.chunks
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        return self.place.optimizer
+
+    @property
+    def scheduler(self) -> OptimizerParamScheduler:
+        return self.place.scheduler
+
+    @property
+    def update(self) -> Update:
+        return self.place.update
+
+    @property
+    def stages(self) -> list[MegatronStage]:
+        return self.place.stages
 
     def position(self) -> CheckpointPosition:
         """Where the run stands, as a checkpoint records it."""
@@ -132,42 +145,20 @@ def _build(
 ) -> Run:
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
-    schedule = pipeline_schedule(args)
-    model_config = config.transformer_config(args)
-    layers = plan.layers_of_stages(model_config)
-    require_room(args, schedule, layers)
+    parts = Parts(partial(model_provider, args), forward_step, loss_names(args))
     reporter = Reporter(args)
     datasets = datasets_provider(args, tokenizer)
-    own_stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    chunks = build_chunks(
-        partial(model_provider, args), model_config, stages=own_stages, layers=layers,
-        on_host=schedule.residency is not None,
-    )  # fmt: skip
-    chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=schedule.residency is not None)
-    optimizer = build_optimizer(args, chunks, on_host=schedule.residency is not None)
-    scheduler = config.param_scheduler(args, optimizer)
-    counts = args.moves_activations or args.log_saved_activations
-    memory = ActivationMemory(backend.device()) if counts else None
-    update = _update(args, schedule, chunks, optimizer, scheduler, loss_names=loss_names(args), gauges=_gauges(memory))
-    position = _load(args, chunks, optimizer, scheduler, update, reporter) or CheckpointPosition()
-    choose_kernel(optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
+    freezing = freezing_of(args, recorded_freezing(args))
+    place = build_place(args, parts)
+    position = _load(args, place, reporter) or CheckpointPosition()
+    choose_kernel(place.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
-    stages = [
-        MegatronStage(
-            chunk, forward_step, update, index=stage, num_stages=schedule.num_stages,
-            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=schedule.recomputes(stage),
-            seed=args.seed, loss_names=loss_names(args), activation_memory=memory,
-        )
-        for stage, chunk in zip(own_stages, chunks, strict=True)
-    ]  # fmt: skip
-    engine = build_engine(
-        args, schedule, stages, update, position, activation_memory=memory if args.moves_activations else None
-    )
-    _describe(args, reporter, stages, position)
+    engine = build_engine(args, place, position)
+    _describe(args, reporter, place.stages, position)
     return Run(
-        args, chunks, optimizer, scheduler, update, stages, engine, reporter,
+        args, parts, place, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, fields_provider(args), vocab_size(args, tokenizer),
+        datasets, fields_provider(args), vocab_size(args, tokenizer), freezing,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
@@ -175,57 +166,18 @@ def _build(
     )  # fmt: skip
 
 
-def _update(
-    args: argparse.Namespace,
-    schedule: Schedule,
-    chunks: list,
-    optimizer: object,
-    scheduler: OptimizerParamScheduler,
-    **options: object,
-) -> MegatronWeightUpdate | MegatronRelayUpdate:
-    """The weight update of this rank, for where the schedule has the weights."""
-    options["timeout"] = timedelta(minutes=args.distributed_timeout_minutes)
-    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    if schedule.residency is not None:
-        return MegatronRelayUpdate(
-            chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,
-            gathers=args.l2l_fetch == "shares", **options,
-        )  # fmt: skip
-    return MegatronWeightUpdate(
-        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
-        single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
-        uniform=schedule.provisional_microbatches is not None, **options,
-    )  # fmt: skip
-
-
-def _gauges(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
-    """What every rank measures for the report of a batch, by name."""
-    if memory is None:
-        return {}
-    allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
-    return {SAVED_ACTIVATIONS: memory.take_recent_peak, **allocated}
-
-
-def _load(
-    args: argparse.Namespace,
-    chunks: list,
-    optimizer: object,
-    scheduler: object,
-    update: MegatronWeightUpdate | MegatronRelayUpdate,
-    reporter: Reporter,
-) -> CheckpointPosition | None:
+def _load(args: argparse.Namespace, place: Place, reporter: Reporter) -> CheckpointPosition | None:
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights."""
+    held = {"chunks": place.chunks, "optimizer": place.optimizer, "scheduler": place.scheduler, "update": place.update}
     position = None
     if args.load is not None:
-        position = load_checkpoint(args=args, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update)
+        position = load_checkpoint(args=args, **held)
         if position is None and args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
     if position is None and args.pretrained_checkpoint is not None:
         pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
                                            "ckpt_step": None})  # fmt: skip
-        position = load_checkpoint(
-            args=pretrained, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update
-        )
+        position = load_checkpoint(args=pretrained, **held)
         if position is None:
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
         reporter.say(f"loaded the weights of {args.pretrained_checkpoint}; starting from iteration 0")
@@ -236,17 +188,9 @@ def _load(
     return position
 
 
-def build_engine(
-    args: argparse.Namespace,
-    schedule: Schedule,
-    stages: list[MegatronStage],
-    update: MegatronWeightUpdate | MegatronRelayUpdate,
-    position: CheckpointPosition,
-    activation_memory: ActivationMemory | None = None,
-) -> PipelineEngine:
+def build_engine(args: argparse.Namespace, place: Place, position: CheckpointPosition) -> PipelineEngine:
     """The engine over this rank's pipeline group, going on at `position`.
 
-    `activation_memory`: the stages', where the schedule moves activations.
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
     also after a change of the microbatch size or of the number of replicas.
     """
@@ -255,7 +199,7 @@ def build_engine(
         clock = CudaClock() if backend.is_cuda() else HostClock()
         tracer = Tracer(num_batches=2 * args.pipeline_timeline_iterations + _TRACED_EXTRA, clock=clock)
     return PipelineEngine(
-        schedule, stages, update,
+        place.schedule, place.stages, place.update,
         ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend,
@@ -263,8 +207,8 @@ def build_engine(
         tracer=tracer,
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
-        activation_memory=activation_memory,
-        ledger=update.ledger if schedule.residency is not None else None,
+        activation_memory=place.memory if args.moves_activations else None,
+        ledger=place.update.ledger if place.schedule.residency is not None else None,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from megatron.training.checkpoint.predicted_version import PredictedVersion
 from megatron.training.checkpoint.random_state import restore_random_state, sharded_random_state
 from megatron.training.checkpoint.state import (
     FORMAT_VERSION,
+    loading_metadata,
     model_state,
     optimizer_state,
     sharding_metadata,
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointWriter",
     "apply_checkpoint_arguments",
     "load_checkpoint",
+    "recorded_freezing",
     "save_checkpoint",
 ]
 
@@ -79,6 +81,7 @@ def save_checkpoint(
     optimizer: MegatronOptimizer | None = None,
     scheduler: object | None = None,
     update: WeightUpdate | None = None,
+    freezing: dict | None = None,
     on_saved: Callable[[Path], None] | None = None,
 ) -> None:
     """Save the run, drained, as the checkpoint of `position.iteration`, and make it the latest.
@@ -88,6 +91,7 @@ def save_checkpoint(
             `use_distributed_optimizer`; stored as 'args'.
         chunks: this rank's model chunks, wrapped or not; the newest weight version is stored as the model.
         update: under 2bw and the like its versions hold the older weights, which are stored too.
+        freezing: what the run has frozen and by which rule, if it freezes; plain numbers, the same on all ranks.
         on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
             another thread.
 
@@ -109,7 +113,7 @@ def save_checkpoint(
         "checkpoint_version": FORMAT_VERSION,
         "iteration": position.iteration,
         "num_floating_point_operations_so_far": position.num_floating_point_operations_so_far,
-        "pipeline": {"update": update.state_dict() if update else None},
+        "pipeline": {"update": update.state_dict() if update else None, "freezing": freezing},
         CHECKSUMS_ENTRY: True,
         **model,
     }
@@ -129,6 +133,20 @@ def save_checkpoint(
         fully_parallel=args.ckpt_fully_parallel_save,
         on_saved=on_saved,
     )
+
+
+def recorded_freezing(args: argparse.Namespace) -> dict | None:
+    """What the checkpoint that `load_checkpoint` would go on from says of frozen layers; None: nothing. Collective."""
+    if args.load is None or args.finetune:
+        return None
+
+    def read() -> dict | None:
+        location = directory.locate(args.load, step=args.ckpt_step)
+        if location is None or location.is_release:
+            return None
+        return (read_common_state(location).get("pipeline") or {}).get("freezing")
+
+    return on_rank_zero(read)
 
 
 def load_checkpoint(
@@ -159,7 +177,7 @@ def load_checkpoint(
     reader = CheckpointReader(location)
     starts_anew = args.finetune or location.is_release
     position = CheckpointPosition() if starts_anew else _position(common)
-    metadata = {**sharding_metadata(args), **(common.get("content_metadata") or {})}
+    metadata = loading_metadata(args, common.get("content_metadata"))
     if update is not None:
         update.versions.show_newest()
     model = model_state(chunks, metadata)

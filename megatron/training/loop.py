@@ -139,6 +139,8 @@ class Loop:
             assert progress.iteration == report.batch + 1, (progress, report)
             self._wishes |= report.wishes
             self.run.reporter.iteration(report, progress)
+            if self.run.freezing is not None:
+                self.run.freezing.note(report)
             if report.nan and self.args.check_for_nan_in_loss_and_grad:
                 raise TrainingError(
                     f"the loss or the gradient of iteration {progress.iteration} is not finite (lm loss "
@@ -159,15 +161,21 @@ class Loop:
     def _saves(self) -> bool:
         return self.args.save is not None and self._due(self.args.save_interval)
 
+    def _decides(self) -> bool:
+        return self.run.freezing is not None and self.run.freezing.is_due(self.run.iteration)
+
     def _ends_stretch(self) -> bool:
         """Whether the pipeline has to be drained here; the same on every rank."""
         last = self.run.iteration >= self.args.train_iters
-        return last or bool(self._wishes) or self._evaluates() or self._saves() or self._due(self.args.exit_interval)
+        ends = last or bool(self._wishes) or self._due(self.args.exit_interval)
+        return ends or self._decides() or self._evaluates() or self._saves()
 
     def _between_stretches(self) -> bool:
         """Drain, evaluate, save; True if the run ends here."""
         args = self.args
         self._drain()
+        if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
+            self.run.freezing.decide()
         if self._evaluates() and not self._wishes and not self.validate():
             self._wishes |= STOP
         ends = bool(self._wishes) or self._due(args.exit_interval)
@@ -228,6 +236,7 @@ class Loop:
         save_checkpoint(
             run.writer, args=self.args, position=run.position(), chunks=run.chunks, optimizer=run.optimizer,
             scheduler=run.scheduler, update=run.update, on_saved=saved,
+            freezing=run.freezing.state_dict() if run.freezing is not None else None,
         )  # fmt: skip
         run.saved_iteration = iteration
         how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"

@@ -6,7 +6,7 @@ by the loss scale and clips with one factor, and then learning rate and loss sca
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -59,11 +59,17 @@ class Decisions:
         return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
 
     def complete(
-        self, report: BatchReport, norm_squared: float, wishes: int, losses: Mapping[str, tuple[float, float]]
+        self,
+        report: BatchReport,
+        norm_squared: float,
+        wishes: int,
+        losses: Mapping[str, tuple[float, float]],
+        *,
+        layers_squared: Sequence[float] = (),
     ) -> None:
         """Fill in the batch's report from what all ranks say. Collective, on the chain's thread.
 
-        `norm_squared`: of this rank's gradients, with the loss scale in them.
+        `norm_squared`: of this rank's gradients, with the loss scale in them; `layers_squared`: of each layer's.
         """
         sums = all_reduce_norm(
             norm_squared=norm_squared,
@@ -73,12 +79,14 @@ class Decisions:
             loss_names=self._loss_names,
             group=self._world and self._world.process_group,
             device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
+            layers_squared=layers_squared,
             gauges={name: read() for name, read in self._gauges.items()},
         )
         overflow = sums.num_overflows > 0
         report.grad_norm = sums.norm / report.loss_scale
         report.overflow = self._scaler is not None and overflow
         report.wishes = sums.wishes
+        report.layers_squared = tuple(each / report.loss_scale**2 for each in sums.layers_squared)
         report.gauges = sums.gauges
         report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (

@@ -27,10 +27,11 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.captured_activations import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.dropout import SeededDropout
+from megatron.pipeline.runtime.megatron_frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.megatron_place import at_stage
 from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
-from megatron.pipeline.runtime.stage import Eviction, Microbatch, TensorSpec
+from megatron.pipeline.runtime.stage import EVALUATION_BATCH, Eviction, Microbatch, TensorSpec
 
 ForwardStep = Callable[[Iterator | None, torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple]]]
 
@@ -65,7 +66,8 @@ class MegatronStage:
     Args:
         model: the chunk, wrapped in megatron.core's DDP.
         forward_step: see the module's docstring.
-        update: the rank's weight update, which holds weight versions and loss scales.
+        update: the rank's weight update, which holds weight versions and loss scales; a frozen stage asks nothing of
+            it.
         index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
         seq_length, micro_batch_size: of every microbatch; they give the shape of what travels between stages,
             [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
@@ -75,6 +77,8 @@ class MegatronStage:
         seed: the run's seed, for dropout.
         loss_names: names of the reported numbers, the same on all ranks.
         activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
+        first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
+            alone, in training batches too, and the first one behind them hands back no gradient.
 
     Raises:
         ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
@@ -84,7 +88,7 @@ class MegatronStage:
         self,
         model: DistributedDataParallel,
         forward_step: ForwardStep,
-        update: MegatronWeightUpdate | MegatronRelayUpdate,
+        update: MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate,
         *,
         seq_length: int,
         micro_batch_size: int,
@@ -96,6 +100,7 @@ class MegatronStage:
         seed: int = 1234,
         loss_names: tuple[str, ...] = ("lm loss",),
         activation_memory: ActivationMemory | None = None,
+        first_trained: int = 0,
     ) -> None:
         self.model = model
         self.index = parallel_state.get_pipeline_model_parallel_rank() if index is None else index
@@ -107,7 +112,9 @@ class MegatronStage:
         self._forward_step = forward_step
         self._set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
         self._update = update
-        self._versions = update.versions_of(self.index)
+        self.is_frozen = self.index < first_trained
+        self._returns_gradient = self.index > first_trained
+        self._versions = None if self.is_frozen else update.versions_of(self.index)
         self._recompute = recompute
         self._dropout = SeededDropout(model, seed=seed)
         self._samples_per_microbatch = micro_batch_size * parallel_state.get_data_parallel_world_size()
@@ -117,7 +124,7 @@ class MegatronStage:
         self.input_spec = None if self.index == 0 else spec
         self.output_spec = None if self._is_last else spec
         self._saved: dict[int, _Saved] = {}
-        self._captured = self._capture_in(activation_memory)
+        self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
 
     def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
@@ -185,7 +192,7 @@ class MegatronStage:
                 deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
                 custom_backward(saved.output, output_grad)
         self._captured.drop(microbatch.index)
-        return None if saved.input is None else saved.input.grad
+        return saved.input.grad if saved.input is not None and self._returns_gradient else None
 
     def free_output(self, microbatch: Microbatch) -> None:
         """Drop the storage of the output; its graph stays."""
@@ -218,9 +225,13 @@ class MegatronStage:
 
     @torch.no_grad()
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        """Forward for evaluation: no dropout, nothing saved, the loss recorded on the last stage."""
+        """Forward for evaluation, and of a frozen stage: no dropout, nothing saved, the loss recorded on the last
+        stage.
+        """
         self._set_training(False)
-        output = self._run(microbatch, _Saved(input), self.evaluation_iterator, record=True)
+        is_evaluation = microbatch.batch == EVALUATION_BATCH
+        data = self.evaluation_iterator if is_evaluation else self.data_iterator
+        output = self._run(microbatch, _Saved(input), data, record=True)
         return None if self._is_last else output
 
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
@@ -247,8 +258,12 @@ class MegatronStage:
             self.model.train(training)
 
     def _require_input_grad(self, saved: _Saved) -> None:
+        """Behind a frozen stage nobody wants the gradient, but megatron.core's full recompute gives the weights none
+        where no input asks for one.
+        """
         if saved.input is not None:
-            saved.input = saved.input.detach().requires_grad_()
+            wanted = self._returns_gradient or self._config.recompute_granularity == "full"
+            saved.input = saved.input.detach().requires_grad_(wanted)
 
     def _run(self, microbatch: Microbatch, saved: _Saved, data: Iterator | None, *, record: bool) -> Tensor:
         """The chunk's forward; returns its output, on the last stage the loss to differentiate."""

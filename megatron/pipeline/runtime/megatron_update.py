@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.megatron_decisions import Decisions
 from megatron.pipeline.runtime.megatron_gradients import GradientBuffers
 from megatron.pipeline.runtime.megatron_groups import DEFAULT_TIMEOUT, ChainGroups
+from megatron.pipeline.runtime.megatron_layers import LayersOfParameters
 from megatron.pipeline.runtime.megatron_optimizers import (
     copy_gradients,
     gradients_of,
@@ -54,6 +55,7 @@ class _Batch:
     partial: PartialGradients | None = None  # what a prediction reads, where that is not the slot
     partial_embedding: PartialEmbedding | None = None
     norm_squared: Tensor | None = None  # of this rank's scaled gradients; None until they have been made ready
+    layers_squared: Tensor | None = None  # of each layer, where they are asked for
     applied: bool = False
     stepped: bool = False
 
@@ -81,6 +83,7 @@ class MegatronWeightUpdate:
         timeout: of the chain's collectives; default: ten minutes.
         gauges: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of all
             ranks come with the batch's report. The same names on all ranks.
+        layers: whose gradient norms come with the batch's report; None: no layer's.
 
     Raises:
         ValueError: a configuration that this update cannot drive exactly.
@@ -101,6 +104,7 @@ class MegatronWeightUpdate:
         uniform: bool = False,
         timeout: timedelta | None = None,
         gauges: Mapping[str, Callable[[], float]] | None = None,
+        layers: LayersOfParameters | None = None,
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
@@ -131,6 +135,7 @@ class MegatronWeightUpdate:
             optimizer, scheduler, delay=rule.delay or 0, world=self._groups.world, loss_names=loss_names, gauges=gauges
         )  # fmt: skip
         self._scales = self._decisions.scales
+        self._layers = layers
         self._batches: dict[int, _Batch] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
         shards = isinstance(self._inner, DistributedOptimizer)
@@ -213,7 +218,10 @@ class MegatronWeightUpdate:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
         batch = self._batches[version - 1]
         self._prepare(batch)
-        self._decisions.complete(batch.report, batch.norm_squared.item(), wishes, losses)
+        self._decisions.complete(
+            batch.report, batch.norm_squared.item(), wishes, losses,
+            layers_squared=() if batch.layers_squared is None else batch.layers_squared.tolist(),
+        )  # fmt: skip
         batch.norm_reduced.reach()
         if batch.stepped:
             del self._batches[version - 1]
@@ -224,7 +232,12 @@ class MegatronWeightUpdate:
             slot = self._gradients[batch.slot]
             self._reduction.over_embedding_copies(slot)
             self._reduction.over_tensor(slot)
-            batch.norm_squared = self._reduction.local_norm_squared(slot)
+            if self._layers is None:
+                batch.norm_squared = self._reduction.local_norm_squared(slot)
+            else:
+                norms = self._reduction.local_norms(slot)
+                batch.norm_squared = self._reduction.norm_squared(norms)
+                batch.layers_squared = self._layers.squared_norms(norms)
             batch.gradients_ready.reach()
 
     # Called on the main thread, after the chain.

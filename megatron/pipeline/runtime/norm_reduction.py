@@ -3,7 +3,8 @@
 Norm, overflow, losses and wishes (to stop, save or evaluate) travel in one float64 vector, over all ranks of the job:
 stages and replicas alike, so that all decide alike. A wish is a bit; each bit has an element of its own, and the sum of
 an element over the ranks is positive where any rank wishes it. What ranks measure of themselves (gauges) travels along:
-every rank has an element of its own for each, which the others leave 0.
+every rank has an element of its own for each, which the others leave 0. So do the squared norms of layers, of which
+each rank gives what it counts.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ NUM_WISH_BITS = 8
 @dataclass(frozen=True)
 class NormReduction:
     """Sums over the job: squared gradient norm, ranks that overflowed, wishes (bits), losses as numerator and
-    denominator. And each gauge of each rank: name -> values in rank order.
+    denominator; squared gradient norms of layers. And each gauge of each rank: name -> values in rank order.
     """
 
     norm_squared: float
     num_overflows: float
     wishes: int
     losses: dict[str, tuple[float, float]]
+    layers_squared: tuple[float, ...] = ()
     gauges: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -49,19 +51,21 @@ def all_reduce_norm(
     loss_names: Sequence[str],
     group: Any,
     device: torch.device,
+    layers_squared: Sequence[float] = (),
     gauges: Mapping[str, float] | None = None,
 ) -> NormReduction:
     """Sum what every rank contributes.
 
     `group`: all ranks of the job, used for nothing else, one of torch.distributed or a bare backend; None with a single
-    rank. `device`: where the group can reach the vector. `gauges`: of the same names on all ranks. Raises ValueError
-    for more than `NUM_WISH_BITS` wishes.
+    rank. `device`: where the group can reach the vector. `layers_squared`: of as many layers on all ranks. `gauges`: of
+    the same names on all ranks. Raises ValueError for more than `NUM_WISH_BITS` wishes.
     """
     if not 0 <= wishes < 1 << NUM_WISH_BITS:
         raise ValueError(f"wishes are {wishes}; they are {NUM_WISH_BITS} bits, 0 to {(1 << NUM_WISH_BITS) - 1}")
     values = [norm_squared, float(overflow), *(float(wishes >> bit & 1) for bit in range(NUM_WISH_BITS))]
     for name in loss_names:
         values.extend(losses.get(name, (0.0, 0.0)))
+    values.extend(layers_squared)
     gauges = gauges or {}
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     for value in gauges.values():
@@ -77,5 +81,6 @@ def all_reduce_norm(
         num_overflows=values[1],
         wishes=sum(1 << bit for bit, count in enumerate(bits) if count > 0),
         losses={name: (next(sums), next(sums)) for name in loss_names},
+        layers_squared=tuple(itertools.islice(sums, len(layers_squared))),
         gauges={name: tuple(itertools.islice(sums, size)) for name in gauges},
     )

@@ -100,6 +100,8 @@ class BatchReport:
     num_samples: int = 0
     wishes: int = 0
     nan: bool = False
+    layers_squared: tuple[float, ...] = ()
+    """The squared norm of the gradients of each layer of the model, where they are asked for; 0 of frozen ones."""
     gauges: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """What each rank of the job measured of itself for this report: name -> values in rank order."""
 

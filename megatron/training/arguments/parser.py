@@ -6,7 +6,18 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.training.arguments import bert, data, dry_run, ignored, model, output, parallel, refusals, training
+from megatron.training.arguments import (
+    bert,
+    data,
+    dry_run,
+    freezing,
+    ignored,
+    model,
+    output,
+    parallel,
+    refusals,
+    training,
+)
 from megatron.training.arguments.specification import Flag, Group
 from megatron.training.arguments.spelling import meant
 
@@ -14,6 +25,7 @@ GROUPS: tuple[Group, ...] = (
     model.GROUP,
     parallel.PIPELINE,
     parallel.DISTRIBUTED,
+    freezing.GROUP,
     training.BATCH,
     training.REGULARIZATION,
     training.LEARNING_RATE,

@@ -8,14 +8,16 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training.arguments import rules_bert, rules_model, rules_run, rules_stages
+from megatron.training.arguments import rules_bert, rules_freezing, rules_model, rules_run, rules_stages
 from megatron.training.arguments.parser import GROUPS, shown
 
 RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
     *rules_model.RULES,
     *rules_stages.RULES,
     *rules_bert.RULES,
+    rules_freezing.flags,
     *rules_run.RULES,
+    rules_freezing.schedules,
 )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import re
 
+from megatron.elastic.stages import Stages
 from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
 from megatron.pipeline.weights import TWO_BW, WeightPolicy
 from megatron.planner.devices import device_gib
@@ -128,8 +129,10 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
 
 
 def pipeline_schedule(args: argparse.Namespace) -> Schedule:
-    """The schedule that `args` ask for."""
+    """The schedule that `args` ask for, with the stages that are frozen by now."""
     num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
+    if args.frozen_stages is not None:
+        return _behind_frozen(args, args.frozen_stages)
     residency, num_replicas = residency_of(args), args.data_parallel_size
     has_copies = args.pipeline_model_parallel_size > 1
     if residency is not None:
@@ -149,6 +152,19 @@ def pipeline_schedule(args: argparse.Namespace) -> Schedule:
         predict=args.pipeline_2bw_provisional != "off",
         provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
         reduce_partial=args.pipeline_2bw_provisional_reduce,
+    )
+
+
+def _behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
+    return Schedule.preset(
+        args.pipeline_schedule,
+        num_stages=len(stages.rank_of_stage),
+        rank_of_stage=stages.rank_of_stage,
+        num_frozen=stages.num_frozen,
+        recompute=args.pipeline_recompute,
+        extra_warmup=args.pipeline_extra_warmup,
+        balance=args.balance_activations,
+        data_parallel=args.data_parallel_size > 1,
     )
 
 

@@ -22,14 +22,28 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
 FORMAT_VERSION = 3.0
+_LAYERS_APART = "non_homogeneous_layers"
+"""megatron.core's word for layers each under a key of its own, and not all under one that they share."""
 
 
 def sharding_metadata(args: argparse.Namespace) -> dict:
     """How optimizer state is laid out. A new dict with every call, since megatron.core changes the one it is given."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if getattr(args, "freeze_training", False):
+        metadata[_LAYERS_APART] = (
+            True  # some have an optimizer's state, some have none, and keys that they share need all
+        )
     if getattr(args, "use_distributed_optimizer", False):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def loading_metadata(args: argparse.Namespace, saved: dict | None) -> dict:
+    """How to ask for what was saved with the metadata `saved`; None where a checkpoint does not say."""
+    metadata, saved = {**sharding_metadata(args), **(saved or {})}, saved or {}
+    if not saved.get(_LAYERS_APART):
+        metadata.pop(_LAYERS_APART, None)
     return metadata
 
 

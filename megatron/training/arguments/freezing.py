@@ -1,0 +1,36 @@
+"""Flags of training that freezes what has converged (PipeTransformer)."""
+
+from megatron.elastic.freeze_rule import RULES
+from megatron.training.arguments.specification import Group, integer, number, option, switch
+
+GROUP = Group(
+    "freezing",
+    "Training that freezes layers from the input on as they converge. These flags are this project's own. "
+    "docs/pipetransformer.md.",
+    (
+        switch(
+            "--freeze-training",
+            "Decide at the end of each --freeze-interval how many layers in front are frozen from now on. They compute "
+            "forwards only, without dropout; their weights stay as they are, and the embedding's with the first one's.",
+        ),
+        option("--freeze-interval", integer, None, "Iterations between two decisions."),
+        option("--freeze-start", integer, 0, "Iterations before the first interval begins."),
+        option(
+            "--freeze-rule",
+            str,
+            "gradients",
+            "gradients: the layers in front of the one whose gradients are least, and at most --freeze-alpha of those "
+            "that are left. schedule: as --freeze-schedule says; the default where that is given.",
+            choices=RULES.keys(),  # those that are registered later, too
+        ),
+        option(
+            "--freeze-alpha", number, 1 / 3, "Of the layers that are left, the largest part that an interval freezes."
+        ),
+        option(
+            "--freeze-schedule",
+            str,
+            None,
+            "How many layers are frozen behind interval 1, 2, ..., such as 0,4,6; the last number stays.",
+        ),
+    ),
+)

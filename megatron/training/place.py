@@ -1,0 +1,136 @@
+"""What a rank holds at its place in the pipeline: its chunks with their optimizer, weight update and stages.
+
+A run has one place at a time. Where the pipeline changes while it trains, the run takes another, and what was learned
+moves from the one to the other as it does through a checkpoint.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.megatron_frozen_update import MegatronFrozenUpdate
+from megatron.pipeline.runtime.megatron_layers import LayersOfParameters
+from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
+from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+from megatron.pipeline.schedules import Schedule
+from megatron.training import config, plan
+from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.host_room import require_room
+from megatron.training.logging import ALLOCATED, SAVED_ACTIVATIONS
+from megatron.training.models import build_chunks, wrap_for_training
+from megatron.training.optimizers import build_optimizer
+from megatron.training.placement import this_process
+
+ModelProvider = Callable[..., torch.nn.Module]
+Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a program brings, whatever the place.
+
+    Attributes:
+        model_provider: from a stage's configuration to Megatron's `provider(pre_process, post_process)`.
+        forward_step: Megatron's `forward_step(data_iterator, model)`.
+        loss_names: what the forward step's loss function reports.
+    """
+
+    model_provider: Callable[[TransformerConfig], ModelProvider]
+    forward_step: ForwardStep
+    loss_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's. `memory`: of its activations, where they are counted or moved."""
+
+    schedule: Schedule
+    chunks: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    update: Update
+    stages: list[MegatronStage]
+    memory: ActivationMemory | None
+
+
+def build_place(args: argparse.Namespace, parts: Parts) -> Place:
+    """The place of this rank in the pipeline of `args`, with weights drawn from the seed. Collective.
+
+    Raises ValueError for what the user can mend.
+    """
+    schedule, model = pipeline_schedule(args), config.transformer_config(args)
+    layers = plan.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
+    on_host = schedule.residency is not None
+    require_room(args, schedule, layers)
+    own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    chunks = build_chunks(parts.model_provider, model, stages=own, layers=layers, on_host=on_host)
+    for stage, chunk in zip(own, chunks, strict=True):
+        chunk.requires_grad_(stage >= schedule.num_frozen)
+    chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=on_host)
+    trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
+    optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
+    scheduler = config.param_scheduler(args, optimizer)
+    counts = args.moves_activations or args.log_saved_activations
+    memory = ActivationMemory(backend.device()) if counts else None
+    options = {
+        "loss_names": parts.loss_names,
+        "gauges": _gauges(memory),
+        "timeout": timedelta(minutes=args.distributed_timeout_minutes),
+    }
+    if trained:
+        update = _update(args, schedule, trained, optimizer, scheduler, **options)
+    else:
+        update = MegatronFrozenUpdate(
+            chunks, optimizer, scheduler, weights=schedule.weights,
+            num_layers=args.num_layers if args.freeze_training else 0, **options,
+        )  # fmt: skip
+    stages = [
+        MegatronStage(
+            chunk, parts.forward_step, update, index=stage, num_stages=schedule.num_stages,
+            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=schedule.recomputes(stage),
+            seed=args.seed, loss_names=parts.loss_names, activation_memory=memory, first_trained=schedule.num_frozen,
+        )
+        for stage, chunk in zip(own, chunks, strict=True)
+    ]  # fmt: skip
+    return Place(schedule, chunks, optimizer, scheduler, update, stages, memory)
+
+
+def _update(
+    args: argparse.Namespace,
+    schedule: Schedule,
+    chunks: list,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    **options: object,
+) -> Update:
+    """The update of the chunks that are trained, for where the schedule has the weights."""
+    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    if schedule.residency is not None:
+        return MegatronRelayUpdate(
+            chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,
+            gathers=args.l2l_fetch == "shares", **options,
+        )  # fmt: skip
+    return MegatronWeightUpdate(
+        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
+        single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
+        uniform=schedule.provisional_microbatches is not None,
+        layers=LayersOfParameters(chunks, args.num_layers) if args.freeze_training else None, **options,
+    )  # fmt: skip
+
+
+def _gauges(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
+    """What every rank measures for the report of a batch, by name."""
+    if memory is None:
+        return {}
+    allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
+    return {SAVED_ACTIVATIONS: memory.take_recent_peak, **allocated}
