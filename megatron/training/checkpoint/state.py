@@ -11,6 +11,7 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
 """
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from megatron.backend.fixes import complete_optimizer_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from megatron.training.checkpoint.frozen_ranks import nothing_to_map, with_common_state
 
 FORMAT_VERSION = 3.0
 _LAYERS_APART = "non_homogeneous_layers"
@@ -87,9 +89,17 @@ def version_state(
 def optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, ShardedStateDict], metadata: dict, *, is_loading: bool
 ) -> ShardedStateDict:
-    """Sharded optimizer state, in terms of the model's entries. Every state exists, also before the first update."""
+    """Sharded optimizer state, in terms of the model's entries. Every state exists, also before the first update.
+
+    Collective over the job where layers may be frozen.
+    """
     complete_state(optimizer)
-    return optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
+    trains_nothing = not any(group["params"] for group in optimizer.param_groups)
+    with nothing_to_map() if trains_nothing else contextlib.nullcontext():
+        entry = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
+    if metadata.get(_LAYERS_APART) and not is_loading:
+        entry = with_common_state(entry, is_frozen=trains_nothing)
+    return entry
 
 
 def complete_state(optimizer: MegatronOptimizer) -> None:
