@@ -20,6 +20,7 @@ from megatron.backend.fixes import complete_optimizer_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from megatron.training.checkpoint.element_ranges import ELEMENT_RANGES, ranged_optimizer_state
 
 FORMAT_VERSION = 3.0
 
@@ -31,6 +32,17 @@ def sharding_metadata(args: argparse.Namespace) -> dict:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     return metadata
+
+
+def memory_metadata() -> dict:
+    """The same for state that goes from rank to rank and never to a file: layers under keys of their own, so that each
+    may have optimizer state or none, and the distributed optimizer's state as it lies."""
+    return {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "non_homogeneous_layers": True,
+        "distrib_optim_sharding_type": ELEMENT_RANGES,
+    }
 
 
 def model_key(index: int, num_chunks: int) -> str:
@@ -75,6 +87,8 @@ def optimizer_state(
 ) -> ShardedStateDict:
     """Sharded optimizer state, in terms of the model's entries. Every state exists, also before the first update."""
     complete_state(optimizer)
+    if metadata.get("distrib_optim_sharding_type") == ELEMENT_RANGES:
+        return ranged_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
     return optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
 
 
