@@ -10,31 +10,20 @@ of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
 """
 
 import argparse
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.utils import unwrap_model
-from megatron.pipeline.weights import WeightPolicy
-from megatron.training.checkpoint import arguments, directory, optimizer_formats
+from megatron.training.checkpoint import arguments, directory
 from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
-from megatron.training.checkpoint.older_versions import OlderVersions, WeightVersions
-from megatron.training.checkpoint.predicted_version import PredictedVersion
-from megatron.training.checkpoint.random_state import restore_random_state, sharded_random_state
-from megatron.training.checkpoint.state import (
-    FORMAT_VERSION,
-    loading_metadata,
-    model_state,
-    optimizer_state,
-    sharding_metadata,
-)
+from megatron.training.checkpoint.random_state import sharded_random_state
+from megatron.training.checkpoint.run_state import Restoration, RunParts, WeightUpdate, log_once, run_state
+from megatron.training.checkpoint.state import FORMAT_VERSION, loading_metadata, sharding_metadata
 from megatron.training.checkpoint.writer import CheckpointWriter
 
 __all__ = [
@@ -47,8 +36,6 @@ __all__ = [
     "save_checkpoint",
 ]
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class CheckpointPosition:
@@ -58,18 +45,6 @@ class CheckpointPosition:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     num_floating_point_operations_so_far: float = 0.0
-
-
-class WeightUpdate(Protocol):
-    """What is asked of the pipeline's weight update beyond its optimizer."""
-
-    versions: WeightVersions
-    weights: WeightPolicy
-    replicas_predict_apart: bool
-
-    def state_dict(self) -> dict: ...
-
-    def load_state_dict(self, state: dict | None) -> None: ...
 
 
 def save_checkpoint(
@@ -100,9 +75,6 @@ def save_checkpoint(
             `writer.finish()`). Earlier checkpoints are untouched.
     """
     metadata = sharding_metadata(args)
-    if update is not None:
-        update.versions.show_newest()
-    model = model_state(chunks, metadata)
     state = {
         "args": arguments.saved_arguments(
             args,
@@ -113,18 +85,16 @@ def save_checkpoint(
         "checkpoint_version": FORMAT_VERSION,
         "iteration": position.iteration,
         "num_floating_point_operations_so_far": position.num_floating_point_operations_so_far,
-        "pipeline": {"update": update.state_dict() if update else None, "freezing": freezing},
+        "freezing": freezing,
         CHECKSUMS_ENTRY: True,
-        **model,
+        **run_state(
+            RunParts(chunks, optimizer, scheduler, update),
+            metadata,
+            iteration=position.iteration,
+            random_state=None if args.no_save_rng else sharded_random_state(),
+            with_optimizer=not args.no_save_optim,
+        ),
     }
-    if optimizer is not None and not args.no_save_optim:
-        state["optimizer"] = optimizer_state(optimizer, model, metadata, is_loading=False)
-        if scheduler is not None:
-            state["opt_param_scheduler"] = scheduler.state_dict()
-    if not args.no_save_rng:
-        state["rng_state"] = sharded_random_state()
-    if update is not None:
-        state |= _other_versions(chunks, update, position.iteration).to_save(model)
     writer.write(
         state,
         position.iteration,
@@ -144,7 +114,7 @@ def recorded_freezing(args: argparse.Namespace) -> dict | None:
         location = directory.locate(args.load, step=args.ckpt_step)
         if location is None or location.is_release:
             return None
-        return (read_common_state(location).get("pipeline") or {}).get("freezing")
+        return read_common_state(location).get("freezing")
 
     return on_rank_zero(read)
 
@@ -174,59 +144,20 @@ def load_checkpoint(
     with agreed():
         common = read_common_state(location)
         arguments.check_same_model(args, common.get("args"), location.path)
-    reader = CheckpointReader(location)
+    reader = CheckpointReader(location, common=common, fully_parallel=args.ckpt_fully_parallel_load)
     starts_anew = args.finetune or location.is_release
     position = CheckpointPosition() if starts_anew else _position(common)
-    metadata = loading_metadata(args, common.get("content_metadata"))
-    if update is not None:
-        update.versions.show_newest()
-    model = model_state(chunks, metadata)
-    _judge_what_is_left_over(reader, model, args.dist_ckpt_strictness)
-    request: dict = dict(model)
-    with_optimizer = optimizer is not None and not starts_anew and not args.no_load_optim
-    if with_optimizer:
-        request["optimizer"] = optimizer_state(optimizer, model, metadata, is_loading=True)
-        if converts := optimizer_formats.needs_conversion(optimizer, common.get("optimizer")):
-            request["optimizer"] = optimizer_formats.convert_request(request["optimizer"], reader.holds_key)
-    random_state = sharded_random_state()
-    with_random = not starts_anew and not args.no_load_rng
-    if with_random and reader.holds(random_state):
-        request["rng_state"] = random_state
-    elif with_random:
-        _log_once("random number generators start from the seed: the checkpoint has none for these parallel degrees")
-    if update is not None:
-        older = _other_versions(chunks, update, position.iteration)
-        request |= older.to_load(model, reader.holds_prefix)
-    state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
-    for entry, chunk in zip(model, chunks, strict=True):
-        _load_module(unwrap_model(chunk), state.get(entry, {}))  # a stage may be empty; what is missing is found there
-    if update is not None:
-        older.restore(state)
-    if with_optimizer:
-        loaded = state["optimizer"]
-        if converts:
-            loaded = optimizer_formats.convert_loaded(loaded, optimizer)
-        optimizer_formats.convert_step_counters(loaded, optimizer)
-        with torch.no_grad():  # some of megatron.core's formats copy into parameters
-            optimizer.load_state_dict(loaded)
-        if scheduler is not None:
-            _load_scheduler(scheduler, state["opt_param_scheduler"])
-        if update is not None:
-            update.load_state_dict((state.get("pipeline") or {}).get("update"))
-    elif optimizer is not None:
-        optimizer.reload_model_params()
-    if "rng_state" in request:
-        restore_random_state(state["rng_state"])
+    restoration = Restoration(
+        reader,
+        RunParts(chunks, optimizer, scheduler, update),
+        loading_metadata(args, common.get("content_metadata")),
+        iteration=position.iteration,
+        random_state=None if starts_anew or args.no_load_rng else sharded_random_state(),
+        with_optimizer=not starts_anew and not args.no_load_optim,
+    )
+    _judge_what_is_left_over(reader, restoration.model, args.dist_ckpt_strictness)
+    restoration.complete(reader.load(restoration.request))
     return position
-
-
-def _other_versions(chunks: Sequence[torch.nn.Module], update: WeightUpdate, iteration: int) -> OlderVersions:
-    """What a drained run needs besides the newest weights."""
-    if update.weights.predicts:
-        return PredictedVersion(
-            chunks, update.versions, update.weights, iteration, apart=update.replicas_predict_apart
-        )  # fmt: skip
-    return OlderVersions(chunks, update.versions, update.weights, iteration)
 
 
 def apply_checkpoint_arguments(args: argparse.Namespace) -> argparse.Namespace:
@@ -254,7 +185,7 @@ def _judge_what_is_left_over(reader: CheckpointReader, model: dict, strictness: 
     line = f"checkpoint {reader.location.path} holds weights that the model has no place for: {shown}"
     if strictness.startswith("raise_"):
         raise CheckpointError(f"{line}; leave out --dist-ckpt-strictness {strictness} to load without them")
-    _log_once(line)
+    log_once(line)
 
 
 def _position(common: dict) -> CheckpointPosition:
@@ -265,26 +196,3 @@ def _position(common: dict) -> CheckpointPosition:
         consumed_valid_samples=getattr(saved, "consumed_valid_samples", 0),
         num_floating_point_operations_so_far=common.get("num_floating_point_operations_so_far", 0.0),
     )
-
-
-def _load_scheduler(scheduler: object, state: dict) -> None:
-    try:
-        scheduler.load_state_dict(state)
-    except AssertionError as error:  # how megatron.core reports other settings on the command line
-        raise CheckpointError(
-            f"the schedule of learning rate and weight decay is not the checkpoint's ({error}); pass "
-            "--override-opt_param-scheduler to follow the command line or --use-checkpoint-opt_param-scheduler to "
-            "follow the checkpoint"
-        ) from error
-
-
-def _load_module(module: torch.nn.Module, state: dict) -> None:
-    """Strict, but for Transformer Engine's extra states, which a checkpoint of another implementation lacks."""
-    missing, unexpected = module.load_state_dict(state, strict=False)
-    misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
-    assert not misfit, f"sharded state and module disagree about {misfit[:4]}"
-
-
-def _log_once(message: str) -> None:
-    if torch.distributed.get_rank() == 0:
-        logger.warning(message)

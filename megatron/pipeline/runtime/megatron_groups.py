@@ -66,6 +66,7 @@ class ChainGroup:
         """End the group, when nothing is left for it; all members do."""
         if self.uses_nccl:
             shut_down(self.process_group)
+        self.process_group = None  # gloo's sockets and threads end with the last reference
 
 
 class _Staged:

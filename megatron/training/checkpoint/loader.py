@@ -60,11 +60,16 @@ def read_common_state(location: CheckpointLocation) -> dict:
 class CheckpointReader:
     """A checkpoint opened for loading. Making one is collective, as are its methods.
 
+    Args:
+        common: what `read_common_state` has read of it.
+        fully_parallel: data-parallel replicas share the reading of what they all need.
+
     Raises CheckpointError on every rank where a file is damaged, truncated or missing.
     """
 
-    def __init__(self, location: CheckpointLocation):
-        self.location = location
+    def __init__(self, location: CheckpointLocation, *, common: dict | None = None, fully_parallel: bool = False):
+        self.location, self.common = location, common or {}
+        self._fully_parallel = fully_parallel
         with agreed():
             self._verify()
         with agreed():
@@ -94,16 +99,16 @@ class CheckpointReader:
         rest = weights - set().union(*wanted)
         return sorted(key for key in rest if "_extra_state" not in key and not key.startswith(_BESIDE_WEIGHTS))
 
-    def load(self, state: dict, *, fully_parallel: bool = False) -> dict:
+    def load(self, state: dict) -> dict:
         """Read what `state` asks for (tensors in place where it gives them), and the common state.
 
         Raises CheckpointError on every rank where the checkpoint lacks a tensor or has it in another shape. Transformer
         Engine's extra states are left out where the checkpoint has none.
         """
-        state, _ = extract_matching_values(state, lambda value: not _is_extra_state(value) or self.holds(value))
+        state, _ = extract_matching_values(state, lambda value: not is_extra_state(value) or self.holds(value))
         agree(self._find_misfit(state))
         strategy = None
-        if fully_parallel:
+        if self._fully_parallel:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelLoadStrategyWrapper(
                 get_default_load_sharded_strategy(str(self.location.path)), group
@@ -176,5 +181,6 @@ def _index_key(sharded: ShardedObject | ShardedTensor) -> str:
     return sharded.unique_key if isinstance(sharded, ShardedObject) else sharded.key
 
 
-def _is_extra_state(value: object) -> bool:
+def is_extra_state(value: object) -> bool:
+    """Whether `value` is one of Transformer Engine's, which a model does without where nobody holds it."""
     return isinstance(value, ShardedObject) and value.key.endswith("_extra_state")

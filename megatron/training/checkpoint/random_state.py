@@ -46,5 +46,11 @@ def sharded_random_state() -> ShardedObject:
     )
 
 
+def own_random_state() -> ShardedObject:
+    """The state as one object for each rank of the job, which the same rank takes back under other degrees."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return ShardedObject("rng_state", [random_state()], (size,), (rank,))
+
+
 def _tuples(value: object) -> object:
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value

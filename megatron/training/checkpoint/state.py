@@ -2,12 +2,13 @@
 
 The entries and keys are those of Megatron-LM's torch_dist format, so weights written by either program load in the
 other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_param_scheduler', 'rng_state',
-'num_floating_point_operations_so_far'. Two entries are ours, and Megatron-LM ignores them:
+'num_floating_point_operations_so_far'. Three entries are ours, and Megatron-LM ignores them:
 
 - 'previous_version': under the 2bw policy two weight versions are alive between two batches, and the next batch still
   uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
   Policies with longer delays have more of them (see `older_versions`).
 - 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
+- 'freezing': how many layers are frozen, and by which rule, where training freezes them.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from megatron.backend.fixes import complete_optimizer_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from megatron.training.checkpoint.element_ranges import ELEMENT_RANGES, ranged_optimizer_state
 from megatron.training.checkpoint.frozen_ranks import nothing_to_map, with_common_state
 
 FORMAT_VERSION = 3.0
@@ -47,6 +49,17 @@ def loading_metadata(args: argparse.Namespace, saved: dict | None) -> dict:
     if not saved.get(_LAYERS_APART):
         metadata.pop(_LAYERS_APART, None)
     return metadata
+
+
+def memory_metadata() -> dict:
+    """The same for state that goes from rank to rank and never to a file: layers under keys of their own, so that each
+    may have optimizer state or none, and the distributed optimizer's state as it lies."""
+    return {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        _LAYERS_APART: True,
+        "distrib_optim_sharding_type": ELEMENT_RANGES,
+    }
 
 
 def model_key(index: int, num_chunks: int) -> str:
@@ -95,8 +108,11 @@ def optimizer_state(
     """
     complete_state(optimizer)
     trains_nothing = not any(group["params"] for group in optimizer.param_groups)
-    with nothing_to_map() if trains_nothing else contextlib.nullcontext():
-        entry = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
+    if metadata.get("distrib_optim_sharding_type") == ELEMENT_RANGES:
+        entry = ranged_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
+    else:
+        with nothing_to_map() if trains_nothing else contextlib.nullcontext():
+            entry = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
     if metadata.get(_LAYERS_APART) and not is_loading:
         entry = with_common_state(entry, is_frozen=trains_nothing)
     return entry
