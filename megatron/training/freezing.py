@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.elastic.freeze_rule import LayerNorms
-from megatron.elastic.stages import stages_of
+from megatron.elastic.stages import Stages, stages_of
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training import config, plan
 from megatron.training.arguments.rules_freezing import make_rule
@@ -53,9 +53,28 @@ class Freezing:
         before, self.num_frozen = self.num_frozen, num_frozen
         return num_frozen > before
 
-    def set_stages(self) -> None:
-        """Let `args` say which stages the pipeline has from now on."""
+    def set_stages(self) -> Stages | None:
+        """Let `args` say which stages the pipeline has from now on. Returns what they said before."""
+        before = self._args.frozen_stages
         self._args.frozen_stages = stages_of(self._layers_of_rank, self.num_frozen) if self.num_frozen else None
+        return before
+
+    def take_back(self, before: Stages | None) -> None:
+        """The pipeline has the stages of before again."""
+        self._args.frozen_stages = before
+        self.num_frozen = 0 if before is None else sum(before.layers[: before.num_frozen])
+
+    def describe(self) -> str:
+        """One line for the log."""
+        stages, ranks = self._args.frozen_stages, []
+        for rank in range(self._args.pipeline_model_parallel_size):
+            own = [
+                f"{layers}{' frozen' * (stage < stages.num_frozen)}"
+                for stage, (layers, at) in enumerate(zip(stages.layers, stages.rank_of_stage, strict=True))
+                if at == rank
+            ]
+            ranks.append(" + ".join(own))
+        return f"{self.num_frozen} of {self._args.num_layers} layers are frozen (layers by rank: {' | '.join(ranks)})"
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers, the same on all ranks."""

@@ -17,6 +17,7 @@ from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.assembly import Run
 from megatron.training.by_products import ByProduct
+from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.data import MicrobatchIterator
 from megatron.training.evaluation import evaluate, evaluation_samples
@@ -25,6 +26,7 @@ from megatron.training.profiling import Profiler
 from megatron.training.signals import StopSignal
 from megatron.training.throughput import flops_per_sample
 from megatron.training.timeline import write_timeline
+from megatron.training.transition.change import change_place
 
 STOP = 1
 """Wish: save and end the run."""
@@ -59,8 +61,7 @@ class Loop:
         run, args = self.run, self.args
         if run.iteration >= args.train_iters:
             return True
-        for stage, iterator in zip(run.stages, self._samples(0, "training", run.consumed_samples), strict=True):
-            stage.data_iterator = iterator
+        self._feed()
         profiler = Profiler(args)
         self.stop.on_receipt = self._pass_on_wish
         if args.manual_gc:
@@ -83,6 +84,12 @@ class Loop:
             self.save()
         return True
 
+    def _feed(self) -> None:
+        """Let the stages have training data from where the run stands."""
+        run = self.run
+        for stage, iterator in zip(run.stages, self._samples(0, "training", run.consumed_samples), strict=True):
+            stage.data_iterator = iterator
+
     def _samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
         iterators = self.run.samples(index, name, consumed)
         self._iterators += iterators
@@ -92,6 +99,7 @@ class Loop:
         """End the processes that load samples."""
         for iterator in self._iterators:
             iterator.close()
+        self._iterators, self._validation = [], []
 
     def give_up(self) -> None:
         """Close what is open after an error with which the program ends in order."""
@@ -172,10 +180,10 @@ class Loop:
 
     def _between_stretches(self) -> bool:
         """Drain, evaluate, save; True if the run ends here."""
-        args = self.args
+        args, froze = self.args, False
         self._drain()
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
-            self.run.freezing.decide()
+            froze = self.run.freezing.decide()
         if self._evaluates() and not self._wishes and not self.validate():
             self._wishes |= STOP
         ends = bool(self._wishes) or self._due(args.exit_interval)
@@ -188,7 +196,26 @@ class Loop:
         if ends:
             why = "on request" if self._wishes else "as --exit-interval says"
             self.run.reporter.say(f"exiting {why} at iteration {self.run.iteration}")
+        elif froze and self.run.iteration < args.train_iters:
+            self._change_place()
         return ends
+
+    def _change_place(self) -> None:
+        """Go on with the layers frozen that are to be; as before, with a warning, where that fails."""
+        run, freezing = self.run, self.run.freezing
+        self.close_data()
+        before = freezing.set_stages()
+        try:
+            change = change_place(run)
+        except CheckpointError as error:
+            freezing.take_back(before)
+            run.reporter.say(f"warning: no more layers are frozen at iteration {run.iteration}: {error}")
+        else:
+            run.reporter.say(
+                f"iteration {run.iteration}: {freezing.describe()}; {change.moved.num_bytes / 2**20:.1f} MiB went to "
+                f"the new stages in {change.seconds:.2f} s"
+            )
+        self._feed()
 
     def _agree_to_stop(self) -> bool:
         """Collective: whether any rank was asked to stop."""

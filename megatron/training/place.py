@@ -63,12 +63,14 @@ class Place:
     memory: ActivationMemory | None
 
 
-def build_place(args: argparse.Namespace, parts: Parts) -> Place:
-    """The place of this rank in the pipeline of `args`, with weights drawn from the seed. Collective.
+def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -> Place:
+    """The place of this rank in the pipeline of `args`. Collective.
 
+    `draws`: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
     Raises ValueError for what the user can mend.
     """
     schedule, model = pipeline_schedule(args), config.transformer_config(args)
+    model.perform_initialization = draws
     layers = plan.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
     on_host = schedule.residency is not None
     require_room(args, schedule, layers)

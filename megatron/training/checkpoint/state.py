@@ -108,10 +108,10 @@ def optimizer_state(
     """
     complete_state(optimizer)
     trains_nothing = not any(group["params"] for group in optimizer.param_groups)
-    if metadata.get("distrib_optim_sharding_type") == ELEMENT_RANGES:
-        entry = ranged_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
-    else:
-        with nothing_to_map() if trains_nothing else contextlib.nullcontext():
+    with nothing_to_map() if trains_nothing else contextlib.nullcontext():
+        if metadata.get("distrib_optim_sharding_type") == ELEMENT_RANGES:
+            entry = ranged_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
+        else:
             entry = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
     if metadata.get(_LAYERS_APART) and not is_loading:
         entry = with_common_state(entry, is_frozen=trains_nothing)
