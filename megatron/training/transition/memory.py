@@ -32,10 +32,11 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    apply_factories,
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from megatron.training.checkpoint.agreement import agree, agreed, control_group
 from megatron.training.checkpoint.element_ranges import ElementRange
 from megatron.training.checkpoint.errors import CheckpointError
@@ -107,7 +108,10 @@ class MemoryStore:
         self._piece_bytes = piece_bytes
         self.moved = Moved(0, 0, 0, 0.0)
         with agreed():
-            sharded, common = extract_sharded_base(load_preprocess(state)[0])
+            state = _with_own_containers(state)
+            apply_factories(state)
+            _, kept = extract_nonpersistent(state)
+            sharded, common = extract_sharded_base(kept)
             self._pieces = pieces_of(_tensors(sharded))
             objects = _objects(sharded)
             pickled = {key: pickle.dumps(each.data) for key, each in objects.items()}
@@ -254,6 +258,13 @@ def _content(value: ShardedBase, received: dict[str, Tensor]) -> object:
     if isinstance(value, ShardedObject):
         return pickle.loads(received[value.unique_key].numpy().tobytes())
     return value.data.detach()
+
+
+def _with_own_containers(value: object) -> object:
+    """A copy of nested dicts and lists, empty ones included, with the same values."""
+    if isinstance(value, dict):
+        return {key: _with_own_containers(each) for key, each in value.items()}
+    return [_with_own_containers(each) for each in value] if isinstance(value, list) else value
 
 
 def _filled_in_place(value: object) -> object:

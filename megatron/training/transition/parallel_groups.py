@@ -65,7 +65,11 @@ def destroy(record: ParallelState) -> None:
     """
     control = control_group()
     dist.barrier(group=control)  # a group that one member has left may fail another that still works with it
-    in_use = {dist.group.WORLD, control, *ParallelState({name: vars(parallel_state)[name] for name in _names()}).groups()}
+    in_use = {
+        dist.group.WORLD,
+        control,
+        *ParallelState({name: vars(parallel_state)[name] for name in _names()}).groups(),
+    }
     for group in record.groups():
         if group not in in_use:
             dist.destroy_process_group(group)
