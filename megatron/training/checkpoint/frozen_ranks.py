@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import optimizer as core
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedStateDict
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.checkpoint.agreement import control_group
 
 _LOCAL = (ShardedBase, LocalNonpersistentObject)
@@ -58,6 +59,25 @@ def _has_own(value: object) -> bool:
     if isinstance(value, list):
         return any(map(_has_own, value))
     return isinstance(value, _LOCAL)
+
+
+def trains_nothing(optimizer: MegatronOptimizer) -> bool:
+    """Whether no parameter is the optimizer's, as on a rank whose layers are all frozen."""
+    return not any(group["params"] for group in optimizer.param_groups)
+
+
+def with_what_is_empty(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+    """State loaded for an optimizer that trains nothing, with the empty lists and tables that stores leave out."""
+    return _over(optimizer.state_dict(), loaded)
+
+
+def _over(own: object, loaded: object) -> object:
+    """`loaded`, and of `own` what it lacks."""
+    if isinstance(own, dict) and isinstance(loaded, dict):
+        return {**own, **{key: _over(own.get(key), value) for key, value in loaded.items()}}
+    if isinstance(own, list) and isinstance(loaded, list) and len(own) == len(loaded):
+        return [_over(mine, value) for mine, value in zip(own, loaded, strict=True)]
+    return loaded
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.weights import WeightPolicy
 from megatron.training.checkpoint import optimizer_formats
 from megatron.training.checkpoint.errors import CheckpointError
+from megatron.training.checkpoint.frozen_ranks import trains_nothing, with_what_is_empty
 from megatron.training.checkpoint.older_versions import OlderVersions, WeightVersions
 from megatron.training.checkpoint.predicted_version import PredictedVersion
 from megatron.training.checkpoint.random_state import restore_random_state
@@ -152,6 +153,8 @@ class Restoration:
             loaded = state["optimizer"]
             if self._converts:
                 loaded = optimizer_formats.convert_loaded(loaded, optimizer)
+            if trains_nothing(optimizer):
+                loaded = with_what_is_empty(loaded, optimizer)
             optimizer_formats.convert_step_counters(loaded, optimizer)
             with torch.no_grad():  # some of megatron.core's formats copy into parameters
                 optimizer.load_state_dict(loaded)
