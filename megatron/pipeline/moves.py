@@ -76,7 +76,7 @@ class Pairs:
     def refusal(self, stage: int) -> str | None:
         """Why nothing can move from a stage or to it; None: it can."""
         if stage < self.num_frozen:
-            return f"stage {stage} is frozen and saves nothing, so nothing can move"
+            return f"stage {stage} gets no gradients, so it has forwards only and saves nothing that could move"
         if self.rank_of_stage[self.of_stage(stage)] == self.rank_of_stage[stage]:
             return "its pair stage lives on the same rank, so nothing can move"
         return None

@@ -18,9 +18,9 @@ are paired (`megatron.pipeline.moves.Pairs`), and the mapping stays: their moves
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.degrees import Degrees
 from megatron.placement.files import read_document
-from megatron.pipeline.moves import pair_of
 
 Mapping = tuple[int, ...]
 """Logical rank by slot; a permutation of range(world size)."""

@@ -9,6 +9,7 @@ The pairs are those of a pipeline that trains all its stages, s with p-1-s.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.bandwidth import (
     ModelShape,
     RecomputeScope,
@@ -19,7 +20,6 @@ from megatron.placement.bandwidth import (
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import inverse
 from megatron.placement.topology import Topology
-from megatron.pipeline.moves import pair_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, saved_activation_bytes
 from megatron.placement.counts import Counts
 from megatron.placement.degrees import Degrees
-from megatron.pipeline.moves import pair_of
 
 
 class Kind(str, Enum):

@@ -123,7 +123,11 @@ def validate_frozen(schedule: Schedule) -> None:
         (order.interleaves, schedule.order, "has several trained stages on each rank"),
         (weights.updates_alone, schedule.name_of_weights, "keeps versions for stages of which each steps by itself"),
         (weights.predicts, f"weights {weights.name}", "predict for stages that are trained"),
-        (schedule.microbatch_group_size is not None, "microbatch_group_size", "is for several trained stages on a rank"),
+        (
+            schedule.microbatch_group_size is not None,
+            "microbatch_group_size",
+            "is for several trained stages on a rank",
+        ),
         (schedule.residency is not None, "weights on the host", "come and go for updates that a frozen stage has not"),
         (schedule.tied_embeddings, "tied embeddings", "would freeze the head with the input"),
         (

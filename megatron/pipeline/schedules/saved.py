@@ -79,8 +79,9 @@ class SavedActivations:
 
     def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
         together, limits = self._most_together(batches), _limits_of_ranks(self.order)
-        stages = stages_by_rank(self.rank_of_stage)
-        return tuple(_cut([limit], together * len(own))[0] for limit, own in zip(limits, stages, strict=True))
+        is_frozen, stages = self.order.graph.is_forward_only, stages_by_rank(self.rank_of_stage)
+        saving = [sum(not is_frozen(stage) for stage in own) for own in stages]
+        return tuple(_cut([limit], together * count)[0] for limit, count in zip(limits, saving, strict=True))
 
     def _most_together(self, batches: Sequence[int]) -> int:
         """The most that can be under way at once in a program of these batches."""
