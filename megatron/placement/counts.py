@@ -45,8 +45,8 @@ def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
     """
     if schedule.num_frozen:
         raise ValueError(
-            f"the first {schedule.num_frozen} stages are frozen, and ranks are placed by what a pipeline that trains all "
-            "of its stages sends; give the schedule without num_frozen"
+            f"the first {schedule.num_frozen} stages are frozen, and ranks are placed by what a pipeline that trains "
+            "all its stages sends; give the schedule without num_frozen"
         )
     if schedule.weights.drains:
         rows = schedule.build((num_microbatches,)).rows
