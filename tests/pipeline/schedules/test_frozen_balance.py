@@ -12,9 +12,11 @@ from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queue
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import COMPUTATIONS, MOVES, Instruction, Kind
 from megatron.pipeline.memory_curve import MemorySizes, memory_curves
+from megatron.pipeline.moves import awaited_moves
 from megatron.pipeline.program import Program, Row
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import SimulationError, simulate
+from megatron.pipeline.timeline import Timeline
 from tests.pipeline.check.examples import with_row
 from tests.pipeline.check.mutations import assert_every_mutation_is_rejected
 from tests.pipeline.schedules.test_frozen import placement
@@ -37,6 +39,12 @@ def what_is_trained(row: Row, num_frozen: int) -> list[Instruction]:
     ]
 
 
+def what_waits(row: Row, num_frozen: int) -> dict[Instruction, int]:
+    """The computations that wait for moves, counted likewise, and for how many."""
+    found = awaited_moves(row, num_frozen=num_frozen)
+    return {replace(row[place], stage=row[place].stage - num_frozen): needed for place, needed in found.items()}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_prefix_changes_nothing_behind_it(data: st.DataObject):
@@ -54,7 +62,9 @@ def test_a_prefix_changes_nothing_behind_it(data: st.DataObject):
     before = schedule.num_ranks - num_active  # ranks that are frozen
     program, left = schedule.build(batches), alone.build(batches)
     for rank, row in enumerate(left.rows):
-        assert what_is_trained(program.rows[before + rank], num_frozen) == what_is_trained(row, 0)
+        found = program.rows[before + rank]
+        assert what_is_trained(found, num_frozen) == what_is_trained(row, 0)
+        assert what_waits(found, num_frozen) == what_waits(row, 0)
     assert not any(each.kind in MOVES for row in program.rows[:before] for each in row)
     assert schedule.evicting_ranks(batches) == tuple(before + rank for rank in alone.evicting_ranks(batches))
     assert schedule.max_saved_microbatches(batches) == (0,) * num_frozen + alone.max_saved_microbatches(batches)
@@ -92,14 +102,26 @@ def test_evictor_and_acceptor_list_the_same(num_active: int, num_frozen: int, to
         assert met == [Instruction(other_end[each.kind], acceptor, each.microbatch) for each in sent]
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_move_has_the_time_of_what_is_frozen_besides(together: bool):
-    """A forward of the prefix waits for no move: what fits under forwards of both stages delays nothing."""
-    balanced = behind(4, 1, together)
-    plain = replace(balanced, balance=False)
-    costs = Costs(forward=[1.0] * 5, backward=2.0, evict=2.0 if together else 1.0)
-    ends = [simulate(each.build((8,)), costs).makespan for each in (balanced, plain)]
-    assert ends[0] == ends[1]
+def test_forwards_of_the_prefix_wait_for_no_move():
+    """EVICT1 has the time of what is frozen, too, on the rank that has both: three forwards, until the room is needed
+    for microbatch 3. What takes longer delays that one by as much, and nothing before it.
+    """
+    balanced = behind(4, 1, True)
+    plain = simulate(replace(balanced, balance=False).build((8,)), Costs())
+    for evict, late in ((3.0, 0.0), (3.5, 0.5)):
+        found = _starts(simulate(balanced.build((8,)), Costs(evict=evict, load=0.0)))
+        for stage, microbatch in ((0, 2), (1, 2), (0, 3), (1, 3)):
+            delay = found[stage, microbatch] - _starts(plain)[stage, microbatch]
+            assert delay == (late if (stage, microbatch) == (1, 3) else 0.0)
+
+
+def _starts(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Of forwards, by stage and microbatch."""
+    return {
+        (span.instruction.stage, span.instruction.microbatch): span.start
+        for span in timeline.spans
+        if span.instruction.kind is Kind.FORWARD
+    }
 
 
 @pytest.mark.parametrize("preset", ["flush", "2bw"])
