@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron.pipeline.moves import partner_of_rank
+from megatron.pipeline.moves import Pairs
 
 COMMUNICATOR_CTAS = {"link": 2, "move": 4, "chain": 8, "fetch": 8}
 """use -> CTAs at most. A link carries one activation at a time; a move many times that; a chain the gradients, a fetch
@@ -55,7 +55,7 @@ def links_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[Communicator
 
 def move_link_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[Communicator, ...]:
     """The pair's, where activations move; none for a rank that is its own pair."""
-    partner = partner_of_rank(rank_of_stage, rank)
+    partner = Pairs(tuple(rank_of_stage)).of_rank(rank)
     first, last = sorted((rank, partner))
     return () if first == last else (Communicator("move", f"pair {first}-{last}", 2),)
 

@@ -29,7 +29,7 @@ from megatron.pipeline.instruction import (
     Tensor,
     kinds,
 )
-from megatron.pipeline.moves import awaited_moves, counterpart
+from megatron.pipeline.moves import awaited_moves
 from megatron.pipeline.residency import awaited_in_lanes
 from megatron.pipeline.timeline import Span, Timeline
 
@@ -144,7 +144,8 @@ class _Waits:
                     for peer in self.graph.takers(kind.row.makes, each.stage):
                         self.sent[SEND_OF[kind.row.makes], each.stage, peer].append(each.microbatch)
         self.moves.append(moves)
-        self.awaited.append(awaited_moves(row, synchronous=self.synchronous_moves) if moves else {})
+        options = {"num_frozen": self.graph.num_frozen, "synchronous": self.synchronous_moves}
+        self.awaited.append(awaited_moves(row, **options) if moves else {})
         self.before_in_lane.append(before_in_lane)
         self.awaited_in_lanes.append(awaited_in_lanes(row, self.timeline.rank_of_stage) if before_in_lane else {})
 
@@ -274,7 +275,7 @@ class _Waits:
         """The end of a rank's move; it starts when both ends have come to it."""
         position = self.moves[rank][nth]
         move = self.rows[rank][position]
-        partner = self.timeline.rank_of_stage[counterpart(move, self.timeline.num_stages).stage]
+        partner = self.timeline.rank_of_stage[self.timeline.pairs.of_stage(move.stage)]
         start = max(self.starts[each][self.moves[each][nth]] for each in (rank, partner))
         return _Cause(start, self.ends[rank][position], rank, move, lambda: self._before_move((rank, partner), nth))
 

@@ -28,7 +28,6 @@ from itertools import accumulate
 
 from megatron.pipeline.costs import PerStage, spread
 from megatron.pipeline.instruction import BEGINS_BACKWARD, BUSY, COMPUTATIONS, ENDS_BACKWARD, HOST_WORDS, WORDS, Kind
-from megatron.pipeline.moves import pair_of
 from megatron.pipeline.timeline import Timeline
 from megatron.pipeline.weights import WeightPolicy
 
@@ -219,8 +218,8 @@ class _Rank:
         sizes = self.sizes["activations"]
         for each, start, end in self.spans:
             word = WORDS[each.kind]
-            if word.saved:
-                stage = pair_of(each.stage, len(sizes)) if word.of_pair else each.stage
+            if word.saved and not self.timeline.graph.is_forward_only(each.stage):
+                stage = self.timeline.pairs.of_stage(each.stage) if word.of_pair else each.stage
                 yield start if word.saved > 0 else end, word.saved * sizes[stage]
 
     def _transfers(self) -> Iterator[_Event]:

@@ -1,7 +1,8 @@
 """Moving the saved activations of a microbatch to the pair stage and back: the rules, for all that execute programs.
 
-BPipe (section 3.2) pairs stage x, which saves many microbatches, with stage p-1-x, which saves few. Four instructions
-move the activations of a microbatch between them:
+BPipe (section 3.2) pairs stage x, which saves many microbatches, with stage p-1-x, which saves few. Behind a frozen
+prefix, which saves nothing and takes no part, the stages are counted from its end: of k frozen stages and a others,
+stage k+x is paired with stage k+a-1-x. Four instructions move the activations of a microbatch between the two:
 
     0EVICT3  -> 3ACCEPT3     from the evictor to the acceptor
     0LOAD3   <- 3RETURN3     and back
@@ -16,51 +17,80 @@ Computations wait as follows.
 - R, B and I of a microbatch that was evicted wait until its LOAD has completed.
 - F waits until every EVICT has completed that stands before the last computation before it. An eviction thus has the
   time of one computation, and after that its memory is free, whatever the timing.
+- Forwards of a frozen stage need no memory that a move makes: they wait for none, and are no computations here.
 
 A microbatch counts as saved from the start of its forward, or from when its LOAD or ACCEPT is posted, to the end of
 its backward, or until its EVICT or RETURN has completed: on both sides while it moves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from megatron.pipeline.instruction import COMPUTATIONS, MOVES, OWN_MOVES, USES_SAVED, Instruction, Kind
 from megatron.pipeline.stages import stages_of
 
 
 def pair_of(index: int, count: int) -> int:
-    """The stage (of `count` stages) that a stage is paired with; likewise the rank."""
+    """Of `count` in a row, the one that is as far from the end as this one is from the beginning."""
     return count - 1 - index
 
 
-def partner_of_rank(rank_of_stage: Sequence[int], rank: int) -> int:
-    """The rank that has the pair stages of a rank's stages; the rank itself where they live there, too.
+@dataclass(frozen=True)
+class Pairs:
+    """Which stages are paired, and which ranks: those that are trained, from both ends to the middle.
 
-    Raises:
-        ValueError: they live on several ranks.
+    Attributes:
+        rank_of_stage: the rank of each stage.
+        num_frozen: stages in front that are frozen.
     """
-    num_stages = len(rank_of_stage)
-    own = stages_of(rank_of_stage, rank)
-    partners = list(dict.fromkeys(rank_of_stage[pair_of(stage, num_stages)] for stage in own))
-    if len(partners) != 1:
-        raise ValueError(
-            f"the stages of rank {rank} have their pair stages on ranks {' and '.join(map(str, partners))}, so it has "
-            "no pair; place stages p-1-x of stages x on one rank, or move nothing"
-        )
-    return partners[0]
 
+    rank_of_stage: tuple[int, ...]
+    num_frozen: int = 0
 
-def counterpart(move: Instruction, num_stages: int) -> Instruction:
-    """The other end of a move."""
-    return Instruction(move.kind.row.other_end, pair_of(move.stage, num_stages), move.microbatch)
+    def of_stage(self, stage: int) -> int:
+        """The pair stage of a stage; the stage itself in the middle, or where it is frozen."""
+        if stage < self.num_frozen:
+            return stage
+        return self.num_frozen + pair_of(stage - self.num_frozen, len(self.rank_of_stage) - self.num_frozen)
+
+    def of_rank(self, rank: int) -> int:
+        """The rank that has the pair stages of a rank's stages; the rank itself where they live there, too, or where
+        all its stages are frozen.
+
+        Raises:
+            ValueError: they live on several ranks.
+        """
+        trained = [stage for stage in stages_of(self.rank_of_stage, rank) if stage >= self.num_frozen]
+        partners = list(dict.fromkeys(self.rank_of_stage[self.of_stage(stage)] for stage in trained)) or [rank]
+        if len(partners) != 1:
+            raise ValueError(
+                f"the stages of rank {rank} have their pair stages on ranks {' and '.join(map(str, partners))}, so it "
+                "has no pair; place stages p-1-x of stages x on one rank, or move nothing"
+            )
+        return partners[0]
+
+    def counterpart(self, move: Instruction) -> Instruction:
+        """The other end of a move."""
+        return Instruction(move.kind.row.other_end, self.of_stage(move.stage), move.microbatch)
+
+    def refusal(self, stage: int) -> str | None:
+        """Why nothing can move from a stage or to it; None: it can."""
+        if stage < self.num_frozen:
+            return f"stage {stage} gets no gradients, so it has forwards only and saves nothing that could move"
+        if self.rank_of_stage[self.of_stage(stage)] == self.rank_of_stage[stage]:
+            return "its pair stage lives on the same rank, so nothing can move"
+        return None
 
 
 class MoveOrder:
     """Which moves of its own rank each instruction of a row waits for. Instructions are told in the row's order.
 
-    `synchronous`: for comparison with the above, computations of the evictor wait for every move before them.
+    `num_frozen`: stages in front that are frozen. `synchronous`: for comparison with the above, computations of the
+    evictor wait for every move before them.
     """
 
-    def __init__(self, *, synchronous: bool = False) -> None:
+    def __init__(self, *, num_frozen: int = 0, synchronous: bool = False) -> None:
+        self._num_frozen = num_frozen
         self._synchronous = synchronous
         self._num_moves = 0
         self._num_to_own = 0  # moves up to and with the last EVICT or LOAD
@@ -82,7 +112,7 @@ class MoveOrder:
                 self._num_to_evict = self._num_moves
             elif kind is Kind.LOAD:
                 self._num_to_load[key] = self._num_moves
-        if kind not in COMPUTATIONS:
+        if kind not in COMPUTATIONS or instruction.stage < self._num_frozen:
             return 0
         needed = self._num_to_earlier_evict if kind is Kind.FORWARD else 0
         if kind in USES_SAVED:
@@ -99,8 +129,11 @@ class MoveOrder:
         return [self._num_moves - each for each in needed if each > self._num_waited_for]
 
 
-def awaited_moves(row: Iterable[Instruction], *, synchronous: bool = False) -> dict[int, int]:
-    """For each position of a row that waits for moves: how many of the row's moves have to be complete by then."""
-    order = MoveOrder(synchronous=synchronous)
+def awaited_moves(row: Iterable[Instruction], *, num_frozen: int = 0, synchronous: bool = False) -> dict[int, int]:
+    """For each position of a row that waits for moves: how many of the row's moves have to be complete by then.
+
+    `num_frozen`, `synchronous`: as for `MoveOrder`.
+    """
+    order = MoveOrder(num_frozen=num_frozen, synchronous=synchronous)
     awaited = ((position, order.awaited(instruction)) for position, instruction in enumerate(row))
     return {position: needed for position, needed in awaited if needed}

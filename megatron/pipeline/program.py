@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.residency import Residency
 from megatron.pipeline.stages import stages_of
 from megatron.pipeline.weights import WeightPolicy
@@ -111,6 +112,11 @@ class Program:
     def graph(self) -> StageGraph:
         """The stages with their edges. Raises ValueError where these make no pipeline."""
         return StageGraph.of(self.num_stages, self.edges)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """Which stages exchange saved activations. Raises ValueError as `graph`."""
+        return Pairs(tuple(self.rank_of_stage), self.graph.num_frozen)
 
     def crosses(self, stage: int, other: int) -> bool:
         """Whether both stages exist and live on different ranks, so that tensors between them are sent."""

@@ -40,6 +40,7 @@ from megatron.pipeline.instruction import (
     Kind,
     Lane,
 )
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.stages import stages_by_rank, stages_of
 
 FORMAT = "megatron.pipeline.timeline/1"
@@ -102,6 +103,11 @@ class Timeline:
     def graph(self) -> StageGraph:
         """The stages with their edges."""
         return StageGraph.of(self.num_stages, self.edges)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """Which stages exchange saved activations."""
+        return Pairs(self.rank_of_stage, self.graph.num_frozen)
 
     # --- what it spans
 
@@ -223,7 +229,7 @@ class Timeline:
         """Microbatches whose activations a stage holds, as (seconds, count from then on).
 
         One counts from the start of its forward, or of its LOAD or ACCEPT, to the end of its backward (of its weight
-        half, where it is split), or of its EVICT or RETURN.
+        half, where it is split), or of its EVICT or RETURN. A frozen stage holds none.
         """
         return self._saved(self.rank_of_stage[stage], {stage})
 
@@ -239,6 +245,7 @@ class Timeline:
 
     def _saved(self, rank: int, stages: set[int]) -> list[tuple[float, int]]:
         row = self.rows[rank]
+        stages = {stage for stage in stages if not self.graph.is_forward_only(stage)}
         moves, events = False, []
         for instruction, start, end in zip(row, self.starts[rank], self.ends[rank], strict=True):
             if instruction.stage not in stages:

@@ -41,8 +41,13 @@ def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
     """What the ranks of `schedule` send in a batch.
 
     Raises:
-        ValueError: a batch that it cannot run, or as `exchanged`.
+        ValueError: a batch that it cannot run, a frozen prefix, or as `exchanged`.
     """
+    if schedule.num_frozen:
+        raise ValueError(
+            f"the first {schedule.num_frozen} stages are frozen, and ranks are placed by what a pipeline that trains "
+            "all its stages sends; give the schedule without num_frozen"
+        )
     if schedule.weights.drains:
         rows = schedule.build((num_microbatches,)).rows
     else:

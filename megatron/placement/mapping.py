@@ -10,11 +10,15 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
     p=4, t=1, d=1:    slot 0  1  2  3
     standard         stage 0  1  2  3
     pair-adjacent    stage 0  3  1  2
+
+Ranks are given once, when a job starts, by the pairs of its first program. Where layers are frozen later, other ranks
+are paired (`megatron.pipeline.moves.Pairs`), and the mapping stays: their moves may then cross nodes.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.degrees import Degrees
 from megatron.placement.files import read_document
 
@@ -41,7 +45,7 @@ def pair_adjacent(degrees: Degrees) -> Mapping:
 
 def pair_order(num_stages: int) -> list[int]:
     """Stages with each next to its pair: 0, p-1, 1, p-2, ...; the middle one of an odd number comes last."""
-    return [step // 2 if step % 2 == 0 else num_stages - 1 - step // 2 for step in range(num_stages)]
+    return [step // 2 if step % 2 == 0 else pair_of(step // 2, num_stages) for step in range(num_stages)]
 
 
 def inverse(mapping: Sequence[int]) -> Mapping:

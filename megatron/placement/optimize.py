@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.assignment import Assignment
 from megatron.placement.cost import placement_cost
 from megatron.placement.degrees import Degrees
@@ -222,7 +223,7 @@ def _exchange_if_better(assignment: Assignment, unit: int, other: int, threshold
 
 def _pair(assignment: Assignment, unit: int) -> int:
     replica, stage = divmod(unit, assignment.num_stages)
-    return replica * assignment.num_stages + assignment.num_stages - 1 - stage
+    return replica * assignment.num_stages + pair_of(stage, assignment.num_stages)
 
 
 def _seated(degrees: Degrees, seats: Seats, places: list[int]) -> Mapping:

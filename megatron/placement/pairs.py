@@ -2,11 +2,14 @@
 
 A pair whose stages share a node has the bandwidth of a GPU inside it. One that crosses shares the node's network with
 all GPUs of the node whose pairs cross too (BPipe, appendix B: with t=8 on nodes of 8, the network divided by 8).
+
+The pairs are those of a pipeline that trains all its stages, s with p-1-s.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.bandwidth import (
     ModelShape,
     RecomputeScope,
@@ -56,7 +59,7 @@ def pair_places(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence
         return node_of_slot[slots[degrees.rank(tensor=tensor, data=data, stage=stage)]]
 
     members = [(data, tensor) for data in range(degrees.data) for tensor in range(degrees.tensor)]
-    pairs = [(stage, degrees.pipeline - 1 - stage) for stage in range(degrees.pipeline // 2)]
+    pairs = [(stage, pair_of(stage, degrees.pipeline)) for stage in range(degrees.pipeline // 2)]
     return [
         PairPlaces(evictor=first, acceptor=second, nodes=tuple((node(first, *m), node(second, *m)) for m in members))
         for first, second in pairs

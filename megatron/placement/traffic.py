@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, saved_activation_bytes
 from megatron.placement.counts import Counts
 from megatron.placement.degrees import Degrees
@@ -77,7 +78,7 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
     for stage, num_bytes in enumerate(traffic.pair):
         if num_bytes:
             yield PointToPoint(
-                kind=Kind.PAIR, first_stage=stage, second_stage=num_stages - 1 - stage, bytes_each_way=num_bytes
+                kind=Kind.PAIR, first_stage=stage, second_stage=pair_of(stage, num_stages), bytes_each_way=num_bytes
             )
     first, last = (0, num_stages - 1) if traffic.ends is None else traffic.ends
     if traffic.embedding and first != last:  # an all-reduce of two: each sends 2(2-1)/2 of the bytes

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron.pipeline.moves import pair_of
 from megatron.pipeline.residency import DEVICE, RELOADED_AHEAD
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.gpipe import GPipe
@@ -76,13 +75,13 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
     plain = replace(schedule, balance=False)
     own, own_on_rank = plain.max_saved_microbatches(batches), plain.max_saved_on_rank(batches)
     evicting = set(schedule.evicting_ranks(batches))
-    accepting = {pair_of(rank, num_ranks) for rank in evicting}
+    accepting = {schedule.pairs.of_rank(rank) for rank in evicting}
     bounds = schedule.max_saved_on_rank(batches)
     if schedule.residency:  # the whole of a batch at a stage before the next one, so that all of them come together
         together = [sum(own[stage] for stage in schedule.stages_of(rank)) for rank in range(num_ranks)]
         bounds = own_on_rank = tuple(map(min, together, bounds))
     # An acceptor holds what its pair cannot, and one more while an eviction and a load cross.
-    excess = {pair_of(rank, num_ranks): own_on_rank[rank] - bounds[rank] + 1 for rank in evicting}
+    excess = {schedule.pairs.of_rank(rank): own_on_rank[rank] - bounds[rank] + 1 for rank in evicting}
     on_rank = tuple(min(bounds[rank], own_on_rank[rank] + excess.get(rank, 0)) for rank in range(num_ranks))
     return Demand(
         rank_of_stage=schedule.rank_of_stage,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
-from megatron.pipeline.moves import pair_of
 from megatron.pipeline.program import Program
 from megatron.pipeline.stages import stages_of
 
@@ -77,7 +76,7 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         predicts=(program.weights.predicts,) * program.num_ranks,
         receives_ahead=tuple(_receives_ahead(program, rank) for rank in ranks),
         evicts=tuple(evicts),
-        accepts=tuple(evicts[pair_of(rank, program.num_ranks)] for rank in ranks),
+        accepts=tuple(any(evicts) and evicts[program.pairs.of_rank(rank)] for rank in ranks),
         boundaries=report.peak_boundaries_on_rank,
         num_frozen=program.graph.num_frozen,
         unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),

@@ -4,6 +4,9 @@ Every process tells its host and LOCAL_RANK through the job's store. The process
 decides and answers, so that all follow one decision whatever their nodes see. Then each process rewrites its RANK;
 LOCAL_RANK, and with it the device, stays. The store stays where it is, with torchrun's agent or the process of physical
 rank 0, wherever logical rank 0 goes.
+
+It is decided once, by the pairs of a pipeline that trains all its stages. Where stages are frozen later, others are
+paired, and the ranks stay.
 """
 
 import argparse

@@ -93,6 +93,8 @@ CASES = (
     ("pipedream", 3, (1,) * 7, {"data_parallel": True}),
     ("interleaved", 6, (6, 3), {"num_virtual_stages": 2, "data_parallel": True}),
     ("interleaved", 8, (8,), {"num_virtual_stages": 2, "balance": True}),
+    ("bpipe", 5, (6, 6), {"num_frozen": 1}),
+    ("2bw", 5, (6, 6), {"num_frozen": 1, "rank_of_stage": (0, 0, 1, 2, 3), "balance": True}),
 )
 
 
@@ -119,7 +121,7 @@ def test_the_makespan_grows_with_what_is_on_the_path(case, seed, lowered, overla
 
     counted = Counter()
     for span in path:
-        _count(counted, span, program.rank_of_stage, values)
+        _count(counted, span, program.rank_of_stage, values, flags.get("num_frozen", 0))
     name = random.choice((*PER_STAGE, *PER_EDGE))
     index = random.randrange(len(values[name]))
     grown = {**values, name: [each + STEP * (place == index) for place, each in enumerate(values[name])]}
@@ -140,7 +142,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def _count(counted, span, rank_of_stage, values):
+def _count(counted, span, rank_of_stage, values, num_frozen):
     kind, stage = span.instruction.kind, span.instruction.stage
     num_stages = len(rank_of_stage)
     if kind in (Kind.SEND_F, Kind.SEND_B):
@@ -148,11 +150,11 @@ def _count(counted, span, rank_of_stage, values):
         name = "forward_bytes" if kind is Kind.SEND_F else "backward_bytes"
         counted[name, edge] += 1
         counted["latency", edge] += span.end - span.start > values[name][edge] + 1e-9
-    elif kind in UPDATES - SHARED_REDUCTIONS:  # a rank's, for all its stages
-        for each in range(num_stages):
+    elif kind in UPDATES - SHARED_REDUCTIONS:  # a rank's, for all its stages that are trained
+        for each in range(num_frozen, num_stages):
             counted[NAMES[kind], each] += rank_of_stage[each] == span.rank
     elif kind in SHARED_REDUCTIONS:
         counted[NAMES[kind], 0] += 1
     else:
-        evictor = num_stages - 1 - stage if kind in (Kind.ACCEPT, Kind.RETURN) else stage
+        evictor = num_stages - 1 - (stage - num_frozen) if kind in (Kind.ACCEPT, Kind.RETURN) else stage
         counted[NAMES[kind], evictor] += 1

@@ -147,6 +147,19 @@ def test_moves_are_arrows_between_a_pair():
     assert shapes(draw_timeline(timeline("flush", batches=(8,))).axes[0], "EVICT") == 0
 
 
+@pytest.mark.parametrize(("placed", "first"), [((0, 1, 2, 3, 4), 1), ((0, 0, 1, 2, 3), 0)])
+def test_behind_a_frozen_stage_arrows_go_between_those_that_train(placed, first):
+    """Figure 4 behind a frozen stage: that one saves nothing, and its forwards on the evictor's rank have no arrows."""
+    moving = timeline("bpipe", 5, (8,), Costs(evict=0.5), num_frozen=1, rank_of_stage=placed)
+    figure = draw_timeline(moving, saved_microbatches=True)
+    (lines,) = [each for each in figure.axes[0].collections if each.get_gid() == "EVICT"]
+    rows = [[row for _, row in segment.tolist()] for segment in lines.get_segments()]
+    assert rows == [pytest.approx([first + 0.46, first + 2.54])] * 3
+    assert [text.strip() for text in texts(figure.axes[1], "peak")] == ["0"] * first + ["3", "3", "2", "3"]
+    lines = timeline_text(moving, width=400).plain.splitlines()
+    assert [place for place, line in enumerate(lines) if line.split()[0] == "moves"] == [first + 1]
+
+
 def test_numbers_of_moves_do_not_cover_each_other():
     """8 stages, moves that take a whole forward: each eviction follows a load at once, and both are legible."""
     figure = draw_timeline(timeline("bpipe", 8, (16,), costs=Costs(evict=1.0)))

@@ -108,7 +108,9 @@ def test_single_tensor_rank_reduces_nothing():
 
 
 def test_bad_numbers_are_refused():
-    """No microbatch, or no vocabulary."""
+    """No microbatch, no vocabulary, or stages that are not all trained, of which others are paired."""
+    with pytest.raises(ValueError, match="the first 1 stages are frozen, and ranks are placed by what a pipeline that"):
+        count_transfers(Schedule.preset("bpipe", num_stages=5, num_frozen=1), 8)
     with pytest.raises(ValueError, match="0 microbatches"):
         count_transfers(Schedule.preset("flush", num_stages=4), 0)
     with pytest.raises(ValueError, match="vocabulary of 0"):

@@ -15,7 +15,6 @@ the same moves in the same order. If they did not, a stage would load another mi
 the moves end, and that nobody waits in a circle, is proved with the progress.
 """
 
-from megatron.pipeline import moves
 from megatron.pipeline.check.compact import (
     ACCEPT,
     EVICT,
@@ -65,7 +64,7 @@ def prove_balance(compact: CompactProgram) -> None:
     """
     if not compact.moves:
         return
-    partners = compact.partners
+    pairs, partners = compact.program.pairs, compact.partners
     num_places = compact.num_stages * compact.num_microbatches
     own, lent = bytearray(num_places), bytearray(num_places)
     for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
@@ -73,8 +72,8 @@ def prove_balance(compact: CompactProgram) -> None:
             if code == F:
                 own[place] = _SAVED
             elif code in _MUST_FIND:
-                if FIRST_MOVE <= code < FIRST_STASH and partners[rank] == rank:
-                    raise compact.error(rank, position, "its pair stage lives on the same rank, so nothing can move")
+                if FIRST_MOVE <= code < FIRST_STASH and (refusal := pairs.refusal(place // compact.num_microbatches)):
+                    raise compact.error(rank, position, refusal)
                 wanted, left = _MUST_FIND[code]
                 states = lent if code in (ACCEPT, RETURN) else own
                 if states[place] not in wanted:
@@ -92,15 +91,15 @@ def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) ->
 
 def _prove_correspondence(compact: CompactProgram, rank: int, partner: int) -> None:
     own, others = moves_of_rank(compact, rank), moves_of_rank(compact, partner)
-    rows = compact.program.rows
+    rows, pairs = compact.program.rows, compact.program.pairs
     for nth, (position, other) in enumerate(zip(own, others, strict=False)):
-        wanted = moves.counterpart(rows[partner][other], compact.num_stages)
+        wanted = pairs.counterpart(rows[partner][other])
         found = rows[rank][position]
         if (found.kind, found.stage, found.microbatch) != (wanted.kind, wanted.stage, wanted.microbatch):
             reason = f"move {nth} of rank {partner} is {rows[partner][other]}, whose other end is {wanted}"
             raise compact.error(rank, position, reason)
     if len(own) != len(others):
         alone, rest = (rank, own[len(others) :]) if len(own) > len(others) else (partner, others[len(own) :])
-        missing = moves.counterpart(rows[alone][rest[0]], compact.num_stages)
+        missing = pairs.counterpart(rows[alone][rest[0]])
         other_rank = partner if alone == rank else rank
         raise compact.error(alone, rest[0], f"the row of rank {other_rank} has no {missing} to meet it")

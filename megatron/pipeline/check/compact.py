@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from megatron.pipeline.check.error import ProgramError, error_at
 from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction, Kind
-from megatron.pipeline.moves import awaited_moves, pair_of, partner_of_rank
+from megatron.pipeline.moves import awaited_moves
 from megatron.pipeline.program import Program
 from megatron.pipeline.residency import awaited_in_lanes
 from megatron.pipeline.weights import Ahead
@@ -115,7 +115,8 @@ class CompactProgram:
     @cached_property
     def awaited_moves(self) -> tuple[dict[int, int], ...]:
         """Per rank and position, how many of the rank's moves have to be complete there; only where some have."""
-        return tuple(awaited_moves(row) if self.moves else {} for row in self.program.rows)
+        num_frozen = self.program.pairs.num_frozen
+        return tuple(awaited_moves(row, num_frozen=num_frozen) if self.moves else {} for row in self.program.rows)
 
     @cached_property
     def awaited_in_lanes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
@@ -131,7 +132,7 @@ class CompactProgram:
         Raises:
             ValueError: the pair stages of a rank's stages live on several ranks.
         """
-        return tuple(partner_of_rank(self.rank_of_stage, rank) for rank in range(len(self.codes)))
+        return tuple(map(self.program.pairs.of_rank, range(len(self.codes))))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""
@@ -216,7 +217,7 @@ def compact(program: Program) -> CompactProgram:
                             raise error_at(program, rank, position, _explain_transfer(program, instruction))
                     else:
                         moves = moves or code < FIRST_STASH
-                        peer = pair_of(stage, num_stages) if code < FIRST_STASH else None
+                        peer = program.pairs.of_stage(stage) if code < FIRST_STASH else None
                         if version is not None or instruction.peer not in (None, peer):
                             raise error_at(program, rank, position, _explain_move(instruction, peer))
                 elif version is not None:

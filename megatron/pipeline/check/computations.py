@@ -193,8 +193,9 @@ def _explain_no_rule(compact: CompactProgram, rank: int, position: int) -> str:
     stage, graph = instruction.stage, compact.program.graph
     if compact.program.forward_only and code not in (SEND_F, RECV_F):
         return "a program that evaluates has forwards only"
-    if graph.is_forward_only(stage) and code < FIRST_TRANSFER:
-        return f"stage {stage} gets no gradients, so it has forwards only"
+    if graph.is_forward_only(stage) and not FIRST_TRANSFER <= code < FIRST_MOVE:
+        saves = " and saves nothing that could move" * (code >= FIRST_MOVE)
+        return f"stage {stage} gets no gradients, so it has forwards only{saves}"
     if code == R:
         return "the program recomputes nothing" + " at this stage" * compact.program.recompute
     word = KIND_OF_CODE[code].row

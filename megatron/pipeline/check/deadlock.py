@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from megatron.pipeline.check.balance import moves_of_rank
 from megatron.pipeline.check.compact import AWAITS, KIND_OF_CODE, RECV_F, SEND_B, SEND_F, B, F
 from megatron.pipeline.check.error import ProgramError
-from megatron.pipeline.moves import counterpart
 
 if TYPE_CHECKING:
     from megatron.pipeline.check.progress import Execution
@@ -58,7 +57,7 @@ def _row_waits_for(execution: Execution, rank: int) -> tuple[str, _Node | None]:
     if execution.awaited_moves[rank]:
         partner = execution.partners[rank]
         first = moves_of_rank(compact, rank)[execution.num_moves[partner]]
-        other_end = counterpart(compact.program.rows[rank][first], compact.num_stages)
+        other_end = compact.program.pairs.counterpart(compact.program.rows[rank][first])
         return f"{here} for {other_end} of rank {partner}", (_ROW, partner)
     edges = compact.program.graph.edges
     if execution.awaited_tensor[rank] >= 2 * len(edges) * compact.num_microbatches:

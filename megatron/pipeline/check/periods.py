@@ -249,7 +249,7 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Or
     row, partner = compact.program.rows[rank], compact.partners[rank]
     own = [row[position] for position in moves_of_rank(compact, rank, ends[rank])]
     met = len(moves_of_rank(compact, partner, ends[partner]))
-    order = MoveOrder()
+    order = MoveOrder(num_frozen=compact.program.pairs.num_frozen)
     for instruction in row[: ends[rank]]:
         order.awaited(instruction)
     state: _RankState = {}

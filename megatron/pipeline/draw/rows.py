@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.cells import Cell, Update, names_of_rows
 from megatron.pipeline.instruction import MOVES, OWN_MOVES, REDUCTIONS, SENDS, Kind
-from megatron.pipeline.moves import pair_of
 from megatron.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def draw_moves(axes: "Axes", timeline: Timeline, *, one_based: bool) -> None:
         for span in timeline.spans:
             if span.instruction.kind is not kind:
                 continue
-            pair = timeline.rank_of_stage[pair_of(span.instruction.stage, timeline.num_stages)]
+            pair = timeline.rank_of_stage[timeline.pairs.of_stage(span.instruction.stage)]
             edge = _INNER / 2 if pair > span.rank else -_INNER / 2
             rows = [span.rank + edge, pair - edge]
             times = [span.start, span.end]

@@ -31,22 +31,23 @@ in the background (see `megatron.pipeline.moves`), so it is never late, and memo
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
-from megatron.pipeline.moves import counterpart, pair_of
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.program import Program
 
 _Saved = tuple[int, int]  # stage, microbatch
 
 
-def balanced_bounds(max_saved: Sequence[int]) -> tuple[int, ...]:
+def balanced_bounds(max_saved: Sequence[int], pairs: Pairs) -> tuple[int, ...]:
     """For each rank the bound that the ranks of its pair share, from the most microbatches that each rank saves.
 
-    BPipe, section 3.3: the sum of both and one more, halved, rounded up. A rank between the pairs keeps what it has.
+    BPipe, section 3.3: the sum of both and one more, halved, rounded up. A rank between the pairs, or one that is
+    frozen, keeps what it has.
     """
-    num_ranks = len(max_saved)
-    pairs = [(own, max_saved[pair_of(rank, num_ranks)]) for rank, own in enumerate(max_saved)]
+    partners = [(rank, pairs.of_rank(rank)) for rank in range(len(max_saved))]
     return tuple(
-        own if rank == pair_of(rank, num_ranks) else (own + other + 2) // 2 for rank, (own, other) in enumerate(pairs)
+        max_saved[rank] if rank == partner else (max_saved[rank] + max_saved[partner] + 2) // 2
+        for rank, partner in partners
     )
 
 
@@ -61,38 +62,59 @@ def add_balance(legs_of_rank: Sequence[Legs], outline: Program, bounds: Sequence
     Raises:
         ValueError: a bound is too small for the order.
     """
-    num_ranks = len(legs_of_rank)
+    pairs = outline.pairs
+    partners = [pairs.of_rank(rank) for rank in range(len(legs_of_rank))]
     balanced = [
-        list(legs) if rank == pair_of(rank, num_ranks) else _Evictor(legs, bounds[rank]).legs()
-        for rank, legs in enumerate(legs_of_rank)
+        list(legs) if rank == partner else _Evictor(legs, bounds[rank], pairs.num_frozen).legs()
+        for rank, (partner, legs) in enumerate(zip(partners, legs_of_rank, strict=True))
     ]
-    requests = [[_requests(leg, outline.num_stages) for leg in legs] for legs in balanced]
+    requests = [[_requests(leg, pairs) for leg in legs] for legs in balanced]
     return [
-        [request + leg for request, leg in zip(requests[pair_of(rank, num_ranks)], legs, strict=True)]
-        for rank, legs in enumerate(balanced)
+        [request + leg for request, leg in zip(requests[partner], legs, strict=True)]
+        for partner, legs in zip(partners, balanced, strict=True)
     ]
 
 
-def _requests(leg: Leg, num_stages: int) -> Leg:
+def _requests(leg: Leg, pairs: Pairs) -> Leg:
     """The acceptor's side of the moves of an evictor's leg."""
-    return [counterpart(instruction, num_stages) for instruction in leg if instruction.kind.is_move]
+    return [pairs.counterpart(instruction) for instruction in leg if instruction.kind.is_move]
+
+
+def _apart(leg: Leg, num_frozen: int) -> tuple[Leg, list[Leg]]:
+    """The computations that save anything; and the frozen forwards before each of them, and behind the last."""
+    saving, frozen = [], [[]]
+    for each in leg:
+        if each.stage < num_frozen:
+            frozen[-1].append(each)
+        else:
+            saving.append(each)
+            frozen.append([])
+    return saving, frozen
 
 
 class _Evictor:
-    """One rank, walked through in its order: what it holds and what is away at each place."""
+    """One rank, walked through in its order: what it holds and what is away at each place.
 
-    def __init__(self, legs: Legs, bound: int) -> None:
-        self._legs, self._bound = legs, bound
-        row = [instruction for leg in legs for instruction in leg]
+    Frozen forwards save nothing, so moves are set as if there were none; each stays right before what follows it.
+    """
+
+    def __init__(self, legs: Legs, bound: int, num_frozen: int) -> None:
+        self._bound, parts = bound, [_apart(leg, num_frozen) for leg in legs]
+        self._legs, self._frozen = [leg for leg, _ in parts], [frozen for _, frozen in parts]
+        row = [instruction for leg in self._legs for instruction in leg]
         self._needed_at = {_saved(each): place for place, each in enumerate(row) if each.kind in BEGINS_BACKWARD}
         self._place = 0  # in the row, of the computation before which moves are set
         self._held: set[_Saved] = set()
         self._away: set[_Saved] = set()
 
     def legs(self) -> Legs:
-        return [list(self._leg(leg, is_last=index == len(self._legs) - 1)) for index, leg in enumerate(self._legs)]
+        last = len(self._legs) - 1
+        return [
+            list(self._leg(leg, frozen, is_last=index == last))
+            for index, (leg, frozen) in enumerate(zip(self._legs, self._frozen, strict=True))
+        ]
 
-    def _leg(self, leg: Leg, *, is_last: bool) -> Iterator[Instruction]:
+    def _leg(self, leg: Leg, frozen: Sequence[Leg], *, is_last: bool) -> Iterator[Instruction]:
         to_leave_away = set() if is_last else self._away_at_end(leg)
         is_owed = False  # whether a LOAD is due in exchange for the last eviction
         for index, current in enumerate(leg):
@@ -117,10 +139,12 @@ class _Evictor:
             if is_owed:
                 yield self._evict(current, following)
                 is_owed = bool(self._away - to_leave_away)
+            yield from frozen[index]
             yield current
             self._execute(current)
         if is_owed:
             yield self._load(self._soonest(self._away - to_leave_away))
+        yield from frozen[-1]
 
     def _away_at_end(self, leg: Leg) -> set[_Saved]:
         """What is to be away at the end of a leg that is not the last, so that the next forward finds room."""

@@ -30,7 +30,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.moves import MoveOrder, pair_of
+from megatron.pipeline.moves import MoveOrder, Pairs
 from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.channels import Channels, TransferError
 from megatron.pipeline.runtime.move_queue import MoveQueue
@@ -50,8 +50,8 @@ class _Place:
 class ActivationTransfers:
     """The moves of this rank's stages.
 
-    `memory` is the one that the stages were built with; `saved` counts; `order` says what waits for which moves;
-    `timeout`: how long a computation waits.
+    `memory` is the one that the stages were built with; `saved` counts; `order` says what waits for which moves, and
+    `pairs` between which stages they go; `timeout`: how long a computation waits.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ActivationTransfers:
         queue: MoveQueue,
         *,
         order: MoveOrder,
-        num_stages: int,
+        pairs: Pairs,
         timeout: timedelta,
     ) -> None:
         self._channels = channels
@@ -70,7 +70,7 @@ class ActivationTransfers:
         self._memory = memory
         self._saved = saved
         self._queue = queue
-        self._num_stages = num_stages
+        self._pairs = pairs
         self._timeout = timeout.total_seconds()
         self._order = order
         self._sizes: dict[int, int] = {}  # own stage -> bytes of its buffers
@@ -111,7 +111,7 @@ class ActivationTransfers:
         self._request(instruction, move)
 
     def accept(self, instruction: Instruction) -> None:
-        key, evictor = _key(instruction), pair_of(instruction.stage, self._num_stages)
+        key, evictor = _key(instruction), self._pairs.of_stage(instruction.stage)
         place = self._lent[key] = _Place()
 
         def move() -> None:
@@ -211,11 +211,11 @@ class ActivationTransfers:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def _names(self, move: Instruction) -> tuple[str, str]:
-        peer = pair_of(move.stage, self._num_stages)
+        peer = self._pairs.of_stage(move.stage)
         return self._channels.name_of(move.stage), self._channels.name_of(peer)
 
     def _peer_rank(self, move: Instruction) -> int:
-        return self._channels.global_rank_of(pair_of(move.stage, self._num_stages))
+        return self._channels.global_rank_of(self._pairs.of_stage(move.stage))
 
     def _overdue(self, computation: Instruction, move: Instruction) -> TransferError:
         own, peer = self._names(move)

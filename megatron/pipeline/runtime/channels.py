@@ -23,7 +23,7 @@ from torch.distributed import Store
 from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import SENDS, Instruction, Kind
-from megatron.pipeline.moves import partner_of_rank
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.runtime.links import LINKS, Link, Receive
 from megatron.pipeline.runtime.move_links import MOVE_LINKS, MoveLink
 from megatron.pipeline.runtime.stage import GraphStage, Stage, TensorSpec
@@ -148,7 +148,7 @@ class Channels:
                 self._connect(kinds, source, destination, spec, f"{scope}/{letter}", link_class, options, own=own)
         self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
         self.move_link: MoveLink | None = None  # None: no pair, or nothing is to move
-        partner = partner_of_rank(self._rank_of_stage, rank) if moves_activations else rank
+        partner = Pairs(self._rank_of_stage, self._graph.num_frozen).of_rank(rank) if moves_activations else rank
         if partner != rank:
             pair = sorted((rank, partner))
             name = f"{scope}/moves/{pair[0]}-{pair[1]}"

@@ -173,8 +173,8 @@ class PipelineEngine:
                 activation_memory,
                 self._saved,
                 queue,
-                order=MoveOrder(synchronous=synchronous_moves),
-                num_stages=schedule.num_stages,
+                order=MoveOrder(num_frozen=schedule.num_frozen, synchronous=synchronous_moves),
+                pairs=schedule.pairs,
                 timeout=timeout,
             )
         executor, of_graph, graph = Executor, {}, schedule.graph

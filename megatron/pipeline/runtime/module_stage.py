@@ -141,7 +141,7 @@ class ModuleStage:
             output = self._run(microbatch, input)
         self.module.train(was_training)
         if self._loss is None:
-            return output
+            return output.detach()  # it may be the input itself, which is not ours to change
         self._add_loss(microbatch.batch, output)
         return None
 

@@ -35,6 +35,7 @@ class BehindFrozen(Order):
         super().__init__(num_stages, rank_of_stage=rank_of_stage, edges=frozen_chain(num_stages, num_frozen))
         self.active, self.num_frozen = active, num_frozen
         self.drains = active.drains  # type: ignore[misc]
+        self.extends_warmup = active.extends_warmup  # type: ignore[misc]
 
     def legs(self, rank: int, batches: Sequence[range]) -> Legs:
         stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]

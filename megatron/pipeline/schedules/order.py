@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from megatron.pipeline.edges import Edge, StageGraph
 from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.passes import Legs
 
 Work = Sequence[tuple[float, float]]  # seconds of a forward and of a backward, recompute included, of each stage
@@ -93,6 +94,11 @@ class Order(ABC):
         can be said for any number of microbatches.
         """
         return None
+
+    @property
+    def pairs(self) -> Pairs:
+        """Which stages exchange saved activations, where the schedule balances them."""
+        return Pairs(self.rank_of_stage, self.graph.num_frozen)
 
     def recomputes(self, stage: int) -> bool:
         """Whether a backward at the stage needs a recompute, where the program recomputes."""

@@ -77,12 +77,12 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
         raise ValueError(
             f"{schedule.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
         )
-    if schedule.balance and order.max_in_flight(0) is None:
+    if schedule.balance and order.max_in_flight(schedule.num_frozen) is None:
         raise ValueError(
             f"{schedule.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or "
             "use order 1f1b or interleaved"
         )
-    if schedule.balance and schedule.rank_of_stage != round_robin(schedule.num_ranks, schedule.num_virtual_stages):
+    if schedule.balance and not (schedule.num_frozen or schedule.rank_of_stage == _in_turn(schedule)):
         raise ValueError(
             f"balance pairs stage x with stage p-1-x, and stages {schedule.rank_of_stage} are not dealt out in turn; "
             "drop balance, or rank_of_stage"
@@ -123,7 +123,11 @@ def validate_frozen(schedule: Schedule) -> None:
         (order.interleaves, schedule.order, "has several trained stages on each rank"),
         (weights.updates_alone, schedule.name_of_weights, "keeps versions for stages of which each steps by itself"),
         (weights.predicts, f"weights {weights.name}", "predict for stages that are trained"),
-        (schedule.balance, "balance", "pairs the first stage with the last"),
+        (
+            schedule.microbatch_group_size is not None,
+            "microbatch_group_size",
+            "is for several trained stages on a rank",
+        ),
         (schedule.residency is not None, "weights on the host", "come and go for updates that a frozen stage has not"),
         (schedule.tied_embeddings, "tied embeddings", "would freeze the head with the input"),
         (
@@ -209,6 +213,10 @@ def _validate_residency(schedule: Schedule, order: Order) -> None:
             "an eager update is made before the norm of all gradients and any overflow are known, and here they decide "
             "about it; use deferred updates, or neither clip by the norm nor scale the loss"
         )
+
+
+def _in_turn(schedule: Schedule) -> tuple[int, ...]:
+    return round_robin(schedule.num_ranks, schedule.num_virtual_stages)
 
 
 def _validate_virtual_stages(schedule: Schedule, order: Order) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.pipeline.moves import pair_of
 from megatron.pipeline.passes.balance import balanced_bounds
 from megatron.pipeline.residency import RELOADED_AHEAD
 from megatron.pipeline.schedules.order import Order
@@ -76,12 +75,13 @@ class SavedActivations:
         return tuple(min(most, each + _OFFLOADED) for most, each in zip(own, stay, strict=True))
 
     def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
-        return {pair_of(rank, self.order.num_ranks) for rank in self.evicting_ranks(batches)}
+        return {self.order.pairs.of_rank(rank) for rank in self.evicting_ranks(batches)}
 
     def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
         together, limits = self._most_together(batches), _limits_of_ranks(self.order)
-        stages = stages_by_rank(self.rank_of_stage)
-        return tuple(_cut([limit], together * len(own))[0] for limit, own in zip(limits, stages, strict=True))
+        is_frozen, stages = self.order.graph.is_forward_only, stages_by_rank(self.rank_of_stage)
+        saving = [sum(not is_frozen(stage) for stage in own) for own in stages]
+        return tuple(_cut([limit], together * count)[0] for limit, count in zip(limits, saving, strict=True))
 
     def _most_together(self, batches: Sequence[int]) -> int:
         """The most that can be under way at once in a program of these batches."""
@@ -90,7 +90,7 @@ class SavedActivations:
 
 def bounds_of_ranks(order: Order) -> tuple[int, ...]:
     """Where activations are balanced, the most microbatches that each rank may hold, over all its stages."""
-    return balanced_bounds(_limits_of_ranks(order))
+    return balanced_bounds(_limits_of_ranks(order), order.pairs)
 
 
 def _limits_of_ranks(order: Order) -> list[int | None]:

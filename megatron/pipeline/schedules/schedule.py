@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron.pipeline.edges import Edge, StageGraph
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.periodic import PeriodicProgram
 from megatron.pipeline.program import Program
 from megatron.pipeline.residency import Residency
@@ -47,7 +48,8 @@ class Schedule:
             num_ranks and more (interleaved only). None: num_ranks, as in Megatron.
         recompute: recompute the activations of a microbatch before its backward.
         extra_warmup: start twice as far ahead, to hide transfers (1f1b only).
-        balance: move saved activations between the stages of a pair, so that all save about as much (BPipe).
+        balance: move saved activations between the stages of a pair, so that all save about as much (BPipe). Frozen
+            stages save nothing and take no part.
         tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
         norm_decides: an update depends on all stages together, as where gradients are clipped by their norm or a loss
@@ -150,6 +152,11 @@ class Schedule:
         """The stages with their edges."""
         return StageGraph.of(self.num_stages, self.edges)
 
+    @property
+    def pairs(self) -> Pairs:
+        """Which stages exchange saved activations, where it balances them."""
+        return self._order.pairs
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""
         return stages_of(self.rank_of_stage, rank)
@@ -211,8 +218,8 @@ class Schedule:
     def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The ranks that move saved activations away in a program of these batches; none: there is nothing to balance.
 
-        That is so without `balance`, and with it for few ranks (1F1B: fewer than 4), or batches too small to fill the
-        pipeline.
+        That is so without `balance`, and with it for few ranks that train (1F1B: fewer than 4), or batches too small to
+        fill the pipeline.
         """
         return self._saved.evicting_ranks(batches)
 

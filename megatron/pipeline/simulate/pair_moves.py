@@ -3,7 +3,7 @@
 from operator import attrgetter
 
 from megatron.pipeline.instruction import MOVES, OWN_MOVES, Instruction, Kind
-from megatron.pipeline.moves import awaited_moves, counterpart, pair_of
+from megatron.pipeline.moves import awaited_moves
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
 
@@ -28,8 +28,10 @@ class PairMoves:
     def __init__(self, state: State, seconds: dict[Kind, list[float]], *, synchronous: bool) -> None:
         self._state, self._seconds = state, seconds
         self._queues = [_Queue() for _ in state.rows]
+        self._pairs = state.program.pairs
+        options = {"num_frozen": self._pairs.num_frozen, "synchronous": synchronous}
         self.awaited = [
-            {} if MOVES.isdisjoint(map(attrgetter("kind"), row)) else awaited_moves(row, synchronous=synchronous)
+            {} if MOVES.isdisjoint(map(attrgetter("kind"), row)) else awaited_moves(row, **options)
             for row in state.rows
         ]
 
@@ -57,7 +59,7 @@ class PairMoves:
             return
         places = [queue.requested[nth][1] for queue in queues]
         move, other = (state.rows[each][place] for each, place in zip(pair, places, strict=True))
-        wanted = counterpart(move, len(state.program.rank_of_stage))
+        wanted = self._pairs.counterpart(move)
         if (other.kind, other.stage, other.microbatch) != (wanted.kind, wanted.stage, wanted.microbatch):
             raise state.error(rank, places[0], f"move {nth} of rank {partner} is {other}, not {wanted}")
         posted = [queue.posted(nth) for queue in queues]
@@ -74,8 +76,7 @@ class PairMoves:
         return self._seconds[named.kind][named.stage]
 
     def _partner(self, rank: int, position: int) -> int:
-        ranks = self._state.program.rank_of_stage
-        partner = ranks[pair_of(self._state.rows[rank][position].stage, len(ranks))]
-        if partner == rank:
-            raise self._state.error(rank, position, "its pair stage lives on the same rank")
-        return partner
+        stage = self._state.rows[rank][position].stage
+        if refusal := self._pairs.refusal(stage):
+            raise self._state.error(rank, position, refusal)
+        return self._pairs.rank_of_stage[self._pairs.of_stage(stage)]

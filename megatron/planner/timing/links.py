@@ -10,6 +10,7 @@ Nodes are taken to be alike; the ranks of the first replica stand for all.
 
 from collections.abc import Sequence
 
+from megatron.pipeline.moves import pair_of
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping, inverse
 from megatron.placement.topology import Topology
@@ -39,7 +40,7 @@ class Links:
         self.tensor = self._collective([rank(tensor=i, data=0, stage=0) for i in range(degrees.tensor)])
         self.data = self._collective([rank(tensor=0, data=i, stage=0) for i in range(degrees.data)])
         self.edges = [self.between(stage, (stage + 1) % p) for stage in range(p)]
-        self.pairs = [self._transfer(stage, [p - 1 - each for each in range(p)]) for stage in range(p)]
+        self.pairs = [self._transfer(stage, [pair_of(each, p) for each in range(p)]) for stage in range(p)]
 
     def between(self, source: int, target: int) -> float:
         """From a rank of a pipeline to another, while the others send as far along the pipeline, which is a ring."""

@@ -37,12 +37,20 @@ def most_held(program: Program, rank: int) -> tuple[int, int]:
 class _Pair:
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rows = program, program.rows
-        last = program.num_stages - 1
-        self.ranks = (rank, program.rank_of_stage[last - program.stages_of(rank)[0]])
+        self.last, self.num_frozen = program.num_stages - 1, program.graph.num_frozen
+        trained = next(stage for stage in program.stages_of(rank) if not self._is_frozen(stage))
+        self.ranks = (rank, program.rank_of_stage[self._pair_of(trained)])
         self.moves = [[i for i, each in enumerate(self.rows[rank]) if each.kind in MOVES] for rank in self.ranks]
         self.place = {each: i for row in self.rows for i, each in enumerate(row)}  # no instruction stands twice
         self._require_counterparts()
         self.peaks = [0, 0]
+
+    def _is_frozen(self, stage: int) -> bool:
+        return stage < self.num_frozen
+
+    def _pair_of(self, stage: int) -> int:
+        """As many stages before the end as it is behind the frozen ones."""
+        return self.last - (stage - self.num_frozen)
 
     def explore(self) -> tuple[int, int]:
         first = self._settled([0] * len(self.rows), (False, False), 0)
@@ -107,11 +115,11 @@ class _Pair:
         return made < positions[ranks[stage]]
 
     def _moves_are_complete(self, rank: int, state: _State) -> bool:
-        if rank not in self.ranks:
+        if rank not in self.ranks or self._is_frozen(self.rows[rank][state[0][rank]].stage):
             return True
         side, row, position = self.ranks.index(rank), self.rows[rank], state[0][rank]
         needed = row[position]
-        before = [i for i in range(position) if row[i].kind in COMPUTATIONS]
+        before = [i for i in range(position) if row[i].kind in COMPUTATIONS and not self._is_frozen(row[i].stage)]
         for nth, place in enumerate(self.moves[side]):
             move = row[place]
             same = (move.stage, move.microbatch) == (needed.stage, needed.microbatch)
@@ -122,6 +130,9 @@ class _Pair:
         return True
 
     def _is_reduced(self, step: Instruction, positions: list[int]) -> bool:
+        own = self.program.rank_of_stage[step.stage]
+        if all(map(self._is_frozen, self.program.stages_of(own))):
+            return True  # it has nothing to wait for
         norms = {rank: i for rank, row in enumerate(self.rows) for i, each in enumerate(row)
                  if each.kind is Kind.REDUCE_NORM and each.version == step.version}  # fmt: skip
         return all(positions[rank] > place for rank, place in norms.items())
@@ -133,7 +144,7 @@ class _Pair:
         for side, rank in enumerate(self.ranks):
             held = 0
             for each in self.rows[rank][: positions[rank] + computing[side]]:
-                held += each.kind is Kind.FORWARD
+                held += each.kind is Kind.FORWARD and not self._is_frozen(each.stage)
             for each in self.rows[rank][: positions[rank]]:
                 held -= each.kind is Kind.BACKWARD
             for nth, place in enumerate(self.moves[side][: self._num_requested(side, state)]):
@@ -162,8 +173,7 @@ class _Pair:
     def _require_counterparts(self) -> None:
         other_end = {Kind.EVICT: Kind.ACCEPT, Kind.ACCEPT: Kind.EVICT, Kind.LOAD: Kind.RETURN, Kind.RETURN: Kind.LOAD}
         own, others = ([self.rows[r][i] for i in places] for r, places in zip(self.ranks, self.moves, strict=True))
-        last = self.program.num_stages - 1
-        if [(other_end[each.kind], last - each.stage, each.microbatch) for each in own] != [
+        if [(other_end[each.kind], self._pair_of(each.stage), each.microbatch) for each in own] != [
             (each.kind, each.stage, each.microbatch) for each in others
         ]:
             raise Wrong("the ends of the moves differ")

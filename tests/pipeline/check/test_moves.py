@@ -54,15 +54,67 @@ def test_every_exchange_is_judged_as_every_timing_judges_it(name: str):
     assert verdicts == {True, False}
 
 
+# Four stages behind a frozen one: on ranks of their own, or the first two on one.
+FROZEN = {"apart": (0, 1, 2, 3, 4), "together": (0, 0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_behind_a_frozen_stage_every_timing_agrees(name: str):
+    """The worst timing of the pairs behind it holds what the checker says."""
+    schedule, first = _behind_a_frozen_stage(name)
+    program = schedule.build((5,))
+    assert any(program.num_evictions)
+    peaks = check(program).peak_saved_on_rank
+    for place in range(2):
+        assert most_held(program, first + place) == (peaks[first + place], peaks[-1 - place])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FROZEN)
+def test_behind_a_frozen_stage_every_move_is_judged_as_every_timing_judges_it(name: str):
+    """Each move put at each place of its row."""
+    schedule, first = _behind_a_frozen_stage(name)
+    program, bounds, verdicts = schedule.build((5,)), schedule.max_saved_on_rank((5,)), set()
+    for what, mutant in moved_elsewhere(program):
+        try:
+            reason = exceeded(mutant, bounds, range(first, first + 2))
+        except Wrong as error:
+            reason = str(error)
+        try:
+            check(mutant, max_saved_on_rank=bounds)
+            assert not reason, f"{what}: {reason}"
+        except ProgramError as error:
+            assert reason, f"{what}: {error}"
+        verdicts.add(not reason)
+    assert verdicts == {True, False}
+
+
+def _behind_a_frozen_stage(name: str) -> tuple[Schedule, int]:
+    """And its first rank that trains."""
+    return Schedule.preset("bpipe", num_stages=5, num_frozen=1, rank_of_stage=FROZEN[name]), FROZEN[name][1]
+
+
 def exchanges(program: Program) -> Iterator[tuple[str, Program]]:
+    yield from moved_elsewhere(program)
+    for rank, row in enumerate(program.rows):
+        for position, each in enumerate(row[:-1]):
+            if not each.kind.is_move:
+                yield _moved(program, rank, position, position + 1)
+
+
+def moved_elsewhere(program: Program) -> Iterator[tuple[str, Program]]:
     for rank, row in enumerate(program.rows):
         for position, each in enumerate(row):
-            rest = [*row[:position], *row[position + 1 :]]
-            places = range(len(row)) if each.kind.is_move else range(position + 1, min(position + 2, len(row)))
-            for place in places:
+            for place in range(len(row)) if each.kind.is_move else ():
                 if place != position:
-                    mutant = with_row(program, rank, [*rest[:place], each, *rest[place:]])
-                    yield f"rank {rank}, {each}: {position} -> {place}", mutant
+                    yield _moved(program, rank, position, place)
+
+
+def _moved(program: Program, rank: int, position: int, place: int) -> tuple[str, Program]:
+    row = program.rows[rank]
+    rest, each = [*row[:position], *row[position + 1 :]], row[position]
+    mutant = with_row(program, rank, [*rest[:place], each, *rest[place:]])
+    return f"rank {rank}, {each}: {position} -> {place}", mutant
 
 
 def wrong(program: Program, bounds: tuple[int, ...]) -> str:
@@ -72,10 +124,15 @@ def wrong(program: Program, bounds: tuple[int, ...]) -> str:
     if reason:
         return reason
     try:
-        for rank in range(program.num_ranks // 2):
-            most = most_held(program, rank)
-            if most[0] > bounds[rank] or most[1] > bounds[-1 - rank]:
-                return f"ranks {rank} and {program.num_ranks - 1 - rank} hold {most}"
+        return exceeded(program, bounds, range(program.num_ranks // 2))
     except Wrong as error:
         return str(error)
+
+
+def exceeded(program: Program, bounds: tuple[int, ...], ranks: range) -> str:
+    """Which pair, of the ranks that train from both ends, may hold more than its bounds; '': none."""
+    for place, rank in enumerate(ranks):
+        most = most_held(program, rank)
+        if most[0] > bounds[rank] or most[1] > bounds[-1 - place]:
+            return f"ranks {rank} and {program.num_ranks - 1 - place} hold {most}"
     return ""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.passes.written import legs, outline, texts
@@ -66,10 +67,11 @@ def test_a_bound_that_no_order_can_keep():
 def test_the_bound_is_the_papers(num_stages: int):
     """Section 3.3: ceil((p+2)/2); appendix A, for the microbatches that p(v-1) + 2(p-s-1) + 1 says: pv+1."""
     p = num_stages
-    bounds = balanced_bounds([p - stage for stage in range(p)])
+    pairs = Pairs(tuple(range(p)))
+    bounds = balanced_bounds([p - stage for stage in range(p)], pairs)
     assert all(bound == -(-(p + 2) // 2) for stage, bound in enumerate(bounds) if stage != p - 1 - stage)
     for v in (2, 3):
-        bounds = balanced_bounds([p * (v - 1) + 2 * (p - stage - 1) + 1 for stage in range(p)])
+        bounds = balanced_bounds([p * (v - 1) + 2 * (p - stage - 1) + 1 for stage in range(p)], pairs)
         assert all(bound == p * v + 1 for stage, bound in enumerate(bounds) if stage != p - 1 - stage)
 
 

@@ -38,7 +38,7 @@ def balanced(p: int, v: int, m: int) -> Program:
     outline = Program(((),) * p, tuple(range(p)) * v, (m,), FLUSH, global_norm=False)
     legs_of_rank = [[interleaved(rank, p, v, m), []] for rank in range(p)]
     saved = [p * (v - 1) + 2 * (p - rank - 1) + 1 for rank in range(p)]
-    legs_of_rank = add_balance(legs_of_rank, outline, balanced_bounds(saved))
+    legs_of_rank = add_balance(legs_of_rank, outline, balanced_bounds(saved, outline.pairs))
     legs_of_rank = [set_versions(add_updates(legs, rank, outline), outline) for rank, legs in enumerate(legs_of_rank)]
     return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
 

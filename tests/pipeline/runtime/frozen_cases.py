@@ -3,16 +3,19 @@
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.pipeline.runtime.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.frozen_update import FrozenUpdate
 from megatron.pipeline.runtime.module_stage import ModuleStage
 from megatron.pipeline.runtime.module_update import ModuleUpdate
 from megatron.pipeline.runtime.stage import BatchReport, TensorSpec
+from megatron.pipeline.runtime.trace import MOVES, Tracer
 from megatron.pipeline.runtime.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime import reference
@@ -22,27 +25,39 @@ from tests.pipeline.runtime.reference import Training
 
 @dataclass
 class RankOutcome:
-    """One rank's view of a run. `most_unread`: the most outputs that a frozen stage had unread at once."""
+    """One rank's view of a run. `most_unread`: the most outputs that a frozen stage had unread at once. `moves`: those
+    that it carried out. `moved_bytes`: of the buffers for them.
+    """
 
     reports: list[BatchReport]
     parameters: dict[str, Tensor]
     evaluations: list[dict]
     peak_saved: dict[int, int]
     most_unread: int
+    peak_saved_on_rank: int
+    moves: list[str]
+    moved_bytes: int
+
+
+def split(model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:
+    """Contiguous parts, as equal as they can be; the first ones are the larger ones."""
+    borders = [-(-len(model) * stage // num_stages) for stage in range(num_stages + 1)]
+    return [model[begin:end] for begin, end in pairwise(borders)]
 
 
 def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tuple[int, ...], recompute: bool = False,
-        drains: tuple[int, ...] = (), slow: float = 0.0) -> RankOutcome:  # fmt: skip
+        balance: bool = False, drains: tuple[int, ...] = (), slow: float = 0.0) -> RankOutcome:  # fmt: skip
     """Train; drain and evaluate behind the batches in `drains`. `slow`: seconds that the last stage sleeps in each
     forward.
     """
     groups = Groups(training)
     schedule = Schedule.preset(
         preset, num_stages=len(rank_of_stage), num_frozen=num_frozen, rank_of_stage=rank_of_stage,
-        recompute=recompute, data_parallel=training.num_replicas > 1,
+        recompute=recompute, balance=balance, data_parallel=training.num_replicas > 1,
     )  # fmt: skip
+    memory = ActivationMemory() if schedule.balance else None
     own, last = schedule.stages_of(groups.rank), schedule.num_stages - 1
-    slices = reference.split(reference.build_model(training.dropout), schedule.num_stages)
+    slices = split(reference.build_model(training.dropout), schedule.num_stages)
     parameters = {name: each for stage in own for name, each in slices[stage].named_parameters()}
     trained = {name: each for stage in own if stage >= num_frozen for name, each in slices[stage].named_parameters()}
     versions, spec = None, TensorSpec((reference.MICROBATCH_SIZE, reference.WIDTH))
@@ -71,14 +86,14 @@ def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tupl
             versions=versions if stage >= num_frozen else None, source=source if stage == 0 else None,
             loss=loss if stage == last else None, input_spec=None if stage == 0 else spec,
             output_spec=None if stage == last else spec, recompute=schedule.recomputes(stage),
-            input_needs_gradient=stage > num_frozen,
+            input_needs_gradient=stage > num_frozen, activation_memory=memory if stage >= num_frozen else None,
         )
         for stage in own
     ]  # fmt: skip
     p = groups.num_ranks
     engine = PipelineEngine(
         schedule, stages, update, ranks=range(groups.replica * p, (groups.replica + 1) * p),
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=20), activation_memory=memory, tracer=Tracer(num_batches=len(training.batches)),
     )  # fmt: skip
     most_unread = _watch(engine)
     reports, evaluations = [], []
@@ -91,9 +106,14 @@ def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tupl
     dist.barrier()
     newest = versions.newest_tensors() if versions is not None else {}
     final = {name: newest.get(name, each).detach().clone() for name, each in parameters.items()}
+    assert memory is None or memory.current_bytes == 0
+    moves = [str(span.instruction) for span in engine.trace().spans if span.track == MOVES]
     engine.close()
     groups.destroy()
-    return RankOutcome(reports, final, evaluations, engine.saved_microbatches_peak, most_unread[0])
+    return RankOutcome(
+        reports, final, evaluations, engine.saved_microbatches_peak, most_unread[0],
+        engine.saved_microbatches_peak_on_rank, moves, memory.pool.allocated_bytes if memory else 0,
+    )  # fmt: skip
 
 
 def _watch(engine: PipelineEngine) -> list[int]:
@@ -112,7 +132,7 @@ def _watch(engine: PipelineEngine) -> list[int]:
 def reference_with_frozen(training: Training, *, delay: int, num_stages: int, num_frozen: int) -> reference.Outcome:
     """Plain torch on one process: the parameters of the prefix need no gradient, and it is in eval mode."""
     model = reference.build_model(training.dropout)
-    slices = reference.split(model, num_stages)
+    slices = split(model, num_stages)
     prefix = [each for stage in range(num_frozen) for each in slices[stage].parameters()]
     for each in prefix:
         each.requires_grad_(False)
