@@ -19,7 +19,7 @@ def test_either_the_new_groups_hold_or_the_old_ones_are_back():
 
 
 def test_groups_that_others_use_are_left():
-    """What is in use, in whatever variable, the job's own group and the control group outlive a record that has them."""
+    """What is in use, in whatever variable, the job's own group and the control group outlive a record with them."""
     assert workers.run(2, CASES + "shared_with_new_ones") == [(4.0, 2)] * 2
 
 
