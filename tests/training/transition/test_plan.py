@@ -1,11 +1,16 @@
 """Plans for random cuts of random tensors, carried out in one process; who sends; what is missing; messages."""
 
+from itertools import pairwise
 from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from megatron import backend
+
+backend.install()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.training.checkpoint.element_ranges import ElementRange
@@ -21,11 +26,7 @@ def cuts(draw, shape, ranks):
     edges = [sorted({0, size, *draw(st.sets(st.integers(0, size), max_size=2))}) for size in shape]
     found = [Box((), ())]
     for marks in edges:
-        found = [
-            Box((*box.start, first), (*box.stop, last))
-            for box in found
-            for first, last in zip(marks, marks[1:], strict=False)
-        ]
+        found = [Box((*box.start, first), (*box.stop, last)) for box in found for first, last in pairwise(marks)]
     held = [[] for _ in range(ranks)]
     for box in found:
         for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
@@ -42,8 +43,7 @@ def sharded(key, whole, box, *, prepended, ranges, draw):
         return [tensor]
     marks = sorted({0, data.numel(), *draw(st.sets(st.integers(0, data.numel()), max_size=3))})
     return [
-        ElementRange(key, data.flatten()[first:last].clone(), first, ((0, tensor),))
-        for first, last in zip(marks, marks[1:], strict=False)
+        ElementRange(key, data.flatten()[first:last].clone(), first, ((0, tensor),)) for first, last in pairwise(marks)
     ]
 
 

@@ -1,0 +1,97 @@
+"""What it takes to give a run other degrees: its state through the ranks' memory, beside a checkpoint on tmpfs.
+
+    python benchmarks/transition.py                             # about 4 minutes, 4 processes
+    python benchmarks/transition.py --hidden-size 128 --layers 4 --repeats 1
+    python benchmarks/transition.py --json found.json
+
+A GPT whose optimizer state is filled with random numbers goes from p=4, d=1 to p=2, d=2 and back, by turns through
+memory and through a checkpoint in /dev/shm, in the same processes. Groups, chunks and optimizer are built anew in both.
+
+state       describe and hand over, or save and load: what differs between the two
+transition  with the groups and the chunks and the optimizer of the new degrees
+ratio       memory over checkpoint, of the state, within a repeat
+bounded by  seconds of the same bytes, sent round a ring by all ranks at once: bare transfers, one copy into a message
+            and one out of it, and a checksum at either end. The rest is the plan, pickled lists, and ranks that wait.
+
+Figures are medians of the repeats with least and greatest in parentheses, on the rank that took longest.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.transition_ranks import Job, run_job
+
+OPTIMIZERS = {"plain": "", "distributed": "--use-distributed-optimizer"}
+
+
+def flags_of(options: argparse.Namespace, optimizer: str) -> str:
+    heads = max(1, options.hidden_size // 64)
+    return (
+        f"--num-layers {options.layers} --hidden-size {options.hidden_size} --num-attention-heads {heads} "
+        "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 100 "
+        "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 "
+        "--untie-embeddings-and-output-weights --pipeline-schedule "
+        f"{options.schedule} {options.precision} {OPTIMIZERS[optimizer]}"
+    )
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def report(optimizer: str, found: dict, say: Callable[[str], None] = print) -> float:
+    """Print one optimizer's table; returns the median ratio of the state's seconds."""
+    turns = {way: [each["seconds"] for each in found["turns"] if each["memory"] == way] for way in (True, False)}
+    state = {
+        True: [each["describe"] + each["hand over"] for each in turns[True]],
+        False: [each["save"] + each["load"] for each in turns[False]],
+    }
+    ratios = [one / other for one, other in zip(state[True], state[False], strict=True)]
+    sent = next(each["sent"] for each in found["turns"] if each["memory"])
+    say(
+        f"\n{optimizer} optimizer: {found['parameters'] / 1e6:.1f}M parameters on the ranks, "
+        f"{found['state_bytes'] / 1e9:.3f} GB of state held, {sent / 1e9:.3f} GB sent"
+    )
+    for way, name in ((True, "memory"), (False, "checkpoint")):
+        phases = ", ".join(f"{phase} {spread([each[phase] for each in turns[way]])}" for phase in turns[way][0])
+        whole = spread([sum(each.values()) for each in turns[way]])
+        say(f"  {name:<10}  state {spread(state[way])} s, transition {whole} s   [{phases}]")
+    say(f"  ratio       {spread(ratios)}; the bar is 0.50")
+    per_gigabyte = [each["hand over"] / (sent / 1e9) for each in turns[True]]
+    parts = ", ".join(f"{name} {spread([each[name] for each in found['bare']], 3)}" for name in found["bare"][0])
+    say(f"  hand over   {spread(per_gigabyte)} s for each GB sent; bounded by: {parts} s")
+    return statistics.median(ratios)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--schedule", choices=("flush", "2bw"), default="flush")
+    parser.add_argument("--precision", choices=("", "--bf16"), default="", help="default: FP32")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--stages", type=int, nargs=2, default=(4, 2), help="before and after (default: 4 2)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--directory", default="/dev/shm/transition", help="of the checkpoints")
+    parser.add_argument("--json", type=Path, help="every single figure goes here")
+    options = parser.parse_args(words)
+    results = {}
+    for optimizer in options.optimizers:
+        job = Job(flags_of(options, optimizer), options.ranks, tuple(options.stages), options.repeats,
+                  options.directory)  # fmt: skip
+        results[optimizer] = run_job(job)
+        report(optimizer, results[optimizer])
+    if options.json is not None:
+        options.json.write_text(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

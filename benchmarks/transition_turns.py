@@ -1,0 +1,178 @@
+"""What the processes of `transition.py` run: a run gets other degrees, through memory and through a checkpoint.
+
+The old run stays as it is; every turn builds a new one, fills it, compares it with the turn before and drops it.
+"""
+
+import gc
+import hashlib
+import shutil
+import time
+import zlib
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.transition_ranks import Job
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.training import assembly, config, initialize, plan
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.checkpoint.agreement import control_group
+from megatron.training.checkpoint.run_state import RunParts
+from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, save_checkpoint
+from megatron.training.models import build_chunks, wrap_for_training
+from megatron.training.optimizers import build_optimizer
+from megatron.training.pretraining import complete
+from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.training.transition.memory import hand_over, hold_run
+from megatron.training.transition.parallel_groups import destroy, restore, set_aside
+from pretrain_gpt import model_provider
+
+ITERATION = 10
+
+
+def arguments(job: Job, num_stages: int) -> Namespace:
+    args = parse_args(f"{job.flags} --pipeline-model-parallel-size {num_stages}".split())
+    args.notes_for_log = validate_args(args, world_size=job.world_size, rank=dist.get_rank())
+    complete(args)
+    args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
+    return args
+
+
+def build(args: Namespace) -> RunParts:
+    """Chunks, optimizer and so on under the current groups."""
+    schedule = pipeline_schedule(args)
+    model_config = config.transformer_config(args)
+    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    layers = plan.layers_of_stages(model_config)
+    chunks = build_chunks(partial(model_provider, args), model_config, stages=stages, layers=layers)
+    chunks = wrap_for_training(chunks, config.ddp_config(args))
+    optimizer = build_optimizer(args, chunks)
+    scheduler = config.param_scheduler(args, optimizer)
+    update = assembly._update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
+    return RunParts(chunks, optimizer, scheduler, update)
+
+
+@torch.no_grad()
+def randomize(parts: RunParts) -> int:
+    """Fill the optimizer's state with numbers that depend on nothing but a seed and the stage; replicas' are equal.
+    Returns the bytes of the rank's state."""
+    state = hold_run(parts, iteration=ITERATION)
+    generator = torch.Generator().manual_seed(parallel_state.get_pipeline_model_parallel_rank())
+    tensors = [each.data for each in nested_values(state) if isinstance(getattr(each, "data", None), torch.Tensor)]
+    for tensor in tensors:
+        tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def digest(parts: RunParts) -> str:
+    """Of all tensors of the rank's state."""
+    found = hashlib.blake2b()
+    for each in nested_values(hold_run(parts, iteration=ITERATION)):
+        if isinstance(getattr(each, "data", None), torch.Tensor):
+            found.update(each.data.detach().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+class Clock:
+    """Seconds of named phases, on the rank that took longest."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, phase: str, function: Callable[[], object]) -> object:
+        dist.barrier(group=control_group())
+        start = time.perf_counter()
+        result = function()
+        seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=control_group())
+        self.seconds[phase] = seconds.item()
+        return result
+
+
+def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) -> dict:
+    """From the old degrees to the new ones, and back: seconds of each phase, bytes sent, a digest of what arrived."""
+    clock, path = Clock(), job.directory
+    if through_memory:
+        state = clock("describe", lambda: hold_run(parts, iteration=ITERATION))
+    else:
+        writer = CheckpointWriter(path)
+        clock("save", lambda: save_checkpoint(writer, args=args, position=CheckpointPosition(ITERATION),
+                                              **vars(parts)))  # fmt: skip
+        writer.close()
+    before = set_aside()
+    new_args = arguments(job, job.stages[1])
+    clock("groups", lambda: initialize.set_up(new_args))
+    new = clock("build", lambda: build(new_args))
+    sent = 0
+    if through_memory:
+        sent = clock("hand over", lambda: hand_over(state, new, iteration=ITERATION)).bytes_sent
+    else:
+        new_args.load = path
+        clock("load", lambda: load_checkpoint(args=new_args, **vars(new)))
+    found = digest(new)
+    new.update.close()
+    new = None
+    gc.collect()
+    destroy(set_aside())
+    restore(before)
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier(group=control_group())
+    return {"seconds": clock.seconds, "sent": _total(sent), "digest": found}
+
+
+def bare(num_bytes: int) -> dict[str, float]:
+    """Seconds of what a hand-over consists of, for `num_bytes` that go round a ring of all ranks, `num_bytes` over
+    their number each: on the wire, packed and unpacked, and summed up on both ends."""
+    rank, ranks, clock = dist.get_rank(), dist.get_world_size(), Clock()
+    size = max(1, num_bytes // ranks)
+    out, into = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    spare = torch.ones(size, dtype=torch.uint8)
+
+    def wire() -> None:
+        arriving = dist.irecv(into, group=control_group(), group_src=(rank - 1) % ranks)
+        leaving = dist.isend(out, group=control_group(), group_dst=(rank + 1) % ranks)
+        arriving.wait()
+        leaving.wait()
+
+    clock("wire", wire)
+    clock("copies", lambda: (spare.copy_(out), out.copy_(spare)))
+    clock("checksums", lambda: (zlib.crc32(out.numpy()), zlib.crc32(into.numpy())))
+    return clock.seconds
+
+
+def _total(number: float) -> int:
+    total = torch.tensor([number], dtype=torch.int64)
+    dist.all_reduce(total, group=control_group())
+    return int(total.item())
+
+
+def take_turns(job: Job) -> dict:
+    """All turns of a job on this rank, whose default group is up; the same on all ranks but for the digests."""
+    args = arguments(job, job.stages[0])
+    initialize.set_up(args)
+    parts = build(args)
+    state_bytes = _total(randomize(parts))
+    turns: list[dict] = []
+    for repeat in range(job.repeats + 1):
+        for through_memory in (True, False):
+            found = turn(job, args, parts, through_memory=through_memory)
+            turns.append({"memory": through_memory, "warm": repeat > 0, **found})
+    assert len({each["digest"] for each in turns}) == 1, "memory and checkpoint have filled the run differently"
+    bare_seconds = [bare(turns[0]["sent"]) for _ in range(job.repeats + 1)][1:]
+    parameters = _total(sum(each.numel() for chunk in parts.chunks for each in chunk.parameters()))
+    dist.barrier()
+    initialize.shut_down()
+    return {
+        "job": asdict(job),
+        "state_bytes": state_bytes,
+        "parameters": parameters,
+        "bare": bare_seconds,
+        "turns": [each for each in turns if each["warm"]],
+    }
