@@ -51,7 +51,7 @@ class Arrangement:
                 if at == rank
             ]
             ranks.append(" + ".join(own))
-        return f"pipeline {self.pipeline} x data {self.data}, layers {' | '.join(ranks)}"
+        return ", ".join(ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, as plain numbers."""

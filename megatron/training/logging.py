@@ -1,6 +1,8 @@
 """What a run says: Megatron's log line, TensorBoard, Weights & Biases, the metrics file. One rank, the last, writes
 all."""
 
+from __future__ import annotations
+
 import argparse
 import errno
 import importlib.util
@@ -13,6 +15,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron import backend
 from megatron.pipeline.runtime.relay_ledger import DEVICE_PEAK, HOST_PEAK
@@ -20,6 +23,10 @@ from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.by_products import ByProduct
 from megatron.training.metrics import MetricsFile
 from megatron.training.throughput import flops_per_sample
+
+if TYPE_CHECKING:
+    from megatron.training.shaping import Outlook
+    from megatron.training.transition.change import Change
 
 LOSS = "lm loss"
 """The loss that every model has; BERT's sentence order adds "sop loss"."""
@@ -259,6 +266,26 @@ class Reporter:
             scalars.append((f"{LOSS} {name} ppl", perplexity, iteration))
         self._show(scalars)
         self._publish({f"{each} {name}": value for each, value in losses.items()}, iteration)
+
+    def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
+        """Record that the pipeline has changed behind an iteration, and what was expected of it."""
+        self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
+        if not self.writes:
+            return
+        after = change.after
+        values = {"frozen_layers": after.num_frozen, "pipeline_ranks": after.pipeline, "replicas": after.data}
+        took = {
+            "change_seconds": change.seconds,
+            "change_bytes": change.num_bytes,
+            "change_bytes_moved": change.bytes_moved,
+        }
+        if outlook is not None:
+            took |= {"seconds_before": outlook.before, "seconds_predicted": outlook.after}
+        if self._metrics is not None:
+            self._metrics.write(iteration=iteration, **values, layers_of_rank=list(after.layers_of_rank), **took)
+        named = {name.replace("_", "-"): float(value) for name, value in {**values, **took}.items()}
+        self._show([(name, value, iteration) for name, value in named.items()])
+        self._publish(named, iteration)
 
     def close(self) -> None:
         """Write out what is pending."""

@@ -109,7 +109,8 @@ class Loop:
                 self.run.writer.close()
 
     def _pass_on_wish(self) -> None:
-        self.run.engine.wishes |= STOP
+        if self.run.engine is not None:  # there is none while the run changes its place; the next batch asks again
+            self.run.engine.wishes |= STOP
 
     def _batch(self) -> None:
         """One batch's leg; its time counts for the batch, whose report may come later."""
@@ -214,7 +215,7 @@ class Loop:
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
             elasticity.note_change(change.seconds)
-            run.reporter.say(f"iteration {run.iteration}: {change.describe(elasticity.outlook)}")
+            run.reporter.change(run.iteration, change, elasticity.outlook)
         self._feed()
 
     def _agree_to_stop(self) -> bool:

@@ -43,6 +43,7 @@ class Shaping:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
+        self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._by_hand = args.elastic_schedule
         self._num_intervals = 0
         self._most_bytes: float | None = None
@@ -50,8 +51,7 @@ class Shaping:
 
     def measure(self, engine: PipelineEngine) -> None:
         """Learn what layers take from what the engine traced. Collective, drained."""
-        if self._by_hand is None:
-            self._times.note(self._args.arrangement.stages, seconds_of_stages(engine))
+        self._times.note(self._args.arrangement.stages, seconds_of_stages(engine))
 
     def decide(self, now: Arrangement, *, batches_left: int) -> tuple[Arrangement, Outlook]:
         """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with."""
@@ -74,9 +74,10 @@ class Shaping:
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
         """One for each number of ranks that the job can be arranged in."""
         world, most = now.pipeline * now.data, self._args.first_arrangement.pipeline
+        times = self._times if self._by_hand is None else self._counted  # by hand a run is the same every time
         work = [
             forward + (0.0 if layer < now.num_frozen else backward)
-            for layer, (forward, backward) in enumerate(zip(self._times.forward, self._times.backward, strict=True))
+            for layer, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True))
         ]
         cut = CUTS[self._args.elastic_cut]
         found = []

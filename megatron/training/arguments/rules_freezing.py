@@ -81,7 +81,6 @@ def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
         (preset.policy.updates_alone, name, "keeps versions for stages of which each steps by itself"),
         (args.pipeline_2bw_provisional != "off", f"--2bw-provisional {args.pipeline_2bw_provisional}",
          "predicts all weights of a rank together"),
-        (args.pipeline_extra_warmup, "--pipeline-extra-warmup", "counts how far ahead a stage is by all stages"),
     ):  # fmt: skip
         if is_asked:
             raise ValueError(f"{asked}: {what} {why}; use flush, gpipe, bpipe or 2bw without it")

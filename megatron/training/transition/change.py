@@ -55,13 +55,13 @@ class Change:
     def describe(self, outlook: Outlook | None = None) -> str:
         """One line for the log."""
         text = (
-            f"{self.after.num_frozen} of {self.num_layers} layers are frozen (before: {self.before.num_frozen}); "
-            f"{self.after}; {self.num_bytes / 2**20:.1f} MiB of state, {self.bytes_moved / 2**20:.1f} of it from other "
-            f"ranks, in {self.seconds:.2f} s"
+            f"frozen layers: {self.after.num_frozen} of {self.num_layers} (before {self.before.num_frozen}) | "
+            f"pipeline: {self.after.pipeline} (before {self.before.pipeline}) | data: {self.after.data} (before "
+            f"{self.before.data}) | layers by rank: {self.after} | state: {self.num_bytes / 2**20:.1f} MiB, "
+            f"{self.bytes_moved / 2**20:.1f} from other ranks | change took {self.seconds:.2f} s"
         )
         if outlook is not None and outlook.before > 0:
-            gain = 1 - outlook.after / outlook.before
-            text += f"; a batch is predicted to take {100 * gain:.0f}% less time than without another cut"
+            text += f" | predicted seconds of a batch: {outlook.after:.4g} ({outlook.before:.4g} without another cut)"
         return text
 
 
