@@ -11,7 +11,7 @@ greedy way.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 
@@ -21,6 +21,17 @@ def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
 
     Raises:
         ValueError: fewer units than ranks, or work that is negative or no number.
+    """
+    counts = cut_that_fits(work, num_ranks, lambda rank, begin, end: True)
+    assert counts is not None
+    return counts
+
+
+def cut_that_fits(
+    work: Sequence[float], num_ranks: int, fits: Callable[[int, int, int], bool]
+) -> tuple[int, ...] | None:
+    """The same of those cuts in which each rank, from 0 on, may have its units (rank, first, one behind the last): a
+    rank's memory ends somewhere. None where there is none. Raises as `cut_exactly`.
     """
     _check(work, num_ranks)
     total = [0.0, *accumulate(work)]
@@ -32,10 +43,12 @@ def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
         for end in range(rank, num_units + 1):
             for begin in range(rank - 1, end):
                 busiest = max(best[begin], total[end] - total[begin])
-                if busiest <= now[end]:
+                if busiest <= now[end] and busiest < math.inf and fits(rank - 1, begin, end):
                     now[end], chosen[end] = busiest, begin
         best = now
         begins.append(chosen)
+    if best[num_units] == math.inf:
+        return None
     counts, end = [], num_units
     for chosen in reversed(begins):
         counts.append(end - chosen[end])

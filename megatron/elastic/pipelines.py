@@ -4,17 +4,19 @@ Problem: frozen layers cost a forward and no backward, so the cut that was even 
 others become replicas, each of which takes fewer microbatches of the batch, which stays.
 
 Solution: for each number of pipeline ranks, cut the layers exactly by what they cost now, and simulate the program.
-Where what the prefix puts out is read from a cache, the prefix lies on the first rank and costs the reading.
+Where what the prefix puts out is read from a cache, the prefix lies on the first rank and costs the reading; what the
+cache has not got yet is computed there and written.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from megatron.elastic.cut import cut_exactly
+from megatron.elastic.cut import cut_exactly, cut_that_fits
 from megatron.pipeline.costs import Costs
 from megatron.pipeline.instruction import Kind
 from megatron.pipeline.schedules import Schedule
@@ -22,6 +24,7 @@ from megatron.pipeline.simulate import simulate
 
 _BATCHES = 4
 """Simulated: the steady state is what the last of them adds."""
+_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,9 @@ class Layers:
         forward, backward: seconds of a microbatch, recompute included.
         trained_bytes, frozen_bytes: of a layer's weights; trained, with gradients and the optimizer's state.
         saved_bytes: of a trained layer's activations, for each microbatch in flight.
-        read: seconds of reading what a frozen prefix puts out from a cache; None: there is none.
-        occupation: seconds that a transfer between ranks takes.
+        read, write: seconds of reading what a frozen prefix puts out from a cache, of a microbatch, and of writing it;
+            None: there is no cache.
+        occupation, latency: seconds that a transfer between ranks holds its link, and from then to its arrival.
         reduce: seconds of the reduction of a layer's gradients over replicas, whatever their number.
     """
 
@@ -43,7 +47,9 @@ class Layers:
     frozen_bytes: float = 1 / 6  # with BF16 weights and Adam; the share that the full paper counts, too
     saved_bytes: float = 0.0
     read: float | None = None
+    write: float = 0.0
     occupation: float = 0.0
+    latency: float = 0.0
     reduce: float = 0.0
 
     def __post_init__(self) -> None:
@@ -64,6 +70,8 @@ class Pipeline:
         layers_of_rank: how many each rank has; of a cached prefix none are counted.
         seconds: of a batch, simulated.
         num_bytes: of the rank that holds most.
+        num_stored, on_host: of a cached prefix, as in `pipelines`.
+        preset: gpipe, flush or 2bw.
     """
 
     num_frozen: int
@@ -74,6 +82,20 @@ class Pipeline:
     layers_of_rank: tuple[int, ...]
     seconds: float
     num_bytes: float
+    num_stored: int = 0
+    on_host: bool = False
+    preset: str = "flush"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline: its rank, seconds of a microbatch, and of how many layers the rank holds the weights."""
+
+    rank: int
+    forward: float
+    backward: float
+    num_trained: int
+    num_frozen: int
 
 
 def fastest(found: Sequence[Pipeline], *, most_bytes: float) -> Pipeline:
@@ -82,7 +104,7 @@ def fastest(found: Sequence[Pipeline], *, most_bytes: float) -> Pipeline:
     Raises:
         ValueError: none fits.
     """
-    fitting = [each for each in found if each.num_bytes <= most_bytes * (1 + 1e-9)]
+    fitting = [each for each in found if each.num_bytes <= most_bytes * _ROUNDING]
     if not fitting:
         least = min(each.num_bytes for each in found)
         raise ValueError(f"no pipeline fits into {most_bytes:g} bytes a rank; the least takes {least:g}")
@@ -91,7 +113,8 @@ def fastest(found: Sequence[Pipeline], *, most_bytes: float) -> Pipeline:
 
 def pipelines(
     layers: Layers, num_frozen: int, *, world: int, num_microbatches: int, preset: str = "flush",
-    ranks: Sequence[int] | None = None, cached: bool = False,
+    ranks: Sequence[int] | None = None, cached: bool = False, num_stored: int | None = None, on_host: bool = False,
+    most_bytes: float = math.inf, layers_of_rank: tuple[int, ...] | None = None,
 ) -> list[Pipeline]:  # fmt: skip
     """Each number of pipeline ranks that `world` can be divided into, or of `ranks`, the most ranks first.
 
@@ -100,16 +123,28 @@ def pipelines(
         num_microbatches: of a batch over all replicas; those that cannot be shared out evenly are no candidates.
         preset: gpipe, flush or 2bw.
         cached: the prefix is read.
+        num_stored: of a cached prefix, the layers of which the cache has the output; what these put out is read, the
+            others are computed, and what they put out is written, as in the first epoch behind a freeze. Default: all.
+        on_host: the stored layers' weights are on the host until a sample is missing. Else the first rank keeps them.
+        most_bytes: of a rank; the layers are cut so that they fit, if they can be.
+        layers_of_rank: the cut, of so many ranks, as it is.
 
     Raises:
-        ValueError: nothing is left to train, or a cache whose reading costs are not given.
+        ValueError: nothing is left to train, a cache whose reading costs are not given, or another cut.
     """
     num_layers = len(layers.forward)
     if not 0 <= num_frozen < num_layers:
         raise ValueError(f"{num_frozen} of {num_layers} layers cannot be frozen; give 0 to {num_layers - 1}")
     if cached and (layers.read is None or not num_frozen):
         raise ValueError("a cache needs frozen layers, and the seconds that reading takes; give both, or no cache")
+    num_stored = num_frozen if num_stored is None else num_stored
+    if not 0 <= num_stored <= num_frozen:
+        raise ValueError(f"a cache cannot have the output of {num_stored} of {num_frozen} frozen layers; give fewer")
     most = num_layers - num_frozen if cached else num_layers
+    if layers_of_rank is not None:
+        if min(layers_of_rank) < 1 or sum(layers_of_rank) != most:
+            raise ValueError(f"{layers_of_rank} is no cut of {most} layers; give each rank one and more")
+        ranks = [len(layers_of_rank)]
     candidates = ranks or [each for each in range(min(world, most), 0, -1) if world % each == 0]
     found = []
     for num_ranks in candidates:
@@ -117,62 +152,111 @@ def pipelines(
         if world % num_ranks or num_microbatches % num_replicas or num_ranks > most:
             continue
         own = num_microbatches // num_replicas
-        pipeline = _simulated(layers, num_frozen, cached, num_ranks, num_replicas, own, preset)
+        prefix = (cached, num_stored if cached else 0, on_host)
+        counts = layers_of_rank or _cut(layers, num_frozen, *prefix, num_ranks, own, preset, most_bytes)
+        pipeline = _simulated(layers, num_frozen, *prefix, counts, num_replicas, own, preset)
         if pipeline is not None:
             found.append(pipeline)
     return found
 
 
+def stages_of(layers: Layers, pipeline: Pipeline) -> list[Stage]:
+    """The stages, first to last, with what they take: no rank has more than one that is frozen and one that is
+    trained.
+    """
+    return _stages(
+        layers, pipeline.num_frozen, pipeline.cached, pipeline.num_stored, pipeline.on_host, pipeline.layers_of_rank
+    )
+
+
+def schedule_of(layers: Layers, pipeline: Pipeline) -> tuple[Schedule, Costs]:
+    """What it runs, and what that costs."""
+    stages = stages_of(layers, pipeline)
+    schedule = Schedule.preset(
+        pipeline.preset, num_stages=len(stages), rank_of_stage=tuple(each.rank for each in stages),
+        num_frozen=sum(not each.num_trained for each in stages), data_parallel=pipeline.num_replicas > 1,
+    )  # fmt: skip
+    reduce = layers.reduce if pipeline.num_replicas > 1 else 0.0
+    return schedule, Costs(
+        forward=[each.forward for each in stages], backward=[each.backward for each in stages],
+        reduce_grad=[reduce * each.num_trained for each in stages], forward_bytes=layers.occupation,
+        backward_bytes=layers.occupation, bandwidth=1.0, latency=layers.latency,
+    )  # fmt: skip
+
+
+def _seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float:
+    """What a microbatch takes through a cached prefix: read, compute, write."""
+    read = layers.read if num_stored else 0.0
+    return read + (sum(layers.forward[num_stored:num_frozen]) + layers.write if num_stored < num_frozen else 0.0)
+
+
+def _bytes_of_prefix(layers: Layers, num_frozen: int, num_stored: int, on_host: bool) -> float:
+    return layers.frozen_bytes * (num_frozen - (num_stored if on_host else 0))
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, num_ranks: int,
+    num_microbatches: int, preset: str, most_bytes: float,
+) -> tuple[int, ...]:  # fmt: skip
+    """As even as it can be in memory; where there is no room for any, as even as it can be."""
+    places = range(num_frozen if cached else 0, len(layers.forward))
+    work = [layers.forward[each] + (layers.backward[each] if each >= num_frozen else 0.0) for each in places]
+    first_bytes = 0.0
+    if cached:
+        work[0] += _seconds_of_prefix(layers, num_frozen, num_stored)
+        first_bytes = _bytes_of_prefix(layers, num_frozen, num_stored, on_host)
+    # As many as without a prefix: frozen ranks in front leave the others as far from the end as they were.
+    schedule = Schedule.preset(preset, num_stages=num_ranks)
+    full = num_microbatches if schedule.runs(num_microbatches) else max(num_microbatches, num_ranks)
+    saved = schedule.max_saved_microbatches((full,) * _BATCHES)
+
+    def fits(rank: int, begin: int, end: int) -> bool:
+        frozen = sum(each < num_frozen for each in places[begin:end])
+        trained = (end - begin - frozen) * (layers.trained_bytes + layers.saved_bytes * saved[rank])
+        return trained + frozen * layers.frozen_bytes + (0 if rank else first_bytes) <= most_bytes * _ROUNDING
+
+    return cut_that_fits(work, num_ranks, fits) or cut_exactly(work, num_ranks)
+
+
+def _stages(
+    layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, layers_of_rank: tuple[int, ...]
+) -> list[Stage]:
+    stages = []
+    if cached:
+        seconds = _seconds_of_prefix(layers, num_frozen, num_stored)
+        stages.append(Stage(0, seconds, 0.0, 0, num_frozen - (num_stored if on_host else 0)))
+    in_front = num_frozen if cached else 0
+    for rank, (begin, end) in enumerate(pairwise(accumulate(layers_of_rank, initial=in_front))):
+        border = min(max(num_frozen, begin), end)
+        if begin < border:
+            stages.append(Stage(rank, sum(layers.forward[begin:border]), 0.0, 0, border - begin))
+        if border < end:
+            trained = slice(border, end)
+            stages.append(Stage(rank, sum(layers.forward[trained]), sum(layers.backward[trained]), end - border, 0))
+    return stages
+
+
 @lru_cache(maxsize=4096)
 def _simulated(
-    layers: Layers, num_frozen: int, cached: bool, num_ranks: int, num_replicas: int, num_microbatches: int, preset: str
-) -> Pipeline | None:
+    layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, layers_of_rank: tuple[int, ...],
+    num_replicas: int, num_microbatches: int, preset: str,
+) -> Pipeline | None:  # fmt: skip
     """None: the schedule does not run so few microbatches."""
-    costs = [
-        (forward, 0.0 if place < num_frozen else backward)
-        for place, (forward, backward) in enumerate(zip(layers.forward, layers.backward, strict=True))
-    ]
-    frozen = num_frozen
-    if cached:
-        costs, frozen = costs[num_frozen:], 0
-    counts = cut_exactly([sum(each) for each in costs], num_ranks)
-    stages: list[tuple[float, float]] = []
-    rank_of_stage: list[int] = []
-    sizes: list[int] = []  # trained layers
-    if cached:
-        stages.append((layers.read, 0.0))
-        rank_of_stage.append(0)
-        sizes.append(0)
-    for rank, (begin, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        border = min(max(frozen, begin), end)
-        for first, last in ((begin, border), (border, end)):
-            if first < last:
-                stages.append((sum(each[0] for each in costs[first:last]), sum(each[1] for each in costs[first:last])))
-                rank_of_stage.append(rank)
-                sizes.append(0 if last <= frozen else last - first)
-    num_frozen_stages = sum(not size for size in sizes)
-    schedule = Schedule.preset(
-        preset, num_stages=len(stages), rank_of_stage=tuple(rank_of_stage), num_frozen=num_frozen_stages,
-        data_parallel=num_replicas > 1,
+    num_ranks = len(layers_of_rank)
+    pipeline = Pipeline(
+        num_frozen, cached, num_ranks, num_replicas, num_microbatches, layers_of_rank, 0.0, 0.0,
+        num_stored=num_stored, on_host=on_host, preset=preset,
     )  # fmt: skip
+    schedule, costs = schedule_of(layers, pipeline)
     if not schedule.runs(num_microbatches):
         return None
-    reduce = [layers.reduce * size * (num_replicas > 1) for size in sizes]
-    timeline = simulate(
-        schedule.build((num_microbatches,) * _BATCHES),
-        Costs(
-            forward=[each for each, _ in stages], backward=[each for _, each in stages], reduce_grad=reduce,
-            forward_bytes=layers.occupation, backward_bytes=layers.occupation, bandwidth=1.0,
-        ),
-    )  # fmt: skip
+    timeline = simulate(schedule.build((num_microbatches,) * _BATCHES), costs)
     saved = schedule.max_saved_microbatches((num_microbatches,) * _BATCHES)
     held = [0.0] * num_ranks
-    for stage, (rank, size) in enumerate(zip(rank_of_stage, sizes, strict=True)):
-        held[rank] += size * (layers.trained_bytes + layers.saved_bytes * saved[stage])
-    for rank, (begin, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        held[rank] += layers.frozen_bytes * max(0, min(end, frozen) - begin)
-    if cached:  # what is not in the cache yet has to be computed
-        held[0] += layers.frozen_bytes * num_frozen
+    for place, stage in enumerate(stages_of(layers, pipeline)):
+        held[stage.rank] += layers.frozen_bytes * stage.num_frozen
+        held[stage.rank] += stage.num_trained * (layers.trained_bytes + layers.saved_bytes * saved[place])
     ends = [
         max(
             span.end
@@ -181,5 +265,4 @@ def _simulated(
         )
         for each in (_BATCHES - 1, _BATCHES)
     ]
-    seconds = ends[1] - ends[0]
-    return Pipeline(num_frozen, cached, num_ranks, num_replicas, num_microbatches, counts, seconds, max(held))
+    return replace(pipeline, seconds=ends[1] - ends[0], num_bytes=max(held))

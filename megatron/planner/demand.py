@@ -32,6 +32,8 @@ class Demand:
         evicts, accepts: by rank, whether activations move away from it, or to it.
         boundaries: by rank, where weights live on the host: tensors between stages on the device, which wait for
             another stage of the rank or for their recompute; else empty.
+        num_frozen: stages in front that are frozen: they keep weights alone.
+        unread: by rank: outputs of a frozen stage that the next rank has not read.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -47,6 +49,8 @@ class Demand:
     evicts: tuple[bool, ...]
     accepts: tuple[bool, ...]
     boundaries: tuple[int, ...] = ()
+    num_frozen: int = 0
+    unread: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -75,6 +79,8 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         evicts=tuple(evicts),
         accepts=tuple(evicts[pair_of(rank, program.num_ranks)] for rank in ranks),
         boundaries=report.peak_boundaries_on_rank,
+        num_frozen=program.graph.num_frozen,
+        unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),
     )
 
 
@@ -82,21 +88,29 @@ def most(demands: Iterable[Demand]) -> Demand:
     """The largest of each number: what a run needs that executes all of these programs."""
     first, *others = demands
     for other in others:
-        assert other.rank_of_stage == first.rank_of_stage
-        names = [field.name for field in fields(Demand)]
-        first = Demand(**{name: tuple(map(max, getattr(first, name), getattr(other, name))) for name in names})
+        assert (other.rank_of_stage, other.num_frozen) == (first.rank_of_stage, first.num_frozen)
+        names = [field.name for field in fields(Demand) if field.name != "num_frozen"]
+        largest = {name: tuple(map(max, getattr(first, name), getattr(other, name))) for name in names}
+        first = Demand(**largest, num_frozen=first.num_frozen)
     return first
 
 
 def _own_microbatches(program: Program) -> tuple[int, ...]:
     held, peaks = [0] * program.num_stages, [0] * program.num_stages
+    first_trained = program.graph.num_frozen
     for instruction in (each for row in program.rows for each in row):
-        if instruction.kind is Kind.FORWARD:
+        if instruction.kind is Kind.FORWARD and instruction.stage >= first_trained:
             held[instruction.stage] += 1
             peaks[instruction.stage] = max(peaks[instruction.stage], held[instruction.stage])
         elif instruction.kind in ENDS_BACKWARD:
             held[instruction.stage] -= 1
     return tuple(peaks)
+
+
+def _unread(program: Program, rank: int) -> int:
+    """Of a frozen stage that hands on to another rank."""
+    leaves = program.stages_of(rank)[-1]
+    return program.graph.most_unread(leaves) if program.graph.is_forward_only(leaves) else 0
 
 
 def _gradient_buffers(program: Program, rank: int) -> int:

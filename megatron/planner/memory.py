@@ -116,24 +116,27 @@ def estimate_memory(
         )  # fmt: skip
     result = []
     for rank, stages in enumerate(stages_by_rank(demand.rank_of_stage)):
-        count = sum(parameters[stage] for stage in stages)
+        count = sum(parameters[stage] for stage in stages if stage >= demand.num_frozen)
+        frozen = sum(parameters[stage] for stage in stages if stage < demand.num_frozen)
         versions = demand.live_versions[rank]
         buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
         # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
         sides = _num_sides(stages, demand.rank_of_stage)
+        unread = demand.unread[rank] if demand.num_frozen else 0
         moving = max(saved[stage] for stage in stages) if demand.evicts[rank] else 0.0
         copies = 0.0
         if demand.predicts[rank]:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             copies = state.prediction(count, largest=largest_parameter(shape, setting.tensor, **ends))
         parts = MemoryParts(
-            weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank]),
+            weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
+            + frozen * state.weight_bytes,
             gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions),
             activations=_saved_on_rank(rank, saved, demand),
             workspace=max(copies, *(workspace[stage] for stage in stages)),
-            transfers=(demand.receives_ahead[rank] + sides) * boundary + moving,
+            transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
             communicators=communicators[rank],
         )
         host = None

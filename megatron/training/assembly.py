@@ -22,9 +22,9 @@ from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
 from megatron.training import provisional
 from megatron.training.checkpoint.ownership import OwnerMark
-from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, recorded_freezing
+from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
-from megatron.training.freezing import Freezing, freezing_of
+from megatron.training.elasticity import Elasticity
 from megatron.training.logging import LOSS, Reporter
 from megatron.training.models import num_parameters
 from megatron.training.optimizer_kernel import choose_kernel
@@ -38,6 +38,7 @@ DatasetsProvider = Callable[[argparse.Namespace, object], list]
 LossNames = Callable[[argparse.Namespace], tuple[str, ...]]
 
 _TRACED_EXTRA = 8  # legs: drains, evaluations and batches cut by them
+_TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Run:
     datasets: list
     fields: tuple[Field, ...]
     vocab_size: int
-    freezing: Freezing | None = None
+    elasticity: Elasticity | None = None
     iteration: int = 0
     consumed_samples: int = 0
     consumed_valid_samples: int = 0
@@ -148,9 +149,11 @@ def _build(
     parts = Parts(partial(model_provider, args), forward_step, loss_names(args))
     reporter = Reporter(args)
     datasets = datasets_provider(args, tokenizer)
-    freezing = freezing_of(args, recorded_freezing(args))
     place = build_place(args, parts)
     position = _load(args, place, reporter) or CheckpointPosition()
+    elasticity = Elasticity(args) if args.changes else None
+    if elasticity is not None and args.recorded_changes is not None:
+        elasticity.load_state_dict(args.recorded_changes)
     choose_kernel(place.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
     engine = build_engine(args, place, position)
@@ -158,7 +161,7 @@ def _build(
     return Run(
         args, parts, place, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, fields_provider(args), vocab_size(args, tokenizer), freezing,
+        datasets, fields_provider(args), vocab_size(args, tokenizer), elasticity,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
@@ -194,17 +197,17 @@ def build_engine(args: argparse.Namespace, place: Place, position: CheckpointPos
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
     also after a change of the microbatch size or of the number of replicas.
     """
-    tracer = None
+    traced = _TRACED_OF_LAYERS if args.elastic_pipeline else 0
     if args.pipeline_timeline is not None:
-        clock = CudaClock() if backend.is_cuda() else HostClock()
-        tracer = Tracer(num_batches=2 * args.pipeline_timeline_iterations + _TRACED_EXTRA, clock=clock)
+        traced = 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA
+    clock = CudaClock() if backend.is_cuda() else HostClock()
     return PipelineEngine(
         place.schedule, place.stages, place.update,
         ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend,
         device=backend.device(),
-        tracer=tracer,
+        tracer=Tracer(num_batches=traced, clock=clock) if traced else None,
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
         activation_memory=place.memory if args.moves_activations else None,

@@ -32,7 +32,7 @@ __all__ = [
     "CheckpointWriter",
     "apply_checkpoint_arguments",
     "load_checkpoint",
-    "recorded_freezing",
+    "recorded_changes",
     "save_checkpoint",
 ]
 
@@ -56,7 +56,7 @@ def save_checkpoint(
     optimizer: MegatronOptimizer | None = None,
     scheduler: object | None = None,
     update: WeightUpdate | None = None,
-    freezing: dict | None = None,
+    changes: dict | None = None,
     on_saved: Callable[[Path], None] | None = None,
 ) -> None:
     """Save the run, drained, as the checkpoint of `position.iteration`, and make it the latest.
@@ -66,7 +66,7 @@ def save_checkpoint(
             `use_distributed_optimizer`; stored as 'args'.
         chunks: this rank's model chunks, wrapped or not; the newest weight version is stored as the model.
         update: under 2bw and the like its versions hold the older weights, which are stored too.
-        freezing: what the run has frozen and by which rule, if it freezes; plain numbers, the same on all ranks.
+        changes: what has become of the pipeline while it trained, if it changes; plain numbers, the same on all ranks.
         on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
             another thread.
 
@@ -85,7 +85,7 @@ def save_checkpoint(
         "checkpoint_version": FORMAT_VERSION,
         "iteration": position.iteration,
         "num_floating_point_operations_so_far": position.num_floating_point_operations_so_far,
-        "freezing": freezing,
+        "changes": changes,
         CHECKSUMS_ENTRY: True,
         **run_state(
             RunParts(chunks, optimizer, scheduler, update),
@@ -105,8 +105,11 @@ def save_checkpoint(
     )
 
 
-def recorded_freezing(args: argparse.Namespace) -> dict | None:
-    """What the checkpoint that `load_checkpoint` would go on from says of frozen layers; None: nothing. Collective."""
+def recorded_changes(args: argparse.Namespace) -> dict | None:
+    """What the checkpoint that `load_checkpoint` would go on from says of changes to the pipeline; None: nothing.
+
+    Collective.
+    """
     if args.load is None or args.finetune:
         return None
 
@@ -114,7 +117,7 @@ def recorded_freezing(args: argparse.Namespace) -> dict | None:
         location = directory.locate(args.load, step=args.ckpt_step)
         if location is None or location.is_release:
             return None
-        return read_common_state(location).get("freezing")
+        return read_common_state(location).get("changes")
 
     return on_rank_zero(read)
 

@@ -87,7 +87,8 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
         args,
         MockGPTDataset if args.mock_data else GPTDataset,
         GPTDatasetConfig,
-        reads=any(
+        reads=args.elastic_pipeline  # any rank may come to hold the first or the last stage
+        or any(
             field.is_needed(stage, schedule.num_stages)
             for stage in schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
             for field in gpt_fields(args)

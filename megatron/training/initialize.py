@@ -22,7 +22,9 @@ from megatron.pipeline.runtime.megatron_place import embedding_ranks
 from megatron.training.arguments import Platform
 from megatron.training.arguments.platform import engine_keeps_main_grad
 from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.arrangement import arrange, arrangement_to_begin_with, first_arrangement
 from megatron.training.checkpoint import agreement
+from megatron.training.checkpointing import recorded_changes
 from megatron.training.entry import environment_ranks
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
@@ -70,6 +72,21 @@ def choose_device(args: argparse.Namespace) -> None:
 def set_up(args: argparse.Namespace) -> None:
     """megatron.core's process groups, timeouts, and random states. Collective.
 
+    Where the pipeline changes while it trains, `args` take over what a checkpoint says of it. Raises CheckpointError
+    where they cannot.
+    """
+    agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
+    args.recorded_changes = recorded_changes(args)
+    if args.changes or args.recorded_changes is not None:
+        args.first_arrangement = first_arrangement(args)
+        arrange(args, arrangement_to_begin_with(args, args.recorded_changes))
+    make_groups(args)
+    set_seeds(args.seed)
+
+
+def make_groups(args: argparse.Namespace) -> None:
+    """megatron.core's process groups. Collective.
+
     Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.megatron_place`.
     """
     rank_of_stage = pipeline_schedule(args).rank_of_stage
@@ -80,8 +97,6 @@ def set_up(args: argparse.Namespace) -> None:
         get_embedding_ranks=lambda ranks: embedding_ranks(ranks, rank_of_stage),
         get_position_embedding_ranks=lambda ranks: [ranks[rank_of_stage[0]]],
     )
-    agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
-    set_seeds(args.seed)
 
 
 def meet() -> torch.distributed.Store:

@@ -147,8 +147,8 @@ class Loop:
             assert progress.iteration == report.batch + 1, (progress, report)
             self._wishes |= report.wishes
             self.run.reporter.iteration(report, progress)
-            if self.run.freezing is not None:
-                self.run.freezing.note(report)
+            if self.run.elasticity is not None:
+                self.run.elasticity.note(report)
             if report.nan and self.args.check_for_nan_in_loss_and_grad:
                 raise TrainingError(
                     f"the loss or the gradient of iteration {progress.iteration} is not finite (lm loss "
@@ -170,7 +170,7 @@ class Loop:
         return self.args.save is not None and self._due(self.args.save_interval)
 
     def _decides(self) -> bool:
-        return self.run.freezing is not None and self.run.freezing.is_due(self.run.iteration)
+        return self.run.elasticity is not None and self.run.elasticity.is_due(self.run.iteration)
 
     def _ends_stretch(self) -> bool:
         """Whether the pipeline has to be drained here; the same on every rank."""
@@ -180,10 +180,10 @@ class Loop:
 
     def _between_stretches(self) -> bool:
         """Drain, evaluate, save; True if the run ends here."""
-        args, froze = self.args, False
+        args = self.args
         self._drain()
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
-            froze = self.run.freezing.decide()
+            self.run.elasticity.decide(self.run)
         if self._evaluates() and not self._wishes and not self.validate():
             self._wishes |= STOP
         ends = bool(self._wishes) or self._due(args.exit_interval)
@@ -196,25 +196,25 @@ class Loop:
         if ends:
             why = "on request" if self._wishes else "as --exit-interval says"
             self.run.reporter.say(f"exiting {why} at iteration {self.run.iteration}")
-        elif froze and self.run.iteration < args.train_iters:
+        elif self._wants_another_place() and self.run.iteration < args.train_iters:
             self._change_place()
         return ends
 
+    def _wants_another_place(self) -> bool:
+        return self.run.elasticity is not None and self.run.elasticity.wanted != self.args.arrangement
+
     def _change_place(self) -> None:
-        """Go on with the layers frozen that are to be; as before, with a warning, where that fails."""
-        run, freezing = self.run, self.run.freezing
+        """Go on as was decided; as before, with a warning, where that fails."""
+        run, elasticity = self.run, self.run.elasticity
         self.close_data()
-        before = freezing.set_stages()
         try:
-            change = change_place(run)
+            change = change_place(run, elasticity.wanted)
         except CheckpointError as error:
-            freezing.take_back(before)
-            run.reporter.say(f"warning: no more layers are frozen at iteration {run.iteration}: {error}")
+            elasticity.take_back()
+            run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
-            run.reporter.say(
-                f"iteration {run.iteration}: {freezing.describe()}; {change.moved.num_bytes / 2**20:.1f} MiB went to "
-                f"the new stages in {change.seconds:.2f} s"
-            )
+            elasticity.note_change(change.seconds)
+            run.reporter.say(f"iteration {run.iteration}: {change.describe(elasticity.outlook)}")
         self._feed()
 
     def _agree_to_stop(self) -> bool:
@@ -263,7 +263,7 @@ class Loop:
         save_checkpoint(
             run.writer, args=self.args, position=run.position(), chunks=run.chunks, optimizer=run.optimizer,
             scheduler=run.scheduler, update=run.update, on_saved=saved,
-            freezing=run.freezing.state_dict() if run.freezing is not None else None,
+            changes=run.elasticity.state_dict() if run.elasticity is not None else None,
         )  # fmt: skip
         run.saved_iteration = iteration
         how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"

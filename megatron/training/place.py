@@ -69,7 +69,7 @@ def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -
     `draws`: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
     Raises ValueError for what the user can mend.
     """
-    schedule, model = pipeline_schedule(args), config.transformer_config(args)
+    schedule, model = pipeline_schedule(args), _model(args)
     model.perform_initialization = draws
     layers = plan.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
     on_host = schedule.residency is not None
@@ -105,6 +105,14 @@ def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -
         for stage, chunk in zip(own, chunks, strict=True)
     ]  # fmt: skip
     return Place(schedule, chunks, optimizer, scheduler, update, stages, memory)
+
+
+def _model(args: argparse.Namespace) -> TransformerConfig:
+    """The model's configuration, as of the pipeline that the flags ask for: they may say how that is cut."""
+    if args.arrangement is None:
+        return config.transformer_config(args)
+    first = {"pipeline_model_parallel_size": args.first_arrangement.pipeline}
+    return config.transformer_config(argparse.Namespace(**{**vars(args), **first}))
 
 
 def _update(

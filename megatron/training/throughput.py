@@ -17,3 +17,8 @@ def flops_per_sample(args: argparse.Namespace) -> float:
     weights = args.num_layers * (projections + mlp) + args.hidden_size * args.padded_vocab_size
     attention = args.num_layers * 2 * args.seq_length * query_width
     return 6.0 * args.seq_length * (weights + attention)
+
+
+def flops_of_output_layer(args: argparse.Namespace) -> float:
+    """Of these, the output layer's."""
+    return 6.0 * args.seq_length * args.hidden_size * args.padded_vocab_size

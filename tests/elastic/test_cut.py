@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.cut import busiest, cut_exactly, cut_greedily
+from megatron.elastic.cut import busiest, cut_exactly, cut_greedily, cut_that_fits
 
 WORK = st.lists(st.floats(0, 100), min_size=1, max_size=14)
 
@@ -28,6 +28,21 @@ def test_no_cut_is_better(work, data):
     assert busiest(work, found) <= best * (1 + 1e-12)
     greedy = cut_greedily(work, num_ranks)
     assert len(greedy) == num_ranks and sum(greedy) == len(work) and min(greedy) >= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(WORK, st.data())
+def test_no_cut_that_fits_is_better(work, data):
+    """Brute force over the cuts in which each rank has as many units as it may have."""
+    num_ranks = data.draw(st.integers(1, len(work)))
+    most = data.draw(st.lists(st.integers(1, 5), min_size=num_ranks, max_size=num_ranks))
+    found = cut_that_fits(work, num_ranks, lambda rank, begin, end: end - begin <= most[rank])
+    fitting = [each for each in all_cuts(len(work), num_ranks) if all(a <= b for a, b in zip(each, most, strict=True))]
+    if found is None:
+        assert not fitting
+    else:
+        assert found in fitting
+        assert busiest(work, found) <= min(busiest(work, each) for each in fitting) * (1 + 1e-12)
 
 
 def test_cuts():

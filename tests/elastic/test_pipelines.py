@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.elastic.pipelines import Layers, fastest, pipelines
+from megatron.elastic.pipelines import Layers, fastest, pipelines, schedule_of, stages_of
+from megatron.pipeline.simulate import simulate
 
 EVEN = Layers((1.0,) * 8, (2.0,) * 8)
 
@@ -42,6 +43,55 @@ def test_a_prefix_that_is_read():
     assert read.num_bytes == pytest.approx(2 + 4 / 6)
     faster = one(pipelines(Layers((1.0,) * 8, (2.0,) * 8, read=0.0), 4, world=2, num_microbatches=8, cached=True), 2)
     assert faster.seconds < read.seconds
+
+
+def test_a_first_epoch_reads_computes_and_writes():
+    """Four frozen layers, of which the cache has three: read, compute one, write; the others need no memory on the
+    device if they are on the host. The first rank gets fewer layers for that.
+    """
+    layers = Layers((1.0,) * 8, (2.0,) * 8, read=0.25, write=0.5)
+    choices = {"world": 1, "num_microbatches": 4, "cached": True, "on_host": True}
+    nothing, three, four = (one(pipelines(layers, 4, num_stored=each, **choices), 1) for each in (0, 3, 4))
+    assert nothing.seconds == pytest.approx(4 * (4 + 0.5 + 12))
+    assert three.seconds == pytest.approx(4 * (0.25 + 1 + 0.5 + 12))
+    assert four.seconds == pytest.approx(4 * (0.25 + 12)) and four == one(pipelines(layers, 4, **choices), 1)
+    assert [each.num_bytes for each in (nothing, three, four)] == pytest.approx([4 + 4 / 6, 4 + 1 / 6, 4])
+    assert [(each.rank, each.forward, each.num_frozen) for each in stages_of(layers, three)] == [
+        (0, 1.75, 1),
+        (0, 4, 0),
+    ]
+    at_once = one(pipelines(layers, 4, num_stored=0, world=2, num_microbatches=8, cached=True), 2)
+    assert at_once.layers_of_rank == (1, 3)
+    with pytest.raises(ValueError, match="a cache cannot have the output of 5 of 4 frozen layers"):
+        pipelines(layers, 4, num_stored=5, **choices)
+
+
+def test_a_cut_that_is_given():
+    (kept,) = pipelines(EVEN, 4, world=2, num_microbatches=8, layers_of_rank=(4, 4))
+    assert kept.layers_of_rank == (4, 4) and kept.num_ranks == 2
+    assert kept.seconds > one(pipelines(EVEN, 4, world=2, num_microbatches=8), 2).seconds
+    with pytest.raises(ValueError, match=r"\(4, 3\) is no cut of 8 layers"):
+        pipelines(EVEN, 4, world=2, num_microbatches=8, layers_of_rank=(4, 3))
+
+
+def test_layers_are_cut_so_that_they_fit():
+    """Two frozen, six trained: even in time is 4, 2, 2, which does not fit into 2; 3, 3, 2 does not either."""
+    layers = Layers((1.0,) * 8, (2.0,) * 8, frozen_bytes=1.0)
+    even = one(pipelines(layers, 2, world=3, num_microbatches=9), 3)
+    assert even.layers_of_rank == (4, 2, 2) and even.num_bytes == 4
+    fitting = one(pipelines(layers, 2, world=3, num_microbatches=9, most_bytes=3), 3)
+    assert fitting.layers_of_rank == (3, 3, 2) and fitting.num_bytes == 3 and fitting.seconds > even.seconds
+    assert one(pipelines(layers, 2, world=3, num_microbatches=9, most_bytes=2), 3) == even, "none fits"
+
+
+def test_what_a_pipeline_runs():
+    """The program and the costs that were simulated: the steady state of more batches is the one that was found."""
+    layers = Layers((1.0,) * 8, (2.0,) * 8, reduce=0.5, occupation=0.1, latency=0.2)
+    pipeline = one(pipelines(layers, 3, world=4, num_microbatches=16), 2)
+    schedule, costs = schedule_of(layers, pipeline)
+    assert schedule.num_frozen == 1 and schedule.num_ranks == 2
+    starts = simulate(schedule.build((8,) * 6), costs).batch_starts()
+    assert starts[5] - starts[4] == pytest.approx(pipeline.seconds)
 
 
 def test_reductions_and_transfers_take_time():

@@ -32,5 +32,26 @@ GROUP = Group(
             None,
             "How many layers are frozen behind interval 1, 2, ..., such as 0,4,6; the last number stays.",
         ),
+        switch(
+            "--elastic-pipeline",
+            "Decide then, too, how many ranks the pipeline has, up to as many as at first, and which layers each: by "
+            "measured times, simulated, in no more memory than a rank had at first. The other ranks become replicas; "
+            "the batch stays.",
+        ),
+        option(
+            "--elastic-cut",
+            str,
+            "exact",
+            "exact: layers are cut so that the busiest rank has as little work as can be. greedy: PipeTransformer's "
+            "way, rank after rank up to the mean.",
+            choices=("exact", "greedy"),
+        ),
+        option(
+            "--elastic-schedule",
+            str,
+            None,
+            "How many ranks the pipeline has behind interval 1, 2, ..., such as 4,2,1, whatever was measured; the last "
+            "number stays.",
+        ),
     ),
 )

@@ -10,32 +10,68 @@ from megatron.pipeline.schedules import PRESETS
 from megatron.training.arguments.freezing import GROUP
 from megatron.training.arguments.rules_run import pipeline_schedule
 
+_OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
+
 
 def flags(args: argparse.Namespace) -> None:
-    """The flags fit together. Fills `frozen_stages`: the pipeline's, once some are frozen; None until then."""
-    args.frozen_stages = None
-    if not args.freeze_training:
-        for each in GROUP.flags:
-            if each.dest in args.given:
-                raise ValueError(f"{each.name} needs --freeze-training; add it, or leave this out")
+    """The flags fit together.
+
+    Fills `changes`: whether the pipeline may change while it trains; `arrangement`, and `frozen_stages`: the pipeline's
+    once it has changed, None until then; `elastic_schedule`: numbers.
+    """
+    args.frozen_stages = args.arrangement = None
+    args.changes = args.freeze_training or args.elastic_pipeline
+    for each in GROUP.flags:
+        needs = "--elastic-pipeline" if each.dest.startswith("elastic") else "--freeze-training"
+        serves = (
+            args.changes
+            if each.dest in _OF_BOTH
+            else args.elastic_pipeline
+            if "elastic" in needs
+            else args.freeze_training
+        )
+        if each.dest in args.given and not serves:
+            raise ValueError(f"{each.name} needs {needs}; add it, or leave this out")
+    if not args.changes:
         return
+    asked = "--freeze-training" if args.freeze_training else "--elastic-pipeline"
     if args.freeze_interval is None:
-        raise ValueError("--freeze-training needs --freeze-interval, the iterations between two decisions")
+        raise ValueError(f"{asked} needs --freeze-interval, the iterations between two decisions")
+    if args.elastic_schedule is not None:
+        args.elastic_schedule = _sizes(args)
     if args.freeze_schedule is not None and "freeze_rule" not in args.given:
         args.freeze_rule = "schedule"
     if args.freeze_schedule is not None and "freeze_alpha" in args.given:
         raise ValueError("--freeze-alpha has no say where --freeze-schedule is given; leave one of them out")
-    make_rule(args)
-    _embeddings_and_weights(args)
+    if args.freeze_training:
+        make_rule(args)
+    _embeddings_and_weights(args, asked)
 
 
-def _embeddings_and_weights(args: argparse.Namespace) -> None:
+def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
+    """Of --elastic-schedule."""
+    text, most = args.elastic_schedule, args.pipeline_model_parallel_size
+    num_ranks = most * args.data_parallel_size
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(f"--elastic-schedule {text} is no list of numbers of ranks; give such as 4,2,1") from None
+    for each in sizes:
+        if not 1 <= each <= most or num_ranks % each:
+            raise ValueError(
+                f"--elastic-schedule {text}: a pipeline of {each} ranks is none of {num_ranks} ranks that began with "
+                f"{most} in each; give divisors of {num_ranks} up to {most}"
+            )
+    return sizes
+
+
+def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
     """What cannot be combined, in the words of its flags."""
     preset, name = PRESETS[args.pipeline_schedule], f"--pipeline-schedule {args.pipeline_schedule}"
     v = args.virtual_pipeline_model_parallel_size
     if not args.untie_embeddings_and_output_weights:
         raise ValueError(
-            "--freeze-training would freeze the head with the embedding that it is tied to; add "
+            f"{asked} would freeze the head with the embedding that it is tied to, or part them; add "
             "--untie-embeddings-and-output-weights"
         )
     for is_asked, what, why in (
@@ -48,7 +84,7 @@ def _embeddings_and_weights(args: argparse.Namespace) -> None:
         (args.pipeline_extra_warmup, "--pipeline-extra-warmup", "counts how far ahead a stage is by all stages"),
     ):  # fmt: skip
         if is_asked:
-            raise ValueError(f"--freeze-training: {what} {why}; use flush, gpipe, bpipe or 2bw without it")
+            raise ValueError(f"{asked}: {what} {why}; use flush, gpipe, bpipe or 2bw without it")
 
 
 def make_rule(args: argparse.Namespace) -> FreezeRule:

@@ -8,7 +8,7 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
   uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
   Policies with longer delays have more of them (see `older_versions`).
 - 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
-- 'freezing': how many layers are frozen, and by which rule, where training freezes them.
+- 'changes': what has become of the pipeline where it changes while it trains: frozen layers, ranks, what decided.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _LAYERS_APART = "non_homogeneous_layers"
 def sharding_metadata(args: argparse.Namespace) -> dict:
     """How optimizer state is laid out. A new dict with every call, since megatron.core changes the one it is given."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if getattr(args, "freeze_training", False):
+    if getattr(args, "changes", False):
         metadata[_LAYERS_APART] = (
             True  # some have an optimizer's state, some have none, and keys that they share need all
         )

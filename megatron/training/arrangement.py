@@ -1,0 +1,117 @@
+"""How a job's ranks share a model now: so many in a pipeline, so many pipelines, which layers on which rank, and which
+are frozen.
+
+A run begins as its flags say. Where it changes while it trains, `args` say what holds now, so whatever reads degrees
+and sizes from them goes on as in a run that began like that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron.elastic.stages import Stages, stages_of
+from megatron.training import config, plan
+from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.checkpoint.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One of a job's arrangements.
+
+    Attributes:
+        pipeline, data: ranks of a pipeline, and how many pipelines there are.
+        micro_batch_size: samples.
+        layers_of_rank: of the pipeline.
+        num_frozen: layers in front.
+    """
+
+    pipeline: int
+    data: int
+    micro_batch_size: int
+    layers_of_rank: tuple[int, ...]
+    num_frozen: int = 0
+
+    @property
+    def stages(self) -> Stages:
+        return stages_of(self.layers_of_rank, self.num_frozen)
+
+    def with_frozen(self, num_frozen: int) -> Arrangement:
+        """The same with so many layers frozen."""
+        return replace(self, num_frozen=num_frozen)
+
+    def __str__(self) -> str:
+        stages, ranks = self.stages, []
+        for rank in range(self.pipeline):
+            own = [
+                f"{layers}{' frozen' * (stage < stages.num_frozen)}"
+                for stage, (layers, at) in enumerate(zip(stages.layers, stages.rank_of_stage, strict=True))
+                if at == rank
+            ]
+            ranks.append(" + ".join(own))
+        return f"pipeline {self.pipeline} x data {self.data}, layers {' | '.join(ranks)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as plain numbers."""
+        return {**asdict(self), "layers_of_rank": list(self.layers_of_rank)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Arrangement:
+        """What `state_dict` has made."""
+        return cls(**{**state, "layers_of_rank": tuple(state["layers_of_rank"])})
+
+
+def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
+    """Let `args` say that the job is arranged so.
+
+    Raises:
+        ValueError: batches cannot be shared out to so many replicas, or the schedule does not run so few microbatches;
+            `args` are as before.
+    """
+    changed = argparse.Namespace(**vars(args))
+    changed.arrangement = arrangement
+    changed.pipeline_model_parallel_size = arrangement.pipeline
+    changed.data_parallel_size = arrangement.data
+    changed.micro_batch_size = arrangement.micro_batch_size
+    changed.batch_sizes = replace(
+        args.batch_sizes, samples_per_microbatch=arrangement.micro_batch_size * arrangement.data
+    )
+    is_first = arrangement == args.first_arrangement
+    changed.frozen_stages = None if is_first else arrangement.stages
+    schedule, sizes = pipeline_schedule(changed), set(changed.batch_sizes.all_num_microbatches())
+    for num_microbatches in sizes:
+        schedule.validate(num_microbatches)
+    changed.moves_activations = any(schedule.evicting_ranks((each,)) for each in sizes)
+    vars(args).update(vars(changed))
+
+
+def first_arrangement(args: argparse.Namespace) -> Arrangement:
+    """What the flags ask for."""
+    layers = plan.layers_of_stages(config.transformer_config(args))
+    return Arrangement(args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers))
+
+
+def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any] | None) -> Arrangement:
+    """What a run that begins, or goes on from a checkpoint, is built as; `args.first_arrangement` is set.
+
+    A checkpoint's own arrangement, where the job has as many ranks as when it was decided and the flags ask for the
+    same as then; else what the flags say. Frozen layers stay frozen.
+
+    Raises:
+        CheckpointError: the checkpoint has frozen layers, and the run would train them.
+    """
+    first: Arrangement = args.first_arrangement
+    if recorded is None:
+        return first
+    wanted = Arrangement.from_state(recorded["wanted"])
+    if wanted.num_frozen and not args.freeze_training:
+        raise CheckpointError(
+            f"--load {args.load}: {wanted.num_frozen} layers of the checkpoint are frozen, and their optimizer state "
+            "is gone; add --freeze-training, or --finetune to begin anew with its weights"
+        )
+    asks_for_the_same = Arrangement.from_state(recorded["first"]) == first
+    if not asks_for_the_same or (wanted.pipeline != first.pipeline and not args.elastic_pipeline):
+        return first.with_frozen(wanted.num_frozen)
+    return wanted

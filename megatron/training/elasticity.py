@@ -1,0 +1,96 @@
+"""What a run changes while it trains: which layers are frozen, and how its ranks share the others.
+
+At the end of an interval the pipeline is drained, rank 0 decides, and all ranks hear the same: times differ from rank
+to rank, and last bits of norms from layout to layout. What was decided stands in checkpoints, whether or not the run
+has got round to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from megatron.pipeline.runtime.stage import BatchReport
+from megatron.training.arrangement import Arrangement
+from megatron.training.checkpoint.agreement import on_rank_zero
+from megatron.training.freezing import Freezing
+from megatron.training.shaping import Outlook, Shaping
+
+if TYPE_CHECKING:
+    from megatron.training.assembly import Run
+
+
+class Elasticity:
+    """What one run changes, and when.
+
+    Attributes:
+        wanted: the arrangement that was decided last.
+        outlook: what was expected of it; None where nothing was.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._freezing = Freezing(args) if args.freeze_training else None
+        self._shaping = Shaping(args) if args.elastic_pipeline else None
+        self.wanted: Arrangement = args.arrangement
+        self.outlook: Outlook | None = None
+
+    def note(self, report: BatchReport) -> None:
+        """Count in what the decision reads of a batch."""
+        if self._freezing is not None:
+            self._freezing.note(report)
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether an interval ends behind so many batches."""
+        since = iteration - self._args.freeze_start
+        return since > 0 and since % self._args.freeze_interval == 0
+
+    def decide(self, run: Run) -> None:
+        """End an interval: fill `wanted`. Collective, drained."""
+        if self._shaping is not None:
+            self._shaping.measure(run.engine)
+        state, outlook = on_rank_zero(lambda: self._decide(run.iteration))
+        self._load(state)
+        self.outlook = outlook
+
+    def _decide(self, iteration: int) -> tuple[dict[str, Any], Outlook | None]:
+        wanted, outlook = self._args.arrangement, None
+        if self._freezing is not None:
+            self._freezing.decide()
+            wanted = wanted.with_frozen(self._freezing.num_frozen)
+        if self._shaping is not None:
+            wanted, outlook = self._shaping.decide(wanted, batches_left=self._args.train_iters - iteration)
+        self.wanted = wanted
+        return self.state_dict(), outlook
+
+    def note_change(self, seconds: float) -> None:
+        """A change has taken so long."""
+        if self._shaping is not None:
+            self._shaping.seconds_of_change = seconds
+
+    def take_back(self) -> None:
+        """What was decided did not come about."""
+        self.wanted, self.outlook = self._args.arrangement, None
+        if self._freezing is not None:
+            self._freezing.num_frozen = self.wanted.num_frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain numbers, the same on all ranks."""
+        return {
+            "first": self._args.first_arrangement.state_dict(),
+            "wanted": self.wanted.state_dict(),
+            "freezing": None if self._freezing is None else self._freezing.state_dict(),
+            "shaping": None if self._shaping is None else self._shaping.state_dict(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.wanted = Arrangement.from_state(state["wanted"])
+        if self._freezing is not None and state["freezing"] is not None:
+            self._freezing.load_state_dict(state["freezing"])
+        if self._shaping is not None and state["shaping"] is not None:
+            self._shaping.load_state_dict(state["shaping"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Raises CheckpointError where another rule has decided."""
+        self._load(state)
+        self.wanted = self._args.arrangement

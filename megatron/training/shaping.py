@@ -1,0 +1,138 @@
+"""Which pipeline a run goes on with: how many ranks in it, and how many layers each has.
+
+Candidates are the divisors of the ranks up to as many as the pipeline had at first, the rest being replicas; the batch
+stays, so each replica takes fewer microbatches. Each is cut by measured times, simulated, and weighed by the planner
+with the most memory that a rank had at first as its limit. The fastest is taken if it repays what a change costs in
+what is left of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.elastic.cut import cut_exactly, cut_greedily
+from megatron.elastic.pipelines import Layers, pipelines
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.planner.memory import estimate_memory
+from megatron.training import plan
+from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.arrangement import Arrangement, arrange
+from megatron.training.dry_run import prove
+from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
+
+CUTS = {"exact": cut_exactly, "greedy": cut_greedily}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Simulated seconds of a batch: as it would go on, and as it was decided."""
+
+    before: float
+    after: float
+
+
+class Shaping:
+    """The shape of one run's pipeline.
+
+    Attributes:
+        seconds_of_change: what the last change took; 0 until there was one.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
+        self._by_hand = args.elastic_schedule
+        self._num_intervals = 0
+        self._most_bytes: float | None = None
+        self.seconds_of_change = 0.0
+
+    def measure(self, engine: PipelineEngine) -> None:
+        """Learn what layers take from what the engine traced. Collective, drained."""
+        if self._by_hand is None:
+            self._times.note(self._args.arrangement.stages, seconds_of_stages(engine))
+
+    def decide(self, now: Arrangement, *, batches_left: int) -> tuple[Arrangement, Outlook]:
+        """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with."""
+        self._num_intervals += 1
+        found = [(each, seconds) for each in self._candidates(now) if (seconds := self._seconds(each)) is not None]
+        before = self._seconds(now)
+        if self._by_hand is not None:
+            size = self._by_hand[min(self._num_intervals, len(self._by_hand)) - 1]
+            chosen = [(each, seconds) for each, seconds in found if each.pipeline == size]
+            if not chosen:
+                return now, Outlook(before, before)
+            [(wanted, after)] = chosen
+            return wanted, Outlook(before, after)
+        fitting = [(each, seconds) for each, seconds in found if self._bytes(each) <= self._limit()]
+        wanted, after = min(fitting, key=lambda each: (each[1], each[0].pipeline), default=(now, before))
+        if (before - after) * batches_left <= self.seconds_of_change:
+            return now, Outlook(before, before)
+        return wanted, Outlook(before, after)
+
+    def _candidates(self, now: Arrangement) -> list[Arrangement]:
+        """One for each number of ranks that the job can be arranged in."""
+        world, most = now.pipeline * now.data, self._args.first_arrangement.pipeline
+        work = [
+            forward + (0.0 if layer < now.num_frozen else backward)
+            for layer, (forward, backward) in enumerate(zip(self._times.forward, self._times.backward, strict=True))
+        ]
+        cut = CUTS[self._args.elastic_cut]
+        found = []
+        for size in (each for each in range(min(most, len(work)), 0, -1) if world % each == 0):
+            each = replace(now, pipeline=size, data=world // size, layers_of_rank=cut(work, size))
+            if self._arranged(each) is not None:
+                found.append(each)
+        return found
+
+    def _arranged(self, arrangement: Arrangement) -> argparse.Namespace | None:
+        """The arguments of a job that is arranged so; None where it cannot be."""
+        args = argparse.Namespace(**vars(self._args))
+        try:
+            arrange(args, arrangement)
+        except ValueError:
+            return None
+        return args
+
+    def _seconds(self, arrangement: Arrangement) -> float | None:
+        """Of a batch, simulated."""
+        args = self._arranged(arrangement)
+        if args is None:
+            return None
+        layers = Layers(tuple(self._times.forward), tuple(self._times.backward))
+        found = pipelines(
+            layers, arrangement.num_frozen, world=arrangement.pipeline * arrangement.data,
+            num_microbatches=max(args.batch_sizes.all_num_microbatches()) * arrangement.data,
+            preset=args.pipeline_schedule, layers_of_rank=arrangement.layers_of_rank,
+        )  # fmt: skip
+        return found[0].seconds if found else None
+
+    def _limit(self) -> float:
+        if self._most_bytes is None:
+            self._most_bytes = self._bytes(self._args.first_arrangement)
+        return self._most_bytes
+
+    def _bytes(self, arrangement: Arrangement) -> float:
+        """Of the fullest rank, as the planner counts."""
+        args = self._arranged(arrangement)
+        _, demand = prove(args, pipeline_schedule(args))
+        memory = estimate_memory(
+            plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
+            layers=arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        )  # fmt: skip
+        return max(each.total for each in memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain numbers."""
+        return {
+            "num_intervals": self._num_intervals,
+            "forward": list(self._times.forward),
+            "backward": list(self._times.backward),
+            "seconds_of_change": self.seconds_of_change,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_intervals = int(state["num_intervals"])
+        self._times.forward, self._times.backward = list(state["forward"]), list(state["backward"])
+        self.seconds_of_change = float(state["seconds_of_change"])
