@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import optimizer as core
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedStateDict
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.training.checkpoint.agreement import control_group
 
 _LOCAL = (ShardedBase, LocalNonpersistentObject)
@@ -58,6 +60,19 @@ def _has_own(value: object) -> bool:
     if isinstance(value, list):
         return any(map(_has_own, value))
     return isinstance(value, _LOCAL)
+
+
+def with_empty_masters(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+    """A loaded state of a rank that has nothing to train: no store keeps the lists of no masters that it asked for."""
+    [inner] = getattr(optimizer, "chained_optimizers", [optimizer])
+    if isinstance(inner, Float16OptimizerWithFloat16Params) and not any(inner.fp32_from_float16_groups):
+        return {**loaded, "fp32_from_fp16_params": [[] for _ in inner.fp32_from_float16_groups]}
+    return loaded
+
+
+def trains_nothing(optimizer: MegatronOptimizer) -> bool:
+    """Whether none of the rank's parameters is trained."""
+    return not any(group["params"] for group in optimizer.param_groups)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpoint.element_ranges import ELEMENT_RANGES, ranged_optimizer_state
-from megatron.training.checkpoint.frozen_ranks import nothing_to_map, with_common_state
+from megatron.training.checkpoint.frozen_ranks import nothing_to_map, trains_nothing, with_common_state
 
 FORMAT_VERSION = 3.0
 _LAYERS_APART = "non_homogeneous_layers"
@@ -107,14 +107,14 @@ def optimizer_state(
     Collective over the job where layers may be frozen.
     """
     complete_state(optimizer)
-    trains_nothing = not any(group["params"] for group in optimizer.param_groups)
-    with nothing_to_map() if trains_nothing else contextlib.nullcontext():
+    is_frozen = trains_nothing(optimizer)
+    with nothing_to_map() if is_frozen else contextlib.nullcontext():
         if metadata.get("distrib_optim_sharding_type") == ELEMENT_RANGES:
             entry = ranged_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
         else:
             entry = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
     if metadata.get(_LAYERS_APART) and not is_loading:
-        entry = with_common_state(entry, is_frozen=trains_nothing)
+        entry = with_common_state(entry, is_frozen=is_frozen)
     return entry
 
 
