@@ -184,6 +184,7 @@ class Loop:
         args = self.args
         self._drain()
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
+            self._finish_writing()
             self.run.elasticity.decide(self.run)
         if self._evaluates() and not self._wishes and not self.validate():
             self._wishes |= STOP
@@ -207,6 +208,7 @@ class Loop:
     def _change_place(self) -> None:
         """Go on as was decided; as before, with a warning, where that fails."""
         run, elasticity = self.run, self.run.elasticity
+        self._finish_writing()
         self.close_data()
         try:
             change = change_place(run, elasticity.wanted)
@@ -217,6 +219,11 @@ class Loop:
             elasticity.note_change(change.seconds)
             run.reporter.change(run.iteration, change, elasticity.outlook)
         self._feed()
+
+    def _finish_writing(self) -> None:
+        """Wait for a checkpoint that is written beside training: it needs the group over which ranks agree."""
+        if self.run.writer is not None:
+            self.run.writer.finish()
 
     def _agree_to_stop(self) -> bool:
         """Collective: whether any rank was asked to stop."""

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -54,6 +55,7 @@ def train_case(
     look_after: tuple[int, ...] = (),
     program: str = "pretrain_gpt",
     base: str = BASE,
+    watch: str | None = None,
 ) -> dict:
     """Run on this rank; returns the metrics (last rank), the printed lines, the weights of all its stages, a digest of
     each batch's gradients, by stage what was saved: microbatches at most, and the bytes in which one moved; the
@@ -61,7 +63,8 @@ def train_case(
 
     `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank gets the wish to stop.
     `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
-    (`resources`).
+    (`resources`). `watch`: "module:function" of what is called with the run before it trains, and returns what is called
+    at its end for the entry `watched`.
     """
     from megatron.training import initialize
     from megatron.training.arguments import parse_args, validate_args
@@ -90,6 +93,7 @@ def train_case(
     run.reporter.say = lines.append
     gradients = _digests_of_gradients(run.update)
     resources = _look_after(run.reporter, look_after)
+    watched = _function(watch)(run) if watch else lambda: None
     if stop_after and rank in stop_after:
         _stop_after(run.reporter, stop, stop_after[rank])
     try:
@@ -110,6 +114,7 @@ def train_case(
             "mappings": {file: size for file, size in shared_files().items() if file not in mapped},
             "fetched_bytes": run.update.resident.num_bytes_fetched if isinstance(run.update, RelayUpdate) else 0,
             "generator": torch.get_rng_state(),
+            "watched": watched(),
         }
     finally:
         shutil.rmtree(folder)
@@ -122,16 +127,23 @@ def whole_weights(chunks: list) -> dict[str, torch.Tensor]:
 
     group, found = parallel_state.get_tensor_model_parallel_group(), {}
     for model in map(unwrap_model, chunks):
-        for name, value in model.named_parameters():
-            words, tensor = name.split("."), value.detach().clone()
-            if name.startswith("decoder.layers."):
-                words[2] = str(model.decoder.layers[int(words[2])].layer_number)
+        for name, value in numbered_names(model):
+            tensor = value.detach().clone()
             if getattr(value, "tensor_model_parallel", False) and group.size() > 1:
                 parts = [torch.empty_like(tensor) for _ in range(group.size())]
                 torch.distributed.all_gather(parts, tensor, group=group)
                 tensor = torch.cat(parts, dim=value.partition_dim)
-            found[".".join(words)] = tensor
+            found[name] = tensor
     return found
+
+
+def numbered_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a chunk under their names in the whole model, where layers count from 1."""
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if words[1] == "layers":
+            words[2] = str(getattr(model, words[0]).layers[int(words[2])].layer_number)
+        yield ".".join(words), parameter
 
 
 def joined_weights(results: list[dict]) -> dict[str, torch.Tensor]:
@@ -179,7 +191,9 @@ def _look_after(reporter, iterations: tuple[int, ...]) -> list[dict[str, int]]:
 def _digests_of_gradients(update) -> list[str]:
     """Grows by one for each batch: of its reduced gradients, when they are applied. Not where these come stage by
     stage."""
-    if isinstance(update, RelayUpdate):
+    from megatron.pipeline.runtime.megatron_frozen_update import MegatronFrozenUpdate
+
+    if isinstance(update, (RelayUpdate, MegatronFrozenUpdate)):
         return []
     apply, digests = update._apply, []
 
@@ -191,6 +205,11 @@ def _digests_of_gradients(update) -> list[str]:
 
     update._apply = watched
     return digests
+
+
+def _function(path: str) -> Callable:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _moved_bytes(stage) -> int | None:

@@ -111,6 +111,9 @@ class MegatronFrozenUpdate:
     def begin_evaluation(self) -> None:
         """Its weights are always the newest."""
 
+    def show_newest(self) -> None:
+        """They are shown."""
+
     @property
     def learning_rate(self) -> float:
         """As of `MegatronWeightUpdate`."""

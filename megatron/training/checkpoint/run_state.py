@@ -151,10 +151,10 @@ class Restoration:
             self._older.restore(state)
         if self._with_optimizer:
             loaded = state["optimizer"]
-            if self._converts:
-                loaded = optimizer_formats.convert_loaded(loaded, optimizer)
             if trains_nothing(optimizer):
                 loaded = with_what_is_empty(loaded, optimizer)
+            if self._converts:
+                loaded = optimizer_formats.convert_loaded(loaded, optimizer)
             optimizer_formats.convert_step_counters(loaded, optimizer)
             with torch.no_grad():  # some of megatron.core's formats copy into parameters
                 optimizer.load_state_dict(loaded)

@@ -23,6 +23,7 @@ from megatron.training.arrangement import Arrangement, arrange
 from megatron.training.assembly import Run, build_engine
 from megatron.training.checkpoint.agreement import agreed, control_group
 from megatron.training.checkpoint.errors import CheckpointError
+from megatron.training.checkpoint.random_state import restore_random_state
 from megatron.training.checkpoint.run_state import RunParts
 from megatron.training.initialize import make_groups
 from megatron.training.optimizer_kernel import choose_kernel
@@ -81,19 +82,23 @@ def change_place(run: Run, wanted: Arrangement) -> Change:
     groups = parallel_groups.set_aside() if regroups else None
     if regroups:
         make_groups(run.args)
-    place = build_place(run.args, run.parts, draws=False)
+    place, problem = build_place(run.args, run.parts, draws=False), None
     try:
         _require_same_program(place.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
         moved = hand_over(state, _parts(place), iteration=run.iteration)
-    except CheckpointError:
+    except CheckpointError as error:  # whose frames hold the new place until this block ends
+        problem = str(error)
+    if problem is not None:
         place.update.close()
         del place
+        _collect()
         if regroups:
-            _leave(parallel_groups.set_aside())
+            parallel_groups.destroy(parallel_groups.set_aside())
             parallel_groups.restore(groups)
         arrange(run.args, before)
+        restore_random_state(state["rng_state"].data)  # building has drawn
         run.engine = build_engine(run.args, first, run.position())
-        raise
+        raise CheckpointError(problem)
     choose_kernel(place.optimizer, run.args.optimizer_kernel)
     run.place = place
     first.update.close()
@@ -127,11 +132,6 @@ def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
         raise CheckpointError(f"ranks have built {len(set(digests))} different programs for {schedule}")
 
 
-def _leave(groups: parallel_groups.ParallelState) -> None:
-    _collect()
-    parallel_groups.destroy(groups)
-
-
 def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Change:
     """Of all ranks. Collective."""
     found: list = [None] * dist.get_world_size()
@@ -147,7 +147,9 @@ def _parts(place: Place) -> RunParts:
 
 
 def _collect() -> None:
-    """Let go of the old place, which has cycles, and keep what is new out of later collections."""
+    """Let go of a place, which has cycles, and keep what is left out of later collections where the run does so."""
+    keeps_out = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
-    gc.freeze()
+    if keeps_out:
+        gc.freeze()
