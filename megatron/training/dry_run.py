@@ -14,15 +14,14 @@ import json
 import os
 import sys
 
-from megatron.pipeline.check import CheckReport, ProgramError, check_periodic
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.check import ProgramError
 from megatron.placement.bandwidth import saved_activation_bytes
 from megatron.placement.degrees import Degrees
 from megatron.placement.hosts import Process
 from megatron.placement.pairs import count_crossing
 from megatron.placement.report import PlacementReport, make_report
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
-from megatron.planner import Demand, RankMemory, Verdict, demand_of, device_gib, estimate_memory, judge, most
+from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.training import dry_run_hosted, plan
 from megatron.training.arguments import Platform, resolve_platform, validate_args
 from megatron.training.arguments.rules_run import pipeline_schedule
@@ -32,6 +31,8 @@ from megatron.training.dry_run_text import DryRun, print_dry_run, to_dict
 from megatron.training.logging import packages_not_here
 from megatron.training.missing import choose_vocabulary, missing_checkpoint, missing_data
 from megatron.training.placement import decide, evictors, model_shape, recompute_scope
+from megatron.training.planned_changes import planned_changes
+from megatron.training.proving import prove
 
 _REFUSED = 1
 
@@ -96,6 +97,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         placement_lines=lines,
         notes=notes,
         warnings=warnings,
+        changes=planned_changes(args, layers) if args.changes else [],
         hosted=hosting and dry_run_hosted.hosted_run(args, schedule, hosting, memory, layers, placement),
     )
 
@@ -114,40 +116,6 @@ def _complete(args: argparse.Namespace) -> list[str]:
         is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
     )
     return notes + resolve_platform(args, machine)
-
-
-# --- the program
-
-
-def prove(args: argparse.Namespace, schedule: Schedule) -> tuple[CheckReport, Demand]:
-    """Build and prove what the run would execute; returns the report of its largest batches, and what all demand.
-
-    The runtime executes legs of a stream, whose programs are proved as they are built: here every batch size of the
-    run, from each to the next, and the evaluation. The largest size is proved for any number of batches besides.
-
-    Raises ProgramError, ValueError.
-    """
-    sizes = list(dict.fromkeys(args.batch_sizes.all_num_microbatches()))
-    stream = schedule.stream()
-    for size in sizes:
-        for _ in range((schedule.settling_batches or 0) + 1):
-            stream.start_batch(size)
-    stream.drain()
-    if args.eval_iters:
-        stream.evaluation(sizes[-1])
-    proved = [_prove_periodic(schedule, size) for size in dict.fromkeys((sizes[0], max(sizes)))]
-    return proved[-1][0], most(demand for _, demand in proved)
-
-
-def _prove_periodic(schedule: Schedule, num_microbatches: int) -> tuple[CheckReport, Demand]:
-    periodic = schedule.build_periodic(num_microbatches)
-    program = periodic.unroll(1)
-    report = check_periodic(
-        periodic,
-        max_saved=schedule.max_saved_microbatches(program.batches),
-        max_saved_on_rank=schedule.max_saved_on_rank(program.batches),
-    )
-    return report, demand_of(program, report)
 
 
 # --- memory

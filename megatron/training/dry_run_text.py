@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.schedules import Schedule
@@ -12,6 +12,7 @@ from megatron.planner import GIB, RankMemory, Verdict
 from megatron.planner.text import memory_as_dict, memory_table
 from megatron.training import dry_run_hosted, plan, provisional
 from megatron.training.dry_run_hosted import HostedRun
+from megatron.training.planned_changes import PlannedChange
 from megatron.training.throughput import flops_per_sample
 
 _MOST_NODES = 16  # that are shown
@@ -33,6 +34,7 @@ class DryRun:
     notes: list[str]
     warnings: list[str]
     hosted: HostedRun | None = None
+    changes: list[PlannedChange] = field(default_factory=list)
 
     def place(self, rank: int) -> str:
         """A rank of the pipeline in words."""
@@ -70,6 +72,9 @@ def print_dry_run(result: DryRun, prog: str) -> None:
     if result.hosted:
         show("memory of the host, estimated")
         say(*dry_run_hosted.lines(result.hosted, result.memory))
+    if result.changes:
+        show("changes of the pipeline, at most")
+        say(*_change_lines(result))
     for title, table in tables(result.placement, plain=plain, max_nodes=_MOST_NODES):
         show(title, table)
     if len(nodes) > _MOST_NODES:
@@ -136,6 +141,15 @@ def _memory_lines(result: DryRun) -> list[str]:
     return lines
 
 
+def _change_lines(result: DryRun) -> list[str]:
+    return [
+        f"iteration {each.iteration}: {each.arrangement.num_frozen} of {result.args.num_layers} layers frozen, pipeline "
+        f"{each.arrangement.pipeline} x data {each.arrangement.data}, layers by rank {each.arrangement}; the fullest rank "
+        f"{each.num_bytes / GIB:.2f} GiB"
+        for each in result.changes
+    ]
+
+
 def to_dict(result: DryRun) -> dict:
     """Everything, for JSON: bytes, and GiB where the name says so."""
     report, verdict = result.report, result.verdict
@@ -147,6 +161,10 @@ def to_dict(result: DryRun) -> dict:
         "memory": [memory_as_dict(rank) for rank in result.memory],
         "verdict": verdict and {"word": verdict.word, "rank": verdict.rank, "spare_gib": verdict.spare_gib},
         "placement": {**result.placement.to_dict(), "lines": result.placement_lines},
+        "changes": [
+            {"iteration": each.iteration, "bytes": each.num_bytes, **each.arrangement.state_dict()}
+            for each in result.changes
+        ],
         "notes": result.notes,
         "warnings": result.warnings,
         **({"host": dry_run_hosted.to_dict(result.hosted, result.memory)} if result.hosted else {}),

@@ -19,8 +19,8 @@ from megatron.planner.memory import estimate_memory
 from megatron.training import plan
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.arrangement import Arrangement, arrange
-from megatron.training.dry_run import prove
 from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
+from megatron.training.proving import prove
 
 CUTS = {"exact": cut_exactly, "greedy": cut_greedily}
 
@@ -31,6 +31,16 @@ class Outlook:
 
     before: float
     after: float
+
+
+def bytes_of_ranks(args: argparse.Namespace) -> float:
+    """Of the fullest rank of a job arranged as `args` say, as the planner counts."""
+    _, demand = prove(args, pipeline_schedule(args))
+    memory = estimate_memory(
+        plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
+        layers=args.arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+    )  # fmt: skip
+    return max(each.total for each in memory)
 
 
 class Shaping:
@@ -115,14 +125,7 @@ class Shaping:
         return self._most_bytes
 
     def _bytes(self, arrangement: Arrangement) -> float:
-        """Of the fullest rank, as the planner counts."""
-        args = self._arranged(arrangement)
-        _, demand = prove(args, pipeline_schedule(args))
-        memory = estimate_memory(
-            plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
-            layers=arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        )  # fmt: skip
-        return max(each.total for each in memory)
+        return bytes_of_ranks(self._arranged(arrangement))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers."""
