@@ -150,8 +150,10 @@ class LayerNorms:
         return {"sums": list(self._sums), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert len(state["sums"]) == len(self._sums)
-        self._sums, self._count = list(map(float, state["sums"])), int(state["count"])
+        sums = list(map(float, state["sums"]))
+        if len(sums) != len(self._sums):
+            raise ValueError(f"{len(sums)} layers have norms, and the model has {len(self._sums)} layers")
+        self._sums, self._count = sums, int(state["count"])
 
     def add(self, squared_norms: Sequence[float]) -> None:
         """Of one batch; one that overflowed is left out."""

@@ -8,6 +8,8 @@ and sizes from them goes on as in a run that began like that.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -59,8 +61,12 @@ class Arrangement:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Arrangement:
-        """What `state_dict` has made."""
-        return cls(**{**state, "layers_of_rank": tuple(state["layers_of_rank"])})
+        """What `state_dict` has made. Raises ValueError, TypeError or KeyError where it is something else."""
+        found = cls(**{**state, "layers_of_rank": tuple(map(int, state["layers_of_rank"]))})
+        if len(found.layers_of_rank) != found.pipeline:
+            raise ValueError(f"{found.pipeline} ranks have {len(found.layers_of_rank)} numbers of layers")
+        stages_of(found.layers_of_rank, found.num_frozen)
+        return found
 
 
 def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
@@ -87,6 +93,20 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
     vars(args).update(vars(changed))
 
 
+@contextmanager
+def reading_changes(args: argparse.Namespace) -> Iterator[None]:
+    """Within, a checkpoint's record of changes is read. Raises CheckpointError where it is none."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"--load {args.load}: the checkpoint's record of frozen layers is damaged ({type(error).__name__}: {error}); "
+            "choose another with --ckpt-step, or add --finetune to begin anew with its weights"
+        ) from error
+
+
 def first_arrangement(args: argparse.Namespace) -> Arrangement:
     """What the flags ask for."""
     layers = plan.layers_of_stages(config.transformer_config(args))
@@ -100,18 +120,20 @@ def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any]
     same as then; else what the flags say. Frozen layers stay frozen.
 
     Raises:
-        CheckpointError: the checkpoint has frozen layers, and the run would train them.
+        CheckpointError: the checkpoint has frozen layers, and the run would train them; or what it says is damaged.
     """
     first: Arrangement = args.first_arrangement
     if recorded is None:
         return first
-    wanted = Arrangement.from_state(recorded["wanted"])
+    with reading_changes(args):
+        wanted, asked_for = (Arrangement.from_state(recorded[name]) for name in ("wanted", "first"))
+        if sum(wanted.layers_of_rank) != args.num_layers:
+            raise ValueError(f"{sum(wanted.layers_of_rank)} layers are shared out, and the model has {args.num_layers}")
     if wanted.num_frozen and not args.freeze_training:
         raise CheckpointError(
             f"--load {args.load}: {wanted.num_frozen} layers of the checkpoint are frozen, and their optimizer state "
             "is gone; add --freeze-training, or --finetune to begin anew with its weights"
         )
-    asks_for_the_same = Arrangement.from_state(recorded["first"]) == first
-    if not asks_for_the_same or (wanted.pipeline != first.pipeline and not args.elastic_pipeline):
+    if asked_for != first or (wanted.pipeline != first.pipeline and not args.elastic_pipeline):
         return first.with_frozen(wanted.num_frozen)
     return wanted

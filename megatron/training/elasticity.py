@@ -11,7 +11,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.runtime.stage import BatchReport
-from megatron.training.arrangement import Arrangement
+from megatron.training.arrangement import Arrangement, reading_changes
 from megatron.training.checkpoint.agreement import on_rank_zero
 from megatron.training.freezing import Freezing
 from megatron.training.shaping import Outlook, Shaping
@@ -91,6 +91,7 @@ class Elasticity:
             self._shaping.load_state_dict(state["shaping"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint. Raises CheckpointError where another rule has decided."""
-        self._load(state)
+        """Go on from a checkpoint. Raises CheckpointError where another rule has decided, or the record is damaged."""
+        with reading_changes(self._args):
+            self._load(state)
         self.wanted = self._args.arrangement

@@ -60,6 +60,15 @@ def watch(run):
                                         for stage in run.stages if stage.is_frozen]}  # fmt: skip
 
 
+def refused(flags: str) -> str | None:
+    """For what reason a run is refused that every rank refuses."""
+    try:
+        run_case.train_case(flags)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _num_frozen(run) -> int:
     return run.args.arrangement.num_frozen if run.args.arrangement else 0
 

@@ -18,8 +18,8 @@ from tests.training.run_case import BASE, numbered_names, program_parts
 
 
 def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, replicas: int = 1) -> dict:
-    """By batch losses, norms (of layers, too), the layers that are frozen and the validation loss behind it; the weights
-    and moments at the end.
+    """By batch losses, norms (of layers, too), the layers that are frozen and the validation loss behind it; weights and
+    moments at the end.
 
     `flags`: without degrees. `replicas`: in how many sums the microbatches of a batch are added up first.
     """
@@ -41,8 +41,10 @@ def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, re
     fields = parts.get("fields_provider", gpt_fields)(args)
 
     def data(index: int, name: str):
-        return MicrobatchIterator(args, datasets[index], fields=fields, name=name, consumed_samples=0,
-                                  vocab_size=vocab_size(args, tokenizer), stage=0, num_stages=1, repeats=index > 0)  # fmt: skip
+        return MicrobatchIterator(
+            args, datasets[index], fields=fields, name=name, consumed_samples=0,
+            vocab_size=vocab_size(args, tokenizer), repeats=index > 0,
+        )  # fmt: skip
 
     model_config = config.transformer_config(args)
     [module] = build_chunks(lambda own: parts["model_provider"](args, own), model_config)

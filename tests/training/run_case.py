@@ -63,8 +63,8 @@ def train_case(
 
     `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank gets the wish to stop.
     `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
-    (`resources`). `watch`: "module:function" of what is called with the run before it trains, and returns what is called
-    at its end for the entry `watched`.
+    (`resources`). `watch`: "module:function" of what is called with the run before it trains, and returns what is
+    called at its end for the entry `watched`.
     """
     from megatron.training import initialize
     from megatron.training.arguments import parse_args, validate_args
