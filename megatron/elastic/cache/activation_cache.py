@@ -151,7 +151,9 @@ class ActivationCache:
             streams.finish(copied)
             here.store.write(layout, entries, [each.prefix for each in self._layouts()])
 
-        if not self._call(here, write):
+        if not self._options["in_background"]:
+            write()
+        elif not here.writer.submit(write, PUT_PATIENCE):
             self.measured.add(not_written=len(keys))
             self._warn("behind", f"writing to the cache in {self.folder} takes too long; some samples are not written")
 
@@ -248,12 +250,6 @@ class ActivationCache:
         layout, older = self._layout, self._older
         return [layout] if older is None else [layout, older]
 
-    def _call(self, here: _Here, call: Callable[[], None]) -> bool:
-        if self._options["in_background"]:
-            return here.writer.submit(call, PUT_PATIENCE)
-        call()
-        return True
-
     def _drop(self, layouts: Sequence[Layout]) -> None:
         here = self._opened()
         if here is None:
@@ -262,8 +258,12 @@ class ActivationCache:
             lock = here.locks.pop(layout.prefix, None)
             if lock is not None:
                 lock.release()
-            if here.store.writable:
-                self._call(here, partial(here.store.drop, layout.prefix))
+            drop = partial(here.store.drop_some, layout.prefix)
+            if self._options["in_background"]:
+                here.writer.do_in_time(drop)
+            else:
+                while drop():
+                    pass
 
     def _opened(self) -> _Here | None:
         """What this process has open, opened if need be; None where that cannot be."""

@@ -1,8 +1,8 @@
 """One LMDB environment for each folder and process, and what a fork must not find in the middle.
 
-Problem: LMDB allows a file to be open once in a process, and nothing that is open to be used behind a fork. The binding
-refuses a second opening in the child, too, until the child has closed what it inherited, and that waits for ever where a
-thread of the parent was at work when it was forked.
+Problem: LMDB allows a file to be open once in a process, and nothing that is open to be used behind a fork. The
+binding refuses a second opening in the child, too, until the child has closed what it inherited, and that waits for
+ever where a thread of the parent was at work when it was forked.
 
 Solution: whoever needs a folder shares its environment, which counts them. All work passes a gate; a fork closes the
 gate, waits until nobody is inside, and the child closes what it inherited and opens anew when it needs it.

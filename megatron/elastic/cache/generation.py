@@ -68,7 +68,7 @@ class Generation:
         if self.dtype not in DTYPES:
             names = ", ".join(_name(each) for each in DTYPES)
             raise ValueError(
-                f"outputs in {_name(self.dtype)} cannot be cached, since values are stored in {names} only; compute the "
+                f"outputs in {_name(self.dtype)} cannot be cached, since values are stored in {names}; compute the "
                 "frozen layers in one of these, or leave the cache off"
             )
 

@@ -32,7 +32,8 @@ _PREFIX_BYTES = 17
 _PAGE_HEADER_BYTES = 16
 _NODE_BYTES = 64  # of the tree, for a value in a page with others
 _PAUSES = (0.0, 0.02, 0.2)  # seconds
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""What a full disk is; LMDB calls it an EIO where the disk took a part of what was to be written."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,11 @@ class Store:
                 layout.seal(each.key, each.value)
             left, map_is_full = self._put(left)
             if left and not self.full and self._drop_unneeded(needed):
-                left, map_is_full = self._put(left)
+                left, map_is_full = self._put_again(left)
             if left and map_is_full and any(each.older for each in left):
                 left = self._put_behind_deletion(left)
             if left:
-                self.full = True
-                self._warn(
-                    "full",
-                    f"the cache in {self._environment.path} has come to its limit of {self._environment.most_bytes} "
-                    "bytes; what is there is read, and nothing new is written",
-                )
+                self._come_to_limit()
         count = len(entries) - len(left)
         self._measured.add(not_written=len(left))
         self._measured.add_write(time.perf_counter() - begin, count, count * layout.num_bytes)
@@ -103,25 +99,25 @@ class Store:
         """Whether there is a point in writing something that replaces something, or does not."""
         return self.writable and (replacing or not self.full)
 
-    def drop(self, prefix: bytes) -> bool:
-        """Delete a generation, if no process needs it. Whether anything was deleted."""
-        dropped = False
+    def drop_some(self, prefix: bytes) -> bool:
+        """Delete some values of a generation, if no process needs it. Whether there may be more."""
+        more = False
         with self._errors():
             lock = lock_generation(self._environment, prefix[1:])
             try:
-                if lock.try_alone():
-                    while keys := self._some_keys(prefix):
-                        with self._environment.writing() as transaction:
-                            for key in keys:
-                                transaction.delete(key)
-                        dropped = True
-                    lock.remove()
+                if self.writable and lock.try_alone():
+                    keys = self._some_keys(prefix)
+                    with self._environment.writing() as transaction:
+                        for key in keys:
+                            transaction.delete(key)
+                        transaction.put(_TICK, time.time_ns().to_bytes(8, "little"))
+                    self.full = False
+                    more = len(keys) == _DROPPED_AT_ONCE
+                    if not more:
+                        lock.remove()
             finally:
                 lock.release()
-        if dropped:
-            self._tick()
-            self.full = False
-        return dropped
+        return more
 
     def _put(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
         """Those that were not written, and whether LMDB said so."""
@@ -151,19 +147,32 @@ class Store:
             for each in entries:
                 if each.older is not None:
                     transaction.delete(each.older)
+        return self._put_again(entries)[0]
+
+    def _put_again(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
+        """As `_put`, behind a deletion whose pages may not be free at once: a reader may still be looking at them."""
         self._environment.forget_the_dead()
-        left = entries
+        left, map_is_full = entries, True
         for pause in _PAUSES:
-            time.sleep(pause)  # a reader may still be looking at the pages that were freed
-            self._tick()
+            time.sleep(pause)
+            with self._environment.writing() as transaction:  # what was freed two transactions before can be used
+                transaction.put(_TICK, time.time_ns().to_bytes(8, "little"))
             left, map_is_full = self._put(left)
             if not map_is_full:
                 break
-        return left
+        return left, map_is_full
 
     def _drop_unneeded(self, needed: Collection[bytes]) -> bool:
-        dropped = [self.drop(prefix) for prefix in self._prefixes() if prefix not in needed]
-        return any(dropped)
+        """Whether anything was deleted."""
+        before = self._num_entries()
+        for prefix in self._prefixes():
+            while prefix not in needed and self.drop_some(prefix):
+                pass
+        return self._num_entries() < before
+
+    def _num_entries(self) -> int:
+        with self._environment.reading() as transaction:
+            return transaction.stat()["entries"]
 
     def _prefixes(self) -> list[bytes]:
         found = []
@@ -183,11 +192,6 @@ class Store:
                 more = cursor.next()
         return keys
 
-    def _tick(self) -> None:
-        """A transaction by which what was freed two before can be used."""
-        with self._errors(), self._environment.writing() as transaction:
-            transaction.put(_TICK, time.time_ns().to_bytes(8, "little"))
-
     def _used_bytes(self, transaction: Any) -> int:
         found = transaction.stat()
         return (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"]) * self._page_bytes
@@ -198,6 +202,14 @@ class Store:
             return num_bytes + _NODE_BYTES
         return -(-(num_bytes + _PAGE_HEADER_BYTES) // self._page_bytes) * self._page_bytes
 
+    def _come_to_limit(self) -> None:
+        self.full = True
+        where, limit = self._environment.path, self._environment.most_bytes
+        self._warn(
+            "full",
+            f"the cache in {where} has come to its limit of {limit} bytes; it is read, and nothing new is written",
+        )
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         import lmdb
@@ -206,9 +218,11 @@ class Store:
             yield
         except (lmdb.Error, OSError) as error:
             where, code = self._environment.path, getattr(error, "code", 0) or getattr(error, "errno", 0)
-            if code in _FULL:
+            if isinstance(error, lmdb.MapFullError):
+                self._come_to_limit()
+            elif code in _FULL:
                 self.writable = False
-                self._warn("disk", f"the disk of the cache in {where} is full ({error}); it is read, and not written")
+                self._warn("disk", f"the disk of the cache in {where} takes no more ({error}); what is there is read")
             elif isinstance(error, (lmdb.ReadersFullError, lmdb.MemoryError, lmdb.TxnFullError)):
                 self._warn("busy", f"the cache in {where} was not used once or more often ({error})")
                 self._environment.forget_the_dead()
