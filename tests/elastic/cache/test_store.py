@@ -12,7 +12,7 @@ import pytest
 
 from megatron.elastic.cache.structure import require_sound
 from tests.elastic.cache.cases import LARGE, open_cache, outputs, same
-from tests.elastic.cache.children import call, start
+from tests.elastic.cache.children import call, result, start
 
 pytest.importorskip("lmdb")
 LIMIT = 2 << 20
@@ -100,19 +100,13 @@ def test_two_jobs(tmp_path, caplog):
         cache.forget_older()
         cache.flush()
         os.write(go, b"x")
-        assert use_result(child) == 10
+        assert result(*child) == 10
         put_all(cache, range(5))
         assert present(cache, range(5)) == [*range(5)]
     assert len(said(caplog)) == 1
     require_sound(tmp_path / "activations" / "data.mdb")
     for each in (waits, go, done, says):
         os.close(each)
-
-
-def use_result(child):
-    from tests.elastic.cache.children import result
-
-    return result(*child)
 
 
 def deepen(cache, samples, generation):
