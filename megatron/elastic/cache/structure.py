@@ -133,21 +133,20 @@ class _Walk:
             places = struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", content, _PAGE.size)
             if len(places) < (1 if kind == _LEAF or with_data else 2):
                 raise UnsoundError(f"page {page} of {name} has {len(places)} entries")
-            below = []
+            below, separator = [], b""
             for index, place in enumerate(places):
                 low, high, flags, key_bytes = self._node(content, place, upper)
                 key = content[place + _NODE.size : place + _NODE.size + key_bytes]
+                if with_data:
+                    key = key[::-1]  # numbers, little end first
                 if kind == _BRANCH:
                     below.append((low | high << 16 | flags << 32, level + 1))
-                    if not index:
-                        continue  # the first key of a branch stands for anything smaller
-                elif with_data and key_bytes != 8:
-                    raise UnsoundError("a list of free pages has no number")
-                key = key[::-1] if with_data else key  # numbers, little end first
-                if not key or (kind == _LEAF and before and key <= before):
-                    raise UnsoundError(f"page {page} of {name} is out of order")
-                if kind == _BRANCH:
+                    if index and key <= separator:  # the first stands for anything smaller
+                        raise UnsoundError(f"page {page} of {name} is out of order")
+                    separator = key if index else b""
                     continue
+                if key <= before or (with_data and key_bytes != _NUMBER.size):
+                    raise UnsoundError(f"page {page} of {name} is out of order")
                 before = key
                 num_entries += 1
                 yield (

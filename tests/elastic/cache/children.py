@@ -44,6 +44,7 @@ def call(function, *arguments):
 def ends_by_signal(function, *arguments):
     """The signal that ends a process that calls it, or None."""
     child, reading = start(function, *arguments)
-    os.close(reading)
+    with os.fdopen(reading, "rb") as file:
+        file.read()
     _, status = os.waitpid(child, 0)
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None

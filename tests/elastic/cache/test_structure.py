@@ -107,19 +107,19 @@ def is_verified(path):
     "seeds", [range(70), pytest.param(range(70, 2000), marks=pytest.mark.full)], ids=["few", "many"]
 )
 def test_garbled_files(good, seeds, tmp_path):
-    """The verdict is that of py-lmdb's verifier, which reads every byte; what passes ends no process."""
+    """What passes ends no process, and passes py-lmdb's verifier, which reads every byte; few others pass that."""
     verdicts = []
     for seed in seeds:
         path = tmp_path / str(seed)
         path.mkdir()
         (path / "data.mdb").write_bytes(garbled(good, seed))
-        verdicts.append(is_sound(path))
-        if seed % 7 != 6:  # that a file is too short is nothing to that verifier where only free pages are missing
-            assert verdicts[-1] == is_verified(path), seed
-        if verdicts[-1]:
-            assert ends_by_signal(work, path) is None, seed
+        sound, verified = is_sound(path), is_verified(path)
+        if sound:
+            assert verified and ends_by_signal(work, path) is None, seed
+        verdicts.append((sound, verified))
         shutil.rmtree(path)
-    assert True in verdicts and False in verdicts
+    assert min(verdicts.count((False, False)), verdicts.count((True, True))) > 0.1 * len(verdicts)
+    assert verdicts.count((False, True)) <= 0.01 * len(verdicts)
 
 
 def test_garbled_files_can_be_fatal(good, tmp_path):
