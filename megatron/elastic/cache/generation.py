@@ -1,0 +1,120 @@
+"""What decides the bits of a frozen prefix's output. Values are found only under the same generation.
+
+A matrix kernel rounds differently with another number of rows, threads or tensor ranks, and so does another attention
+kernel. So all of that is in the key, beside the weights, and an epoch that reads is the epoch that computes, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+"""What can be stored, and how the header of a value names it."""
+_PIECE_BYTES = 1 << 24
+
+
+def software_of_this_process() -> str:
+    """Versions and instructions on which the last bits of CPU kernels depend."""
+    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The prefix that computes, and how it does.
+
+    Attributes:
+        weights: `weights_digest` of the prefix, on this tensor rank.
+        depth: frozen layers.
+        dtype: of the output.
+        shape: of one sample's output, such as (sequence length, hidden size).
+        tensor_ranks: t.
+        tensor_rank: of this process.
+        microbatch_rows: samples that are computed together.
+        padding: how samples come to their length.
+        threads: of a CPU's kernels.
+        kernels: what computes: transformer implementation, attention kernel, device.
+        data: which data set, and how its samples are made.
+        software: versions of what computes.
+
+    Raises:
+        ValueError: a dtype that is not stored.
+    """
+
+    weights: str
+    depth: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tensor_ranks: int
+    tensor_rank: int
+    microbatch_rows: int
+    padding: str
+    threads: int
+    kernels: str
+    data: str
+    software: str = field(default_factory=software_of_this_process)
+
+    def __post_init__(self) -> None:
+        assert self.depth >= 1 and self.microbatch_rows >= 1 and self.threads >= 1
+        assert 0 <= self.tensor_rank < self.tensor_ranks
+        assert 1 <= len(self.shape) <= 8 and all(each >= 1 for each in self.shape)
+        if self.dtype not in DTYPES:
+            names = ", ".join(_name(each) for each in DTYPES)
+            raise ValueError(
+                f"outputs in {_name(self.dtype)} cannot be cached, since values are stored in {names}; compute the "
+                "frozen layers in one of these, or leave the cache off"
+            )
+
+    @cached_property
+    def text(self) -> str:
+        """All of it, the same in every process."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        said |= {"dtype": _name(self.dtype), "shape": list(self.shape)}
+        return json.dumps(said, sort_keys=True)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that stand for `text`."""
+        return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
+
+    def deepens(self, other: Generation) -> bool:
+        """Whether `other` is what stands in front of the layers that are new here, and all else is the same: only then
+        computing on from its values gives the bits of computing from the start."""
+        return self.depth > other.depth and replace(self, weights="", depth=1) == replace(other, weights="", depth=1)
+
+
+def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A text of 32 letters that stands for names, shapes, dtypes and every bit, in any process and any order.
+
+    Args:
+        tensors: parameters and buffers of the prefix under names that do not depend on the layout of the pipeline.
+
+    Raises:
+        ValueError: a name comes twice.
+    """
+    found = dict[str, Tensor]()
+    for name, tensor in tensors:
+        if name in found:
+            raise ValueError(
+                f"two tensors of the frozen layers are named {name}; name them by their layer in the model"
+            )
+        found[name] = tensor
+    total = hashlib.blake2b(digest_size=16)
+    for name in sorted(found):
+        tensor = found[name].detach()
+        total.update(json.dumps([name, _name(tensor.dtype), list(tensor.shape)]).encode())
+        content = tensor.contiguous().view(-1).view(torch.uint8)
+        for piece in content.split(_PIECE_BYTES):
+            total.update(piece.cpu().numpy())
+    return total.hexdigest()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

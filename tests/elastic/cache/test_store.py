@@ -1,0 +1,247 @@
+"""The limit, full disks, and what is deleted when, with values of 9 pages."""
+
+import logging
+import os
+import resource
+import signal
+import subprocess
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron.elastic.cache.structure import require_sound
+from tests.elastic.cache.cases import LARGE, open_cache, outputs, same
+from tests.elastic.cache.children import call, result, start
+
+pytest.importorskip("lmdb")
+LIMIT = 2 << 20
+ROOM = 49  # values of 36 KiB in 2 MiB less 256 KiB
+GENERATIONS = [replace(LARGE, depth=depth, weights=str(depth)) for depth in range(1, 12)]
+
+
+def put_all(cache, samples):
+    for first in range(0, len(samples), 4):
+        cache.put(samples[first : first + 4], outputs(samples[first : first + 4], cache.generation))
+    cache.flush()
+
+
+def present(cache, samples):
+    """Those that are found, which all are right."""
+    found = cache.get(samples)
+    here = [sample for sample, tensor in zip(samples, found, strict=True) if tensor is not None]
+    assert same([each for each in found if each is not None], outputs(here, cache.generation))
+    return here
+
+
+def file_bytes(folder):
+    return (folder / "activations" / "data.mdb").stat().st_size
+
+
+def said(caplog):
+    return [record.message for record in caplog.records]
+
+
+def test_limit(tmp_path, caplog):
+    """What fits is written, the rest is not, and is told once; the file stays within."""
+    samples = range(80)
+    with open_cache(tmp_path, LARGE, LIMIT) as cache:
+        put_all(cache, samples)
+        here = present(cache, samples)
+        assert 44 <= len(here) <= ROOM
+        assert file_bytes(tmp_path) <= LIMIT
+        counts = cache.measured.counts
+        assert counts.written == len(here) and counts.not_written == 80 - len(here)
+        assert len(said(caplog)) == 1 and "has come to its limit of 2097152 bytes" in said(caplog)[0]
+        put_all(cache, [*range(80, 200)])
+        assert present(cache, samples) == here and cache.measured.counts.not_written == 200 - len(here)
+    with open_cache(tmp_path, LARGE, LIMIT) as cache:
+        assert present(cache, samples) == here
+    assert len(said(caplog)) == 1
+
+
+def test_generations_of_nobody_make_way(tmp_path, caplog):
+    """Of jobs that are over; not before the room is needed."""
+    for generation in GENERATIONS[:3]:
+        with open_cache(tmp_path, generation, LIMIT) as cache:
+            put_all(cache, range(12))
+    with open_cache(tmp_path, GENERATIONS[0], LIMIT) as cache:
+        assert present(cache, range(12)) == [*range(12)]
+        put_all(cache, range(40))
+        assert present(cache, range(40)) == [*range(40)]
+    for generation in GENERATIONS[1:3]:
+        with open_cache(tmp_path, generation, LIMIT) as cache:
+            assert present(cache, range(12)) == []
+    assert said(caplog) == []
+    assert file_bytes(tmp_path) <= LIMIT
+
+
+def use(folder, generation, go, done):
+    """Another job: it writes, waits for a sign, and finds all that it wrote; then writes more."""
+    with open_cache(folder, generation, LIMIT) as cache:
+        put_all(cache, range(10))
+        os.write(done, b"x")
+        os.read(go, 1)
+        assert present(cache, range(10)) == [*range(10)]
+        put_all(cache, range(1000, 1010))
+        return len(present(cache, range(1000, 1010)))
+
+
+def test_two_jobs(tmp_path, caplog):
+    """One comes to the limit and takes nothing from the other; room that one gives up the other may use."""
+    (waits, go), (done, says) = os.pipe(), os.pipe()
+    child = start(use, tmp_path, GENERATIONS[0], waits, says)
+    os.read(done, 1)
+    with open_cache(tmp_path, GENERATIONS[1], LIMIT) as cache:
+        put_all(cache, range(80))
+        here = present(cache, range(80))
+        assert ROOM - 15 <= len(here) <= ROOM - 10
+        cache.deepen(GENERATIONS[2])
+        cache.forget_older()
+        cache.flush()
+        os.write(go, b"x")
+        assert result(*child) == 10
+        put_all(cache, range(5))
+        assert present(cache, range(5)) == [*range(5)]
+    assert len(said(caplog)) == 1
+    require_sound(tmp_path / "activations" / "data.mdb")
+    for each in (waits, go, done, says):
+        os.close(each)
+
+
+def deepen(cache, samples, generation):
+    """As a training does: read what there is, compute on, write."""
+    cache.deepen(generation)
+    older = cache.older
+    kept = []
+    for sample in samples:
+        (found,) = cache.get_older([sample])
+        if found is not None:
+            assert same([found], outputs([sample], older))
+            kept.append(sample)
+        cache.put([sample], outputs([sample], generation))
+    cache.flush()
+    return kept
+
+
+def test_deepening_at_the_limit(tmp_path, caplog):
+    """New values take the place of old ones, time and again, though nothing else has room."""
+    samples = range(80)
+    with open_cache(tmp_path, GENERATIONS[0], LIMIT) as cache:
+        put_all(cache, samples)
+        here = present(cache, samples)
+        for generation in GENERATIONS[1:6]:
+            assert deepen(cache, samples, generation) == here
+            assert present(cache, samples) == here
+            assert cache.get_older(samples) == [None] * 80
+            assert file_bytes(tmp_path) <= LIMIT
+    assert len(said(caplog)) == 1
+    require_sound(tmp_path / "activations" / "data.mdb")
+
+
+def read_and_die(folder, ready):
+    """A process that is killed within a transaction."""
+    cache = open_cache(folder, GENERATIONS[0], LIMIT)
+    with cache._opened().environment.reading() as transaction:
+        transaction.get(b"k")
+        os.write(ready, b"x")
+        time.sleep(60)
+
+
+def test_a_killed_reader_keeps_no_pages(tmp_path):
+    """What it was reading is used again."""
+    samples = range(80)
+    with open_cache(tmp_path, GENERATIONS[0], LIMIT) as cache:
+        put_all(cache, samples)
+        here = present(cache, samples)
+        ready, says = os.pipe()
+        child, file = start(read_and_die, tmp_path, says)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for each in (file, ready, says):
+            os.close(each)
+        for generation in GENERATIONS[1:4]:
+            assert deepen(cache, samples, generation) == here
+            assert present(cache, samples) == here
+
+
+def test_space_is_used_again(tmp_path):
+    """The file of ten generations is not larger than that of two."""
+    samples = range(20)
+    with open_cache(tmp_path, GENERATIONS[0], 32 << 20) as cache:
+        put_all(cache, samples)
+        for generation in GENERATIONS[1:]:
+            deepen(cache, samples, generation)
+        assert present(cache, samples) == [*samples]
+        assert file_bytes(tmp_path) < 2.5 * 20 * 36864
+
+
+def test_older_ones_are_forgotten(tmp_path):
+    """Thousands, piece by piece; others stay."""
+    small = [replace(each, shape=(4, 4)) for each in GENERATIONS]
+    with open_cache(tmp_path, small[0]) as cache:
+        put_all(cache, range(1000))
+        cache.deepen(small[1])
+        put_all(cache, range(3))
+        cache.forget_older()
+        cache.flush()
+        assert cache.older is None and present(cache, range(1000)) == [0, 1, 2]
+        assert cache._opened().store._num_entries() == 4  # and the tick
+    with open_cache(tmp_path, small[0]) as cache:
+        assert present(cache, range(1000)) == []
+
+
+def write_with_file_limit(folder):
+    """The system refuses to make a file larger than 1 MiB, as a full disk does."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    with open_cache(folder, LARGE) as cache:
+        put_all(cache, range(80))
+        here = present(cache, range(80))
+        put_all(cache, range(80))
+        assert present(cache, range(80)) == here
+        return here, cache._said, cache.measured.counts.not_written
+
+
+def test_a_disk_that_takes_no_more(tmp_path):
+    """What was written is read, in this process and later; then more is written."""
+    here, words, not_written = call(write_with_file_limit, tmp_path)
+    assert 15 <= len(here) <= 28 and words == {"disk"} and not_written == 160 - len(here)
+    require_sound(tmp_path / "activations" / "data.mdb")
+    with open_cache(tmp_path, LARGE) as cache:
+        assert present(cache, range(80)) == here
+        put_all(cache, range(80))
+        assert present(cache, range(80)) == [*range(80)]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Of 2 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True, timeout=60)
+
+
+def test_a_full_disk(small_disk, caplog):
+    """While writing, when the files are opened again, and where there is nothing yet."""
+    with open_cache(small_disk, LARGE) as cache:
+        put_all(cache, range(80))
+        here = present(cache, range(80))
+        assert 40 <= len(here) <= 56
+        assert len(said(caplog)) == 1 and "takes no more" in said(caplog)[0]
+    with open(small_disk / "filler", "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(512))
+    with open_cache(small_disk, LARGE) as cache:
+        assert present(cache, range(80)) == here
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), open_cache(small_disk / "other", LARGE) as cache:
+        put_all(cache, range(4))
+        assert present(cache, range(4)) == [] and cache.measured.counts.not_written == 4
+    assert len(said(caplog)) == 1 and "cannot be opened" in said(caplog)[0]
