@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+_EQUAL = 1 + 5e-14  # sums of the same times differ in their last bits
+
 
 def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     """How many units each rank gets, one and more: of the cuts whose busiest rank has least work, that which gives the
@@ -43,8 +45,8 @@ def cut_that_fits(
         for end in range(rank, num_units + 1):
             for begin in range(rank - 1, end):
                 busiest = max(best[begin], total[end] - total[begin])
-                if busiest <= now[end] and busiest < math.inf and fits(rank - 1, begin, end):
-                    now[end], chosen[end] = busiest, begin
+                if busiest < math.inf and busiest <= now[end] * _EQUAL and fits(rank - 1, begin, end):
+                    now[end], chosen[end] = min(busiest, now[end]), begin
         best = now
         begins.append(chosen)
     if best[num_units] == math.inf:

@@ -39,6 +39,7 @@ class Layers:
             None: there is no cache.
         occupation, latency: seconds that a transfer between ranks holds its link, and from then to its arrival.
         reduce: seconds of the reduction of a layer's gradients over replicas, whatever their number.
+        norm: seconds of the all-reduce of the norm over all ranks.
     """
 
     forward: tuple[float, ...]
@@ -51,6 +52,7 @@ class Layers:
     occupation: float = 0.0
     latency: float = 0.0
     reduce: float = 0.0
+    norm: float = 0.0
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.backward) >= 1:
@@ -180,7 +182,7 @@ def schedule_of(layers: Layers, pipeline: Pipeline) -> tuple[Schedule, Costs]:
     return schedule, Costs(
         forward=[each.forward for each in stages], backward=[each.backward for each in stages],
         reduce_grad=[reduce * each.num_trained for each in stages], forward_bytes=layers.occupation,
-        backward_bytes=layers.occupation, bandwidth=1.0, latency=layers.latency,
+        backward_bytes=layers.occupation, bandwidth=1.0, latency=layers.latency, reduce_norm=layers.norm,
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def test_cuts():
     assert cut_exactly(work, 3) == (2, 3, 1) and busiest(work, (2, 3, 1)) == 6
     assert cut_greedily(work, 3) == (1, 4, 1) and busiest(work, (1, 4, 1)) == 7
     assert cut_exactly([1.0] * 12, 4) == cut_greedily([1.0] * 12, 4) == (3, 3, 3, 3)
+    assert cut_exactly([0.024] * 12, 8) == (2, 2, 2, 2, 1, 1, 1, 1), "whatever the last bits of sums are"
     frozen = [1.0] * 4 + [3.0] * 8  # forwards only, and with backwards
     assert busiest(frozen, cut_exactly(frozen, 4)) == 9.0
 

@@ -99,6 +99,8 @@ def test_reductions_and_transfers_take_time():
     slow = pipelines(Layers((1.0,) * 8, (2.0,) * 8, reduce=1.0), 0, world=4, num_microbatches=16)
     assert one(slow, 4).seconds == one(plain, 4).seconds, "no replicas"
     assert one(slow, 2).seconds == pytest.approx(one(plain, 2).seconds + 4)
+    normed = pipelines(Layers((1.0,) * 8, (2.0,) * 8, norm=0.5), 0, world=4, num_microbatches=16)
+    assert one(normed, 4).seconds == pytest.approx(one(plain, 4).seconds + 0.5)
     sent = pipelines(Layers((1.0,) * 8, (2.0,) * 8, occupation=0.5), 0, world=4, num_microbatches=16)
     assert one(sent, 4).seconds > one(plain, 4).seconds and one(sent, 1).seconds == one(plain, 1).seconds
 

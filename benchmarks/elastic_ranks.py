@@ -1,0 +1,211 @@
+"""What the processes of `elastic.py` run: an arm's phases one after another, with an engine each on emulated stages.
+
+Between two phases that have a transition every rank closes its engine, destroys the groups, sleeps for the state that
+would move, makes new groups and builds its next engine, proof of the program included. Ranks that have no pipeline
+wait. Where only the cache has filled, stages take less time from then on and nothing else happens.
+"""
+
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.elastic_plan import Phase
+from benchmarks.emulated_ranks import TIMEOUT, Job, Rank, gathered
+from benchmarks.paced_links import PacedLink
+from megatron.elastic.pipelines import Layers, Pipeline, schedule_of, stages_of
+from megatron.pipeline.runtime.emulated_stage import (
+    EmulatedReduction,
+    EmulatedStage,
+    EmulatedTimes,
+    EmulatedUpdate,
+    sleep_for,
+)
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.frozen_update import FrozenUpdate
+from megatron.pipeline.runtime.links import LINKS, GlooLink
+from megatron.pipeline.runtime.module_reduction import ModuleReduction
+
+EMULATED = "gloo, emulated"
+"""A backend of this benchmark: layers say what its links are."""
+NUM_TRIALS, NUM_NORMS = 4, 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticJob(Job):
+    """`arms`: name -> phases, each arm `repeats` times, in turns. Without arms, what the planning has to be told is
+    measured: the latency of a transfer, an all-reduce of few bytes, and a transition between `trial`'s pipelines in
+    which nothing moves.
+    """
+
+    arms: dict[str, tuple[Phase, ...]]
+    trial: tuple[Pipeline, ...] = ()
+    layers: Layers | None = None
+
+
+class TimedStage(EmulatedStage):
+    """Whose times may change between batches."""
+
+    def change(self, times: EmulatedTimes) -> None:
+        self._times = times
+
+
+class ElasticRank(Rank):
+    """One process of a job."""
+
+    def run(self) -> dict:
+        """Measure everything; on rank 0 as plain data."""
+        self._engine_now: PipelineEngine | None = None
+        self._phase_now: Phase | None = None
+        self._stages_now: list[TimedStage] = []
+        self._groups: list = []
+        if not self.job.arms:
+            return self._calibrate()
+        found: dict[str, list[list[dict]]] = {name: [] for name in self.job.arms}
+        for _ in range(self.job.repeats):
+            for name, phases in self.job.arms.items():
+                found[name].append([self._run_phase(each) for each in phases])
+                self._change_to(None)
+        return {"arms": found}
+
+    def _calibrate(self) -> dict:
+        latencies = [each for scope in range(3) for each in self._latencies(f"latency/{scope}")]
+        norm = self._norm()
+        seconds = []
+        for number in range(NUM_TRIALS + 1):
+            pipeline = self.job.trial[number % len(self.job.trial)]
+            seconds.append(self._transition(Phase(self.job.layers, pipeline, 0, 1)))
+            self._run_batches(pipeline, 2)
+        self._change_to(None)
+        transition = statistics.median(seconds[1:])
+        return {"latency": statistics.median(latencies), "norm": norm, "transition": transition}
+
+    def _norm(self) -> float:
+        """Seconds of an all-reduce over all ranks that come to it together, as they do where all wait for it."""
+        sums, samples = torch.zeros(6, dtype=torch.float64), []
+        for _ in range(NUM_NORMS):
+            meeting = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
+            dist.broadcast(meeting, 0)
+            sleep_for(meeting.item() - time.monotonic())
+            dist.all_reduce(sums)
+            samples.append(max(gathered(time.monotonic() - meeting.item())))
+        return statistics.median(samples)
+
+    def _run_phase(self, phase: Phase) -> dict:
+        """Seconds of each batch but the first, of all from drained to drained, and of the transition before them."""
+        seconds = None
+        if self._phase_now is not None and _is_same_place(phase.pipeline, self._phase_now.pipeline):
+            for stage, times in zip(self._stages_now, self._times(phase), strict=True):
+                stage.change(times)
+        else:
+            seconds = self._transition(phase)
+        cpu = time.process_time()
+        batches, run = self._run_batches(phase.pipeline, self.job.batches)
+        return {
+            "transition": seconds if phase.transition else None,
+            "batches": batches,
+            "run": run,
+            "busy": sum(gathered(time.process_time() - cpu)) / run / len(os.sched_getaffinity(0)),
+        }
+
+    def _run_batches(self, pipeline: Pipeline, count: int) -> tuple[list[float], float]:
+        """Seconds from the end of one batch to that of the next, of the slowest replica, and from drained to drained.
+
+        The last rank of a pipeline has the last step of each batch; ranks with frozen layers alone are ahead.
+        """
+        m = pipeline.num_microbatches
+        dist.barrier()
+        start = time.perf_counter()
+        stamps = []
+        if self._engine_now is not None:
+            for _ in range(count):
+                self._engine_now.run_batch(m, m)
+                stamps.append(time.perf_counter())
+            self._engine_now.drain()
+        run = time.perf_counter() - start
+        everyone = gathered([later - one for one, later in pairwise(stamps)])
+        p = pipeline.num_ranks
+        lasts = everyone[p - 1 : p * pipeline.num_replicas : p]
+        return [max(each) for each in zip(*lasts, strict=True)], max(gathered(run))
+
+    def _transition(self, phase: Phase) -> float:
+        """From a drained pipeline to one that has been built; the slowest rank's seconds."""
+        dist.barrier()
+        start = time.perf_counter()
+        self._change_to(phase)
+        dist.barrier()
+        return max(gathered(time.perf_counter() - start))
+
+    def _change_to(self, phase: Phase | None) -> None:
+        if self._engine_now is not None:
+            self._engine_now.close()
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._engine_now, self._phase_now, self._stages_now, self._groups = None, phase, [], []
+        if phase is None:
+            dist.barrier()
+            return
+        sleep_for(phase.moves)
+        self._build(phase)
+
+    def _build(self, phase: Phase) -> None:
+        """Groups in the one order in which all ranks make them, then the engine of a rank that has a pipeline."""
+        pipeline, layers = phase.pipeline, phase.layers
+        p, d, rank = pipeline.num_ranks, pipeline.num_replicas, dist.get_rank()
+        active = p * d
+        job = dist.new_group(list(range(active)))
+        replicas = [dist.new_group(list(range(place, active, p))) for place in range(p)] if d > 1 else []
+        self._groups = [each for each in (job, *replicas) if each is not dist.GroupMember.NON_GROUP_MEMBER]
+        if rank >= active:
+            return
+        schedule, costs = schedule_of(layers, pipeline)
+        place = rank % p
+        own = schedule.stages_of(place)
+        self._stages_now = [
+            TimedStage(index=index, num_stages=schedule.num_stages, times=times, payload_bytes=self.job.payload_bytes)
+            for index, times in zip(own, self._times(phase), strict=True)
+        ]
+        num_trained = sum(each.num_trained for each in stages_of(layers, pipeline) if each.rank == place)
+        if not num_trained:
+            update = FrozenUpdate(job_group=job)
+        else:
+            if schedule.num_frozen:  # those with frozen stages alone use it once when they are built
+                ModuleReduction(job_group=job, device=torch.device("cpu")).warm_up()
+            grad = EmulatedReduction(4, replicas[place], layers.reduce * num_trained) if d > 1 else None
+            update = EmulatedUpdate(grad=grad, job_group=job)
+        forward, backward, latency = costs.edges(schedule.num_stages - 1)
+        paced = partial(PacedLink, forward=forward, backward=backward, latency=latency)
+        LINKS[EMULATED, "cpu"] = paced if layers.occupation else GlooLink
+        first = rank - place
+        self._engine_now = PipelineEngine(
+            schedule, self._stages_now, update, ranks=range(first, first + p), timeout=TIMEOUT, backend=EMULATED
+        )
+        _prove(schedule, pipeline.num_microbatches)
+
+    def _times(self, phase: Phase) -> list[EmulatedTimes]:
+        """Of this rank's stages."""
+        pipeline, rank = phase.pipeline, dist.get_rank()
+        if rank >= pipeline.num_ranks * pipeline.num_replicas:
+            return []
+        place = rank % pipeline.num_ranks
+        stages = stages_of(phase.layers, pipeline)
+        return [EmulatedTimes(each.forward, each.backward) for each in stages if each.rank == place]
+
+
+def _is_same_place(one: Pipeline, other: Pipeline) -> bool:
+    """Whether only what the cache has differs, and with it what stages take."""
+    unlike = {"num_stored": 0, "seconds": 0.0, "num_bytes": 0.0}
+    return replace(one, **unlike) == replace(other, **unlike)
+
+
+def _prove(schedule, num_microbatches: int) -> None:
+    """As the first batches would; what is proved is kept."""
+    stream = schedule.stream()
+    for _ in range(2):
+        stream.start_batch(num_microbatches)
+    stream.drain()
