@@ -32,6 +32,8 @@ setup(
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     package_data={"megatron.planner.timing": ["calibrations/*.json"]},
     install_requires=requirements("runtime"),
-    extras_require={name: requirements(name) for name in ("test", "tensorboard", "tokenizers", "metis", "parquet")},
+    extras_require={
+        name: requirements(name) for name in ("test", "tensorboard", "tokenizers", "metis", "parquet", "datasets")
+    },
     zip_safe=False,
 )

@@ -31,8 +31,10 @@ from megatron.training.checkpoint.random_state import restore_random_state, shar
 from megatron.training.checkpoint.state import (
     FORMAT_VERSION,
     model_state,
+    new_parts,
     optimizer_state,
     sharding_metadata,
+    without_parts,
 )
 from megatron.training.checkpoint.writer import CheckpointWriter
 
@@ -138,11 +140,16 @@ def load_checkpoint(
     optimizer: MegatronOptimizer | None = None,
     scheduler: object | None = None,
     update: WeightUpdate | None = None,
+    body_only: bool = False,
 ) -> CheckpointPosition | None:
     """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.
 
     Degrees of tensor, pipeline and data parallelism may differ from those it was saved with. Honours `ckpt_step`,
     `finetune` (weights only, the run starts at 0), `no_load_optim`, `no_load_rng`, `ckpt_fully_parallel_load`.
+
+    Args:
+        body_only: leave the parts of a chunk that its `new_parts` name as they are, and those of its `optional_parts`
+            that the checkpoint lacks; the model there may have another head.
 
     Returns:
         Where to go on; None if the directory holds no checkpoint at all (the run then starts from its initial weights).
@@ -155,7 +162,7 @@ def load_checkpoint(
         return None
     with agreed():
         common = read_common_state(location)
-        arguments.check_same_model(args, common.get("args"), location.path)
+        arguments.check_same_model(args, common.get("args"), location.path, body_only=body_only)
     reader = CheckpointReader(location)
     starts_anew = args.finetune or location.is_release
     position = CheckpointPosition() if starts_anew else _position(common)
@@ -163,6 +170,9 @@ def load_checkpoint(
     if update is not None:
         update.versions.show_newest()
     model = model_state(chunks, metadata)
+    new = new_parts(chunks, reader.holds_prefix) if body_only else ()
+    if new:
+        model = without_parts(model, new)
     _judge_what_is_left_over(reader, model, args.dist_ckpt_strictness)
     request: dict = dict(model)
     with_optimizer = optimizer is not None and not starts_anew and not args.no_load_optim
@@ -181,7 +191,9 @@ def load_checkpoint(
         request |= older.to_load(model, reader.holds_prefix)
     state = reader.load(request, fully_parallel=args.ckpt_fully_parallel_load)
     for entry, chunk in zip(model, chunks, strict=True):
-        _load_module(unwrap_model(chunk), state.get(entry, {}))  # a stage may be empty; what is missing is found there
+        _load_module(
+            unwrap_model(chunk), state.get(entry, {}), new=new
+        )  # a stage may be empty; what is missing is found
     if update is not None:
         older.restore(state)
     if with_optimizer:
@@ -260,10 +272,12 @@ def _load_scheduler(scheduler: object, state: dict) -> None:
         ) from error
 
 
-def _load_module(module: torch.nn.Module, state: dict) -> None:
-    """Strict, but for Transformer Engine's extra states, which a checkpoint of another implementation lacks."""
+def _load_module(module: torch.nn.Module, state: dict, *, new: Sequence[str]) -> None:
+    """Strict, but for `new` parts, and Transformer Engine's extra states, which a checkpoint of another implementation
+    lacks."""
     missing, unexpected = module.load_state_dict(state, strict=False)
     misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
+    misfit = [key for key in misfit if key.split(".")[0] not in new]
     assert not misfit, f"sharded state and module disagree about {misfit[:4]}"
 
 

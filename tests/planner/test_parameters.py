@@ -8,6 +8,7 @@ from megatron.planner.parameters import stage_parameters
 from tests import workers
 from tests.training.arguments_helper import arguments
 from tests.training.bert_helper import bert_arguments
+from tests.training.classification.vision_helper import vision_arguments
 
 SHAPES = (
     "",
@@ -90,6 +91,43 @@ def test_parameters_of_bert():
     """BERT's token types, masked-language head and binary head are counted, on the stage that holds them."""
     shapes = ["", "--bert-no-binary-head --untie-embeddings-and-output-weights"]
     results = workers.run(4, "tests.planner.test_parameters:bert_case", tensor=2, pipeline=2, shapes=shapes)
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
+
+
+def vision_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """The same for ViTs."""
+    from megatron.core import parallel_state
+    from megatron.training import config, plan
+    from megatron.training.classification.vision_model import vision_model
+    from megatron.training.models import num_parameters
+
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    try:
+        for flags in shapes:
+            args = vision_arguments(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            made = config.transformer_config(args)
+            model = vision_model(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(plan.architecture(args), tensor, plan.layers_of_stages(made))
+            counts.append((counted[stage], num_parameters([model])))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return stage, counts
+
+
+def test_parameters_of_a_vit():
+    """Patches, class token and positions stand on the first stage, classes on the last; no tensor rank divides them."""
+    shapes = ["", "--disable-vision-class-token --patch-dim 2 --num-classes 70 --normalization RMSNorm"]
+    results = workers.run(4, "tests.planner.test_parameters:vision_case", tensor=2, pipeline=2, shapes=shapes)
+    assert {stage for stage, _ in results} == {0, 1}
     for stage, counts in results:
         for flags, (counted, real) in zip(shapes, counts, strict=True):
             assert counted == real, (stage, flags)

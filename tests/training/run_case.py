@@ -1,5 +1,4 @@
-"""A whole training run inside a pool of workers: what pretrain_gpt.py or pretrain_bert.py does, without starting
-processes."""
+"""A whole training run inside a pool of workers: what pretrain_gpt.py and the like do, without starting processes."""
 
 import atexit
 import functools
@@ -41,7 +40,7 @@ def data_flags() -> str:
 
 
 def program_parts(name: str) -> tuple[dict, dict]:
-    """(defaults, options of `assemble`) of pretrain_gpt.py or pretrain_bert.py."""
+    """(defaults, options of `assemble`) of a program such as pretrain_gpt.py."""
     sys.path.insert(0, str(ROOT))
     program = importlib.import_module(name)
     return getattr(program, "DEFAULTS", {}), program.parts()
@@ -77,7 +76,7 @@ def train_case(
     rank, world_size, _ = initialize.environment_ranks()
     folder = Path(tempfile.mkdtemp())
     metrics = folder / "metrics.jsonl"
-    if "--train-samples" in flags:
+    if "--train-samples" in flags or "--epochs" in flags:
         base = base.replace("--train-iters 6", "").replace("--train-iters 10", "")
     args = parse_args(f"{base} --metrics-file {metrics} {flags}".split(), defaults=defaults)
     if not args.use_checkpoint_args:
@@ -99,7 +98,12 @@ def train_case(
         run.update.show_newest()
         return {
             "records": records,
-            "losses": {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record},
+            "losses": {
+                record["iteration"]: record[name]
+                for record in records
+                for name in ("lm_loss", "loss")
+                if name in record
+            },
             "lines": lines,
             "iteration": run.iteration,
             "weights": whole_weights(run.chunks),

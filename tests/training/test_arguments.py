@@ -283,7 +283,7 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "checkpoint_activations", "grad_reduce_in_bf16", "recompute_activations",
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
     "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
-    "l2l_update", "l2l_resident_stages", "l2l_stash",
+    "l2l_update", "l2l_resident_stages", "l2l_stash", "epochs",
 }  # fmt: skip
 
 

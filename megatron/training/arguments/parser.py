@@ -6,7 +6,18 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.training.arguments import bert, data, dry_run, ignored, model, output, parallel, refusals, training
+from megatron.training.arguments import (
+    bert,
+    classification,
+    data,
+    dry_run,
+    ignored,
+    model,
+    output,
+    parallel,
+    refusals,
+    training,
+)
 from megatron.training.arguments.specification import Flag, Group
 from megatron.training.arguments.spelling import meant
 
@@ -22,6 +33,8 @@ GROUPS: tuple[Group, ...] = (
     data.DATA,
     data.TOKENIZER,
     bert.GROUP,
+    classification.GROUP,
+    classification.VISION,
     output.CHECKPOINT,
     output.LOGGING,
     dry_run.GROUP,
@@ -151,7 +164,8 @@ def parse_args(
     Args:
         argv: words after the program's name; None takes them from `sys.argv`.
         prog: the program's name in `--help`.
-        defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert") has no flag.
+        defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert",
+            "vit", "bert-classify") has no flag.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
     other: see `rules.validate_args`. Raises ValueError with one sentence.

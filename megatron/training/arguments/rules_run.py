@@ -6,6 +6,9 @@ import re
 from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
 from megatron.pipeline.weights import TWO_BW, WeightPolicy
 from megatron.planner.devices import device_gib
+from megatron.training.arguments.classification import CLASSIFIERS
+from megatron.training.arguments.ranges import flag
+from megatron.training.arguments.rules_classification import num_samples as num_classified
 from megatron.training.arguments.rules_optimizer import whole_tensors
 from megatron.training.arguments.rules_relay import relay, residency_of
 from megatron.training.batch_sizes import BatchSizes, parse_steps
@@ -22,14 +25,16 @@ def paths(args: argparse.Namespace) -> None:
 
 
 def length(args: argparse.Namespace) -> None:
-    if args.train_iters is not None and args.train_samples is not None:
-        raise ValueError("--train-iters and --train-samples exclude each other; keep one")
-    if args.train_iters is None and args.train_samples is None and not args.skip_train:
-        raise ValueError("--train-iters or --train-samples is needed")
+    named = [flag(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} exclude each other; keep one")
+    if not named and not args.skip_train:
+        epochs = "--epochs, " if args.architecture in CLASSIFIERS else ""
+        raise ValueError(f"{epochs}--train-iters or --train-samples is needed")
 
 
 def batches(args: argparse.Namespace) -> None:
-    """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples`, `train_iters`."""
+    """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples` or `--epochs`, `train_iters`."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     steps = _batch_size_steps(args)
     if args.global_batch_size is None:
@@ -51,8 +56,17 @@ def batches(args: argparse.Namespace) -> None:
         args.train_iters = args.batch_sizes.iterations_for(args.train_samples)
         if args.train_iters == 0:
             raise ValueError(f"--train-samples {args.train_samples} is less than one batch")
+    if args.epochs is not None:
+        args.train_iters = _iterations_of_epochs(args)
     if args.train_iters is None:
         args.train_iters = 0
+
+
+def _iterations_of_epochs(args: argparse.Namespace) -> int:
+    """Batches until every sample was in the last epoch; the last batch is filled up."""
+    num_samples = args.epochs * num_classified(args, "train")
+    whole = args.batch_sizes.iterations_for(num_samples)
+    return whole + (args.batch_sizes.samples_after(whole) < num_samples)
 
 
 def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
@@ -265,6 +279,15 @@ def loss(args: argparse.Namespace) -> None:
 
 
 def data(args: argparse.Namespace) -> None:
+    if args.dataloader_type != "single":
+        raise ValueError(
+            f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
+        )
+    if args.architecture not in CLASSIFIERS:
+        _blends(args)
+
+
+def _blends(args: argparse.Namespace) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(args, name)]
     sources = [name for name in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(args, name)]
     sources += ["train_data_path"] if per_split else []
@@ -280,10 +303,6 @@ def data(args: argparse.Namespace) -> None:
         args.split = "969, 30, 1"
     if args.split is not None:
         _split(args.split)
-    if args.dataloader_type != "single":
-        raise ValueError(
-            f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
-        )
 
 
 def _split(text: str) -> None:
@@ -301,6 +320,8 @@ def _split(text: str) -> None:
 
 
 def tokenizer(args: argparse.Namespace) -> None:
+    if args.architecture == "vit":
+        return
     if args.tokenizer_type is None:
         if not (args.vocab_file and args.merge_file):
             raise ValueError("--tokenizer-type is needed (or --vocab-file and --merge-file for GPT-2's)")
