@@ -3,8 +3,8 @@
     python examples/digits.py --classes 0-4 --folder DATA/first        # pip install .[datasets]
     python examples/digits.py --classes 5-9 --folder DATA/second
 
-`load_digits` has 1,797 images of 8 x 8 pixels. Those of the classes that are asked for become `train.npz`, `validation.npz` and
-`test.npz` (images from -1 to 1, labels from 0 on in the order of the classes), drawn once and for all by --seed.
+`load_digits` has 1,797 images of 8 x 8 pixels. Those of the classes that are asked for become `train.npz`,
+`validation.npz` and `test.npz` (images from -1 to 1, labels from 0 on in the order of the classes), drawn by --seed.
 """
 
 import argparse

@@ -173,6 +173,7 @@ def load_checkpoint(
     new = new_parts(chunks, reader.holds_prefix) if body_only else ()
     if new:
         model = without_parts(model, new)
+        _log_once(f"not from checkpoint {location.path}, but as they were drawn: {', '.join(new)}")
     _judge_what_is_left_over(reader, model, args.dist_ckpt_strictness)
     request: dict = dict(model)
     with_optimizer = optimizer is not None and not starts_anew and not args.no_load_optim

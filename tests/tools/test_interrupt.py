@@ -28,6 +28,7 @@ TOOLS = {  # a library that each imports, and the words with which it does
 }
 TEXT = [word for word in words() if word != "--mock-data"] + ["--data-path", "none", "--vocab-file", "none"]
 PROGRAMS = {  # a command line of each
+    "finetune_bert": [*TEXT, "--num-classes", "2", "--dry-run", "1"],
     "pretrain_bert": TEXT,
     "pretrain_gpt": TEXT,
     "pretrain_vision_classify": f"{vision_helper.SMALL} --data-path none".split(),

@@ -128,8 +128,8 @@ def whole_weights(chunks: list) -> dict[str, torch.Tensor]:
     for model in map(unwrap_model, chunks):
         for name, value in model.named_parameters():
             words, tensor = name.split("."), value.detach().clone()
-            if name.startswith("decoder.layers."):
-                words[2] = str(model.decoder.layers[int(words[2])].layer_number)
+            if name.startswith(("decoder.layers.", "encoder.layers.")):
+                words[2] = str(getattr(model, words[0]).layers[int(words[2])].layer_number)
             if getattr(value, "tensor_model_parallel", False) and group.size() > 1:
                 parts = [torch.empty_like(tensor) for _ in range(group.size())]
                 torch.distributed.all_gather(parts, tensor, group=group)
@@ -213,6 +213,6 @@ def train(num_ranks: int, flags: str = "", *, case: str = "train_case", **option
     """`train_case` on `num_ranks` ranks, all of them pipeline stages unless the flags say otherwise."""
     if "--pipeline-model-parallel-size" not in flags:
         flags += f" --pipeline-model-parallel-size {num_ranks}"
-    if not any(name in flags for name in ("--mock-data", "--data-path", "data-args-path")):
+    if not any(name in flags for name in ("--mock-data", "--data-path", "data-args-path", "--train-data")):
         flags += f" {data_flags()}"
     return workers.run(num_ranks, f"tests.training.run_case:{case}", flags=flags, **options)

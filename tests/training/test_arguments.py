@@ -300,7 +300,7 @@ def test_every_flag_is_read():
     assert unread == TRANSLATED
     rules = "\n".join(
         (arguments_folder / f"{name}.py").read_text()
-        for name in ("rules_model", "rules_relay", "rules_run", "rules_stages")
+        for name in ("rules_data", "rules_model", "rules_relay", "rules_run", "rules_stages")
     )
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 

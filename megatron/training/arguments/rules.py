@@ -11,6 +11,7 @@ from typing import Any
 from megatron.training.arguments import (
     rules_bert,
     rules_classification,
+    rules_data,
     rules_model,
     rules_programs,
     rules_run,
@@ -26,6 +27,7 @@ RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
     *rules_bert.RULES,
     *rules_classification.RULES,
     *rules_run.RULES,
+    *rules_data.RULES,
     *rules_classification.LAST,
 )
 

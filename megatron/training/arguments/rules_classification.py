@@ -1,4 +1,4 @@
-"""Rules of `pretrain_vision_classify.py` and `finetune_bert.py`: the shape of a sample, the data, and when to evaluate."""
+"""Rules of `pretrain_vision_classify.py` and `finetune_bert.py`: shape of a sample, data, and when to evaluate."""
 
 import argparse
 

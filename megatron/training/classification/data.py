@@ -35,12 +35,8 @@ def build_datasets(
     """
     paths, wanted = data_paths(args), num_samples(args)
     args.has_split = tuple(bool(each) and number > 0 for each, number in zip(paths.values(), wanted, strict=True))
-    found: list[Samples | None] = [None] * len(wanted)
-    if _reads(args, fields):
-        found = [
-            read(each) if there else None for each, there in zip(paths.values(), args.has_split, strict=True)
-        ]  # fmt: skip
-    _require_same_data([None if each is None else each.digest for each in found])
+    chosen = [each if there else [] for each, there in zip(paths.values(), args.has_split, strict=True)]
+    found = _read_alike(read, chosen if _reads(args, fields) else [[] for _ in chosen])
     train, *others = found
     return [
         train and EpochSamples(train, seed=args.seed, length=wanted[0]),
@@ -70,14 +66,28 @@ def _reads(args: argparse.Namespace, fields: Sequence[Field]) -> bool:
     return needed and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _require_same_data(digests: list[str | None]) -> None:
-    """Stages read for themselves, so labels would belong to other samples where files differ between hosts."""
-    gathered: list[list[str | None]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, digests)
-    readers = [(rank, each) for rank, each in enumerate(gathered) if any(each)]
-    for rank, each in readers:
-        if each != readers[0][1]:
+def _read_alike(read: Callable[[list[str]], Samples], paths: list[list[str]]) -> list[Samples | None]:
+    """What `read` makes of each of `paths`, None of no path. Collective.
+
+    Raises ValueError on every rank if any could not read, or finds other data than the others: stages read for
+    themselves, so labels would belong to other samples.
+    """
+    found: list[Samples | None] = [None] * len(paths)
+    problem = None
+    try:
+        found = [read(each) if each else None for each in paths]
+    except ValueError as error:
+        problem = str(error)
+    own = problem, [None if each is None else each.digest for each in found]
+    gathered: list[tuple[str | None, list[str | None]]] = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, own)
+    if (first := next((each for each, _ in gathered if each), None)) is not None:
+        raise ValueError(first)
+    readers = [(rank, digests) for rank, (_, digests) in enumerate(gathered) if any(digests)]
+    for rank, digests in readers:
+        if digests != readers[0][1]:
             raise ValueError(
                 f"rank {rank} finds other data than rank {readers[0][0]} under the same names; give all hosts the same "
                 "files"
             )
+    return found

@@ -1,4 +1,4 @@
-"""The head that tells a class: a token, or the mean over all, through dropout and a linear layer."""
+"""The head that tells a class, on the last stage. Every tensor rank has all of it."""
 
 import argparse
 
@@ -11,20 +11,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ClassificationHead(MegatronModule):
-    """From the last layer's output (behind the final norm) to logits. Every tensor rank has all of it.
+    """Dropout and a linear layer: from the features of a sample, [b, hidden], to logits, [b, classes].
 
     Args:
-        reads_first: the first token, else the mean over all.
         dropout: rate before the linear layer.
     """
 
     dropout_place = "head", 0
 
-    def __init__(
-        self, args: argparse.Namespace, config: TransformerConfig, *, reads_first: bool, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, config: TransformerConfig, *, dropout: float = 0.0) -> None:
         super().__init__(config)
-        self.reads_first = reads_first
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(config.hidden_size, args.num_classes)
         with torch.no_grad():
@@ -33,12 +29,13 @@ class ClassificationHead(MegatronModule):
         for parameter in self.parameters():
             parameter.is_embedding_or_output_parameter = True  # --decoupled-lr
 
-    def pool(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, b, hidden] to [b, hidden]."""
-        if self.config.sequence_parallel:  # all tensor ranks go on alike, so gradients need no sum
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden[0] if self.reads_first else hidden.mean(dim=0)
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """[b, hidden] to [b, classes]."""
+        return self.linear(self.dropout(features))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, b, hidden] to logits [b, classes]."""
-        return self.linear(self.dropout(self.pool(hidden)))
+
+def pooled(hidden: torch.Tensor, config: TransformerConfig, *, reads_first: bool) -> torch.Tensor:
+    """The features of a sample: its first token, else the mean over all. [tokens, b, hidden] to [b, hidden]."""
+    if config.sequence_parallel:  # all tensor ranks go on alike, so gradients need no sum
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return hidden[0] if reads_first else hidden.mean(dim=0)

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.classification.head import ClassificationHead
+from megatron.training.classification.head import ClassificationHead, pooled
 from megatron.training.initialize import set_seeds
 from megatron.training.models import layer_spec, layer_stream
 
@@ -83,6 +83,7 @@ class VisionTransformer(MegatronModule):
         super().__init__(config)
         self.pre_process, self.post_process = pre_process, post_process
         self.model_type = ModelType.encoder_or_decoder
+        self.reads_first = args.vision_class_token
         if pre_process:
             set_seeds(layer_stream(args, 0))
             self.embedding = PatchEmbedding(args, config)
@@ -91,7 +92,7 @@ class VisionTransformer(MegatronModule):
         )
         if post_process:
             set_seeds(layer_stream(args, config.num_layers + 1))
-            self.classification_head = ClassificationHead(args, config, reads_first=args.vision_class_token)
+            self.classification_head = ClassificationHead(args, config)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
         """What the stage before has sent."""
@@ -101,7 +102,9 @@ class VisionTransformer(MegatronModule):
         """[tokens, b, hidden], of the last stage logits [b, classes]. `images`: of the first stage."""
         hidden = self.embedding(images) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None)
-        return self.classification_head(hidden) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        return self.classification_head(pooled(hidden, self.config, reads_first=self.reads_first))
 
 
 def vision_model(
