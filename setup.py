@@ -33,7 +33,8 @@ setup(
     package_data={"megatron.planner.timing": ["calibrations/*.json"]},
     install_requires=requirements("runtime"),
     extras_require={
-        name: requirements(name) for name in ("test", "tensorboard", "tokenizers", "metis", "parquet", "lmdb")
+        name: requirements(name)
+        for name in ("test", "tensorboard", "tokenizers", "metis", "parquet", "datasets", "lmdb")
     },
     zip_safe=False,
 )

@@ -35,14 +35,16 @@ def read_curves(path: Path, label: str) -> Curves:
         records = read_metrics(str(path))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    curves = Curves(label, _by_iteration(records, "lm_loss"), _by_iteration(records, "validation_loss"))
+    curves = Curves(label, _by_iteration(records, "lm_loss", "loss"), _by_iteration(records, "validation_loss"))
     if not curves.training and not curves.validation:
-        raise ValueError(f"{path} holds neither lm_loss nor validation_loss; is it what --metrics-file wrote?")
+        raise ValueError(
+            f"{path} holds neither lm_loss, nor loss, nor validation_loss; is it what --metrics-file wrote?"
+        )
     return curves
 
 
-def _by_iteration(records: list[dict], name: str) -> dict[int, float]:
-    found = {record["iteration"]: record[name] for record in records if record.get(name) is not None}
+def _by_iteration(records: list[dict], *names: str) -> dict[int, float]:
+    found = {record["iteration"]: record[name] for record in records for name in names if record.get(name) is not None}
     return dict(sorted(found.items()))
 
 

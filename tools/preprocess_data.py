@@ -33,7 +33,7 @@ import command_line
 
 from megatron.training.arguments import data as data_flags
 from megatron.training.arguments.parser import build_parser, fill_defaults, parse_known, refuse
-from megatron.training.arguments.rules_run import tokenizer as check_tokenizer
+from megatron.training.arguments.rules_data import tokenizer as check_tokenizer
 from megatron.training.arguments.specification import Group, integer, option, refused, switch
 from megatron.training.sentences import LONGEST_SENTENCE, split_sentences
 

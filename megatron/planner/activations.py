@@ -107,7 +107,7 @@ class Activations:
             return 0.0 if is_first else self.boundary
         total = self._saved_layers(num_layers)
         if is_first:
-            total += self._embedding_mask
+            total += self._embedding_mask + self._patches
         if is_last:
             total += self.head
         return total
@@ -117,7 +117,7 @@ class Activations:
         logits."""
         recompute, full = self.setting.recompute, self._layer(frozenset())
         if recompute.whole_stage:
-            total = num_layers * full + is_first * self._embedding_mask + is_last * self.head
+            total = num_layers * full + is_first * (self._embedding_mask + self._patches) + is_last * self.head
         elif recompute.method == "uniform":
             total = max(0.0, min(recompute.num_layers, num_layers) * full - self.boundary)
         elif recompute.method == "block":
@@ -135,21 +135,27 @@ class Activations:
 
     @property
     def head(self) -> float:
-        """Final norm, output layer and loss: their inputs, and the softmax of the logits in FP32."""
+        """Final norm, output layer and loss: their inputs, and the softmax of the logits in FP32. What one token keeps
+        where classes are told is not counted."""
         h, e = self.shape.hidden_size, self.setting.element_bytes
         dense = 3 * e * h if self.shape.masked_head else 0  # BERT's dense layer, its GELU and norm
         width = (self.setting.residual_bytes * h + e * h + dense) / self._shared
-        return self.tokens * (width + _FP32 * self.shape.vocabulary_size / self.setting.tensor)
+        return self.tokens * (width + _FP32 * self.shape.output_rows / self.setting.tensor)
 
     @property
     def logits_gradient(self) -> float:
         """The logits in 16 bits before the loss, or their gradient after it; in FP32 it lies in the softmax."""
         e = self.setting.element_bytes
-        return self.tokens * e * self.shape.vocabulary_size / self.setting.tensor if e < _FP32 else 0.0
+        return self.tokens * e * self.shape.output_rows / self.setting.tensor if e < _FP32 else 0.0
 
     @property
     def _embedding_mask(self) -> float:
         return self.shape.hidden_dropout * self._mask * self.tokens / self._shared
+
+    @property
+    def _patches(self) -> float:
+        """The input of the layer that embeds patches, which every tensor rank has."""
+        return self.setting.element_bytes * self.shape.patch_elements * self.tokens
 
     def _saved_layers(self, num_layers: int) -> float:
         recompute = self.setting.recompute

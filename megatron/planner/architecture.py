@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A GPT or BERT of megatron.core.
+    """A GPT or BERT of megatron.core, or a ViT or BERT of its layers that tells classes.
 
     Attributes:
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, sequence_length: as the flags.
@@ -18,6 +18,10 @@ class Architecture:
         linear_biases, qkv_bias: biases of all linear layers, or of the query, key and value projection only.
         norm_vectors: learned vectors of a normalization: 2 for LayerNorm, 1 for RMSNorm.
         qk_norm: queries and keys are normalized.
+        patch_elements: numbers of a patch of an image, which is embedded in place of a token; 0 for tokens.
+        class_token: an image has a token of its own besides its patches.
+        num_classes: the last stage tells one of so many classes, and has no output layer; 0 for language models.
+        pooler: a dense layer stands before the classes.
         masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
         hidden_dropout, attention_dropout: whether dropout keeps masks there.
     """
@@ -38,6 +42,10 @@ class Architecture:
     qkv_bias: bool = False
     norm_vectors: int = 2
     qk_norm: bool = False
+    patch_elements: int = 0
+    class_token: bool = False
+    num_classes: int = 0
+    pooler: bool = False
     masked_head: bool = False
     binary_head: bool = False
     hidden_dropout: bool = True
@@ -54,6 +62,11 @@ class Architecture:
             kv_channels=hidden_size // num_attention_heads, sequence_length=sequence_length,
             vocabulary_size=vocabulary_size, num_positions=sequence_length,
         )  # fmt: skip
+
+    @property
+    def output_rows(self) -> int:
+        """Rows of the output layer: the vocabulary's, none where classes are told."""
+        return 0 if self.num_classes else self.vocabulary_size
 
     @property
     def query_width(self) -> int:
@@ -76,5 +89,5 @@ class Architecture:
         linear = h * (self.query_width + 2 * self.key_width) + self.query_width * h
         linear += h * self.ffn_hidden_size * (3 if self.gated else 2)
         scores = 2 * self.query_width * self.sequence_length
-        head = h * self.vocabulary_size + (h * h if self.masked_head else 0)
-        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * (linear + scores) + head)
+        ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
+        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * (linear + scores) + ends)

@@ -27,13 +27,17 @@ def layer_parameters(shape: Architecture, tensor: int) -> int:
 
 def embedding_parameters(shape: Architecture, tensor: int) -> int:
     """What the first stage holds before its layers."""
-    return (shape.vocabulary_size // tensor + shape.num_positions + shape.num_token_types) * shape.hidden_size
+    rows = shape.vocabulary_size // tensor + shape.num_positions + shape.num_token_types + shape.class_token
+    if shape.patch_elements:
+        rows += shape.patch_elements + 1  # a linear layer with its bias
+    return rows * shape.hidden_size
 
 
 def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) -> int:
     """What the last stage holds after its layers. `holds_embedding`: it is the first stage too."""
-    h, rows = shape.hidden_size, shape.vocabulary_size // tensor
+    h, rows = shape.hidden_size, shape.output_rows // tensor
     count = shape.norm_vectors * h  # the final norm
+    count += shape.num_classes * (h + 1) + shape.pooler * h * (h + 1)
     if not (shape.tied_embeddings and holds_embedding):
         count += rows * h
     if shape.masked_head:
@@ -48,8 +52,10 @@ def largest_parameter(shape: Architecture, tensor: int, *, is_first: bool, is_la
     wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
     projected = max(shape.query_width + 2 * shape.key_width, wide)
     of_layer = shape.hidden_size * projected // tensor
-    rows = max(shape.vocabulary_size // tensor, shape.num_positions if is_first else 0)
-    return max(of_layer, rows * shape.hidden_size if is_first or is_last else 0)
+    rows = [shape.output_rows // tensor, shape.num_classes, shape.pooler * shape.hidden_size] if is_last else []
+    if is_first:
+        rows += [shape.vocabulary_size // tensor, shape.num_positions, shape.patch_elements]
+    return max([of_layer, *(each * shape.hidden_size for each in rows)])
 
 
 def stage_parameters(shape: Architecture, tensor: int, layers: Sequence[int]) -> tuple[int, ...]:

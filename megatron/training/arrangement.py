@@ -102,8 +102,8 @@ def reading_changes(args: argparse.Namespace) -> Iterator[None]:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"--load {args.load}: the checkpoint's record of frozen layers is damaged ({type(error).__name__}: {error}); "
-            "choose another with --ckpt-step, or add --finetune to begin anew with its weights"
+            f"--load {args.load}: the checkpoint's record of frozen layers is damaged ({type(error).__name__}: "
+            f"{error}); choose another with --ckpt-step, or add --finetune to begin anew with its weights"
         ) from error
 
 

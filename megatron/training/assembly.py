@@ -21,6 +21,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
 from megatron.training import provisional
+from megatron.training.arguments.classification import CLASSIFIERS
 from megatron.training.checkpoint.ownership import OwnerMark
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
@@ -94,8 +95,10 @@ class Run:
         """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on, by own stage.
 
         Validation data begin again at their end: a resumed run that evaluates at other intervals has them sized for
-        those, and its position from before.
+        those, and its position from before. Those of which every evaluation takes all begin anew with it.
         """
+        if getattr(self.datasets[index], "starts_over", False):
+            consumed = 0
         return [
             MicrobatchIterator(
                 self.args, self.datasets[index], fields=self.fields, name=name, consumed_samples=consumed,
@@ -124,7 +127,8 @@ def assemble(
         forward_step: Megatron's `forward_step(data_iterator, model)`.
         datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
         fields_provider: `fields_provider(args)` returns the parts of a microbatch.
-        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" is among it.
+        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" or "loss" is
+            among it.
     """
     owner_mark = prepare_outputs(args)
     try:
@@ -144,8 +148,8 @@ def _build(
     fields_provider: FieldsProvider,
     loss_names: LossNames,
 ) -> Run:
-    tokenizer = build_tokenizer(args)
-    args.padded_vocab_size = padded_vocab_size(args, tokenizer)
+    tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
+    args.padded_vocab_size = 0 if tokenizer is None else padded_vocab_size(args, tokenizer)
     parts = Parts(partial(model_provider, args), forward_step, loss_names(args))
     reporter = Reporter(args)
     datasets = datasets_provider(args, tokenizer)
@@ -161,7 +165,7 @@ def _build(
     return Run(
         args, parts, place, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, fields_provider(args), vocab_size(args, tokenizer), elasticity,
+        datasets, fields_provider(args), 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
@@ -170,7 +174,7 @@ def _build(
 
 
 def _load(args: argparse.Namespace, place: Place, reporter: Reporter) -> CheckpointPosition | None:
-    """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights."""
+    """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
     held = {"chunks": place.chunks, "optimizer": place.optimizer, "scheduler": place.scheduler, "update": place.update}
     position = None
     if args.load is not None:
@@ -180,10 +184,11 @@ def _load(args: argparse.Namespace, place: Place, reporter: Reporter) -> Checkpo
     if position is None and args.pretrained_checkpoint is not None:
         pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
                                            "ckpt_step": None})  # fmt: skip
-        position = load_checkpoint(args=pretrained, **held)
+        position = load_checkpoint(args=pretrained, **held, body_only=args.architecture in CLASSIFIERS)
         if position is None:
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
-        reporter.say(f"loaded the weights of {args.pretrained_checkpoint}; starting from iteration 0")
+        but = " but for the head" if args.architecture in CLASSIFIERS else ""
+        reporter.say(f"loaded the weights of {args.pretrained_checkpoint}{but}; starting from iteration 0")
     elif position is not None:
         reporter.say(f"loaded {args.load}; starting from iteration {position.iteration}")
     elif args.load is not None:

@@ -115,7 +115,7 @@ class BertDataset(BERTMaskedWordPieceDataset):
 
 def build_bert_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
     """A BERT's three datasets; see `build_blended`. Raises ValueError also for a tokenizer that does not fit."""
-    _check_tokenizer(args, tokenizer)
+    check_tokenizer(args, tokenizer)
     return build_blended(
         args,
         BertDataset,
@@ -135,7 +135,8 @@ def build_bert_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBa
     )
 
 
-def _check_tokenizer(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> None:
+def check_tokenizer(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> None:
+    """Raise ValueError for a tokenizer that lacks what BERT's samples need."""
     numbers = {}
     for name in ("cls", "sep", "mask", "pad"):
         try:

@@ -35,7 +35,7 @@ def bert_model(
     model = BertModel(
         config=config,
         num_tokentypes=NUM_TOKEN_TYPES if args.bert_binary_head else 0,
-        transformer_layer_spec=_layer_spec(args),
+        transformer_layer_spec=bert_layer_spec(args),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -56,7 +56,7 @@ def bert_model(
     return model
 
 
-def _layer_spec(args: argparse.Namespace) -> ModuleSpec:
+def bert_layer_spec(args: argparse.Namespace) -> ModuleSpec:
     """What a layer is made of. A copy: megatron.core sets the kind of mask in it."""
     if args.transformer_impl == "transformer_engine":
         spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()

@@ -23,7 +23,7 @@ from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
 from megatron.training.checkpoint.random_state import sharded_random_state
 from megatron.training.checkpoint.run_state import Restoration, RunParts, WeightUpdate, log_once, run_state
-from megatron.training.checkpoint.state import FORMAT_VERSION, loading_metadata, sharding_metadata
+from megatron.training.checkpoint.state import FORMAT_VERSION, loading_metadata, new_parts, sharding_metadata
 from megatron.training.checkpoint.writer import CheckpointWriter
 
 __all__ = [
@@ -129,11 +129,16 @@ def load_checkpoint(
     optimizer: MegatronOptimizer | None = None,
     scheduler: object | None = None,
     update: WeightUpdate | None = None,
+    body_only: bool = False,
 ) -> CheckpointPosition | None:
     """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.
 
     Degrees of tensor, pipeline and data parallelism may differ from those it was saved with. Honours `ckpt_step`,
     `finetune` (weights only, the run starts at 0), `no_load_optim`, `no_load_rng`, `ckpt_fully_parallel_load`.
+
+    Args:
+        body_only: leave the parts of a chunk that its `new_parts` name as they are, and those of its `optional_parts`
+            that the checkpoint lacks; the model there may have another head.
 
     Returns:
         Where to go on; None if the directory holds no checkpoint at all (the run then starts from its initial weights).
@@ -146,10 +151,13 @@ def load_checkpoint(
         return None
     with agreed():
         common = read_common_state(location)
-        arguments.check_same_model(args, common.get("args"), location.path)
+        arguments.check_same_model(args, common.get("args"), location.path, body_only=body_only)
     reader = CheckpointReader(location, common=common, fully_parallel=args.ckpt_fully_parallel_load)
     starts_anew = args.finetune or location.is_release
     position = CheckpointPosition() if starts_anew else _position(common)
+    new = new_parts(chunks, reader.holds_prefix) if body_only else ()
+    if new:
+        log_once(f"not from checkpoint {location.path}, but as they were drawn: {', '.join(new)}")
     restoration = Restoration(
         reader,
         RunParts(chunks, optimizer, scheduler, update),
@@ -157,6 +165,7 @@ def load_checkpoint(
         iteration=position.iteration,
         random_state=None if starts_anew or args.no_load_rng else sharded_random_state(),
         with_optimizer=not starts_anew and not args.no_load_optim,
+        new=new,
     )
     _judge_what_is_left_over(reader, restoration.model, args.dist_ckpt_strictness)
     restoration.complete(reader.load(restoration.request))

@@ -143,9 +143,9 @@ def _memory_lines(result: DryRun) -> list[str]:
 
 def _change_lines(result: DryRun) -> list[str]:
     return [
-        f"iteration {each.iteration}: {each.arrangement.num_frozen} of {result.args.num_layers} layers frozen, pipeline "
-        f"{each.arrangement.pipeline} x data {each.arrangement.data}, layers by rank {each.arrangement}; the fullest rank "
-        f"{each.num_bytes / GIB:.2f} GiB"
+        f"iteration {each.iteration}: {each.arrangement.num_frozen} of {result.args.num_layers} layers frozen, "
+        f"pipeline {each.arrangement.pipeline} x data {each.arrangement.data}, layers by rank {each.arrangement}; the "
+        f"fullest rank {each.num_bytes / GIB:.2f} GiB"
         for each in result.changes
     ]
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from megatron.training.transition.change import Change
 
 LOSS = "lm loss"
-"""The loss that every model has; BERT's sentence order adds "sop loss"."""
+"""The loss that every language model has; BERT's sentence order adds "sop loss"."""
+CLASS_LOSS = "loss"
+"""That of a model that tells classes; it adds "accuracy"."""
 SAVED_ACTIVATIONS = "saved_activation_bytes"
 ALLOCATED = "peak_allocated_bytes"
 
@@ -75,6 +77,11 @@ class Interval:
     def means(self) -> dict[str, float]:
         """Mean of each loss over the batches that had finite ones."""
         return {name: total / self.num_losses for name, total in self.losses.items()} or {LOSS: math.nan}
+
+
+def main_loss(losses: Mapping[str, float]) -> str:
+    """The name of the one that is trained, or leads what is."""
+    return next((name for name in (LOSS, CLASS_LOSS) if name in losses), LOSS)
 
 
 def by_pipeline_rank(values: Sequence[float], num_pipeline_ranks: int) -> list[int]:
@@ -225,7 +232,7 @@ class Reporter:
     def _boards(self, progress: Progress, values: dict[str, float | None]) -> None:
         values = {name: value for name, value in values.items() if value is not None}
         scalars = [(name, value, progress.iteration) for name, value in values.items()]
-        for name in (LOSS, "learning-rate", "grad-norm"):
+        for name in (main_loss(values), "learning-rate", "grad-norm"):
             if name in values:
                 scalars.append((f"{name} vs samples", values[name], progress.consumed_samples))
         self._show(scalars)
@@ -249,21 +256,24 @@ class Reporter:
 
     def evaluation(self, name: str, iteration: int, losses: dict[str, float], *, seconds: float) -> None:
         """Record one evaluation: its mean losses by name. `name` is "validation" or "test"."""
-        loss = losses[LOSS]
-        perplexity = math.exp(min(20.0, loss))
-        others = {other: value for other, value in losses.items() if other != LOSS}
-        line = f" {name} loss at iteration {iteration} | {LOSS} value: {loss:.6E} | {LOSS} PPL: {perplexity:.6E} | "
+        main = main_loss(losses)
+        loss = losses[main]
+        perplexity = {"ppl": math.exp(min(20.0, loss))} if main == LOSS else {}
+        others = {other: value for other, value in losses.items() if other != main}
+        line = f" {name} loss at iteration {iteration} | {main} value: {loss:.6E} | "
+        line += "".join(f"{main} PPL: {value:.6E} | " for value in perplexity.values())
         line += "".join(f"{other} value: {value:.6E} | " for other, value in others.items())
         self.say("-" * len(line) + f"\n{line}\n" + "-" * len(line))
         if not self.writes:
             return
         if self._metrics is not None:
             named = {f"{name}_{_key(other)}": value for other, value in others.items()}
-            self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss, f"{name}_ppl": perplexity, **named,
+            self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss,
+                                   **{f"{name}_{key}": value for key, value in perplexity.items()}, **named,
                                    "evaluation_time_ms": 1000 * seconds})  # fmt: skip
         scalars = [(f"{each} {name}", value, iteration) for each, value in losses.items()]
         if self.args.log_validation_ppl_to_tensorboard:
-            scalars.append((f"{LOSS} {name} ppl", perplexity, iteration))
+            scalars += [(f"{main} {name} {key}", value, iteration) for key, value in perplexity.items()]
         self._show(scalars)
         self._publish({f"{each} {name}": value for each, value in losses.items()}, iteration)
 

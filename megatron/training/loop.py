@@ -21,7 +21,7 @@ from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.data import MicrobatchIterator
 from megatron.training.evaluation import evaluate, evaluation_samples
-from megatron.training.logging import Progress
+from megatron.training.logging import Progress, main_loss
 from megatron.training.profiling import Profiler
 from megatron.training.signals import StopSignal
 from megatron.training.throughput import flops_per_sample
@@ -151,9 +151,10 @@ class Loop:
             if self.run.elasticity is not None:
                 self.run.elasticity.note(report)
             if report.nan and self.args.check_for_nan_in_loss_and_grad:
+                name = main_loss(report.losses)
                 raise TrainingError(
-                    f"the loss or the gradient of iteration {progress.iteration} is not finite (lm loss "
-                    f"{report.losses.get('lm loss')}, gradient norm {report.grad_norm}); lower --lr, or go on "
+                    f"the loss or the gradient of iteration {progress.iteration} is not finite ({name} "
+                    f"{report.losses.get(name)}, gradient norm {report.grad_norm}); lower --lr, or go on "
                     f"regardless with --no-check-for-nan-in-loss-and-grad"
                 )
 

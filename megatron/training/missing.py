@@ -7,6 +7,8 @@ line for the user.
 import argparse
 import os
 
+from megatron.training.arguments.classification import CLASSIFIERS
+from megatron.training.arguments.rules_classification import data_paths
 from megatron.training.data_files import check_indexed_dataset
 from megatron.training.datasets import blends
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
@@ -15,6 +17,9 @@ from megatron.training.vocabulary import assumed_size, padded, usual
 
 def missing_data(args: argparse.Namespace) -> list[str]:
     """A line for each part of the data that is not here. Raises ValueError for files that are here and damaged."""
+    if args.architecture in CLASSIFIERS:
+        named = (path for paths in data_paths(args).values() for path in paths)
+        return [f"data {path} is not on this machine" for path in named if not os.path.exists(path)]
     for flag, path in (
         ("--data-args-path", args.data_args_path),
         ("--per-split-data-args-path", args.per_split_data_args_path),
@@ -43,6 +48,9 @@ def choose_vocabulary(args: argparse.Namespace) -> list[str]:
 
     Returns a line where it had to be assumed. Raises ValueError for a tokenizer that is here and cannot be read.
     """
+    if args.architecture == "vit":
+        args.padded_vocab_size = 0
+        return []
     problem = problem_with_tokenizer(args)
     if problem is None and args.tokenizer_model is not None and not os.path.exists(args.tokenizer_model):
         problem = f"--tokenizer-model {args.tokenizer_model} names a hub, which is not asked"

@@ -10,6 +10,7 @@ from megatron.pipeline.schedules import PRESETS
 from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
 from megatron.planner.software import Software
 from megatron.training.arguments.bert import NUM_TOKEN_TYPES
+from megatron.training.arguments.classification import CLASSIFIERS
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,8 +20,8 @@ _FP32, _HALF = 4, 2
 
 def architecture(args: argparse.Namespace) -> Architecture:
     """The model's shape; `args.padded_vocab_size` is set."""
-    is_bert = args.architecture == "bert"
-    has_binary_head = is_bert and args.bert_binary_head
+    is_bert, is_classifier = args.architecture == "bert", args.architecture in CLASSIFIERS
+    has_types = args.architecture in ("bert", "bert-classify") and args.bert_binary_head
     return Architecture(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -30,9 +31,13 @@ def architecture(args: argparse.Namespace) -> Architecture:
         kv_channels=args.kv_channels,
         sequence_length=args.seq_length,
         vocabulary_size=args.padded_vocab_size,
-        num_token_types=NUM_TOKEN_TYPES if has_binary_head else 0,
+        patch_elements=args.patch_dim**2 * args.num_channels if args.architecture == "vit" else 0,
+        class_token=args.architecture == "vit" and args.vision_class_token,
+        num_classes=args.num_classes if is_classifier else 0,
+        pooler=args.architecture == "bert-classify",
+        num_token_types=NUM_TOKEN_TYPES if has_types else 0,
         masked_head=is_bert,
-        binary_head=has_binary_head,
+        binary_head=is_bert and args.bert_binary_head,
         num_positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         gated=args.swiglu or args.quick_geglu,

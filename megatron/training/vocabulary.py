@@ -2,7 +2,7 @@
 
 import argparse
 
-USUAL = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522)}
+USUAL = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522), "bert-classify": ("BERT's", 30522)}
 """By architecture: whose vocabulary is taken where none is given, and its size."""
 _OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
 

@@ -8,6 +8,8 @@ from megatron.planner.parameters import stage_parameters
 from tests import workers
 from tests.training.arguments_helper import arguments
 from tests.training.bert_helper import bert_arguments
+from tests.training.classification.text_helper import text_arguments
+from tests.training.classification.vision_helper import vision_arguments
 
 SHAPES = (
     "",
@@ -90,6 +92,55 @@ def test_parameters_of_bert():
     """BERT's token types, masked-language head and binary head are counted, on the stage that holds them."""
     shapes = ["", "--bert-no-binary-head --untie-embeddings-and-output-weights"]
     results = workers.run(4, "tests.planner.test_parameters:bert_case", tensor=2, pipeline=2, shapes=shapes)
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
+
+
+def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """The same for a ViT or a BERT that tells classes."""
+    from megatron.core import parallel_state
+    from megatron.training import config, plan
+    from megatron.training.classification.bert_model import bert_classifier
+    from megatron.training.classification.vision_model import vision_model
+    from megatron.training.models import num_parameters
+
+    build, arguments_of = (
+        (vision_model, vision_arguments) if kind == "ViT" else (bert_classifier, text_arguments)
+    )  # fmt: skip
+
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    try:
+        for flags in shapes:
+            args = arguments_of(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            made = config.transformer_config(args)
+            model = build(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(plan.architecture(args), tensor, plan.layers_of_stages(made))
+            counts.append((counted[stage], num_parameters([model])))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return stage, counts
+
+
+@pytest.mark.parametrize(
+    "kind, other",
+    [
+        ("ViT", "--disable-vision-class-token --patch-dim 2 --num-classes 70 --normalization RMSNorm"),
+        ("BERT", "--bert-no-binary-head --num-classes 70"),
+    ],
+)
+def test_parameters_of_classifiers(kind, other):
+    """Patches, class token and positions, or a vocabulary, stand on the first stage, pooler and classes on the last."""
+    shapes, case = ["", other], "tests.planner.test_parameters:classifier_case"
+    results = workers.run(4, case, kind=kind, tensor=2, pipeline=2, shapes=shapes)
+    assert {stage for stage, _ in results} == {0, 1}
     for stage, counts in results:
         for flags, (counted, real) in zip(shapes, counts, strict=True):
             assert counted == real, (stage, flags)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.arguments_helper import words
+from tests.training.classification import vision_helper
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {  # a library that each imports, and the words with which it does
@@ -25,7 +26,13 @@ TOOLS = {  # a library that each imports, and the words with which it does
     "schedule": ("megatron.pipeline.program", ["--help"]),
     "text_generation": ("torch", ["--load", "none", "--prompt", "a"]),
 }
-PROGRAMS = sorted(ROOT.glob("pretrain_*.py"))
+TEXT = [word for word in words() if word != "--mock-data"] + ["--data-path", "none", "--vocab-file", "none"]
+PROGRAMS = {  # a command line of each
+    "finetune_bert": [*TEXT, "--num-classes", "2", "--dry-run", "1"],
+    "pretrain_bert": TEXT,
+    "pretrain_gpt": TEXT,
+    "pretrain_vision_classify": f"{vision_helper.SMALL} --data-path none".split(),
+}
 
 # Stops the import of a library where it is likely to be interrupted, and says so.
 SLOW = """
@@ -76,12 +83,17 @@ def test_a_tool_that_imports(tmp_path, tool):
     assert error in ("", "ended by SIGINT\n")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_is_among_them():
+    """But finetune.py, which has flags of its own."""
+    doors = {path.stem for path in ROOT.glob("*.py") if "entry.run(" in path.read_text()}
+    assert doors == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("stop_at", ["megatron.training.entry", "torch"])
 def test_a_program_that_imports(tmp_path, program, stop_at):
-    flags = [word for word in words() if word != "--mock-data"] + ["--data-path", "none", "--vocab-file", "none"]
-    status, error = interrupted([program, *flags], tmp_path, stop_at)
-    assert (status, error) == (130, f"{program.name}: ended by SIGINT\n")
+    status, error = interrupted([ROOT / f"{program}.py", *PROGRAMS[program]], tmp_path, stop_at)
+    assert (status, error) == (130, f"{program}.py: ended by SIGINT\n")
 
 
 def test_a_fork_of_a_job_ends_without_a_word(tmp_path):

@@ -18,8 +18,8 @@ from tests.training.run_case import BASE, numbered_names, program_parts
 
 
 def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, replicas: int = 1) -> dict:
-    """By batch losses, norms (of layers, too), the layers that are frozen and the validation loss behind it; weights and
-    moments at the end.
+    """By batch losses, norms (of layers, too), the layers that are frozen and the validation loss behind it; weights
+    and moments at the end.
 
     `flags`: without degrees. `replicas`: in how many sums the microbatches of a batch are added up first.
     """

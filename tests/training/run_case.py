@@ -1,5 +1,4 @@
-"""A whole training run inside a pool of workers: what pretrain_gpt.py or pretrain_bert.py does, without starting
-processes."""
+"""A whole training run inside a pool of workers: what pretrain_gpt.py and the like do, without starting processes."""
 
 import atexit
 import functools
@@ -42,7 +41,7 @@ def data_flags() -> str:
 
 
 def program_parts(name: str) -> tuple[dict, dict]:
-    """(defaults, options of `assemble`) of pretrain_gpt.py or pretrain_bert.py."""
+    """(defaults, options of `assemble`) of a program such as pretrain_gpt.py."""
     sys.path.insert(0, str(ROOT))
     program = importlib.import_module(name)
     return getattr(program, "DEFAULTS", {}), program.parts()
@@ -80,7 +79,7 @@ def train_case(
     rank, world_size, _ = initialize.environment_ranks()
     folder = Path(tempfile.mkdtemp())
     metrics = folder / "metrics.jsonl"
-    if "--train-samples" in flags:
+    if "--train-samples" in flags or "--epochs" in flags:
         base = base.replace("--train-iters 6", "").replace("--train-iters 10", "")
     args = parse_args(f"{base} --metrics-file {metrics} {flags}".split(), defaults=defaults)
     if not args.use_checkpoint_args:
@@ -103,7 +102,12 @@ def train_case(
         run.update.show_newest()
         return {
             "records": records,
-            "losses": {record["iteration"]: record["lm_loss"] for record in records if "lm_loss" in record},
+            "losses": {
+                record["iteration"]: record[name]
+                for record in records
+                for name in ("lm_loss", "loss")
+                if name in record
+            },
             "lines": lines,
             "iteration": run.iteration,
             "weights": whole_weights(run.chunks),
@@ -228,6 +232,6 @@ def train(num_ranks: int, flags: str = "", *, case: str = "train_case", **option
     """`train_case` on `num_ranks` ranks, all of them pipeline stages unless the flags say otherwise."""
     if "--pipeline-model-parallel-size" not in flags:
         flags += f" --pipeline-model-parallel-size {num_ranks}"
-    if not any(name in flags for name in ("--mock-data", "--data-path", "data-args-path")):
+    if not any(name in flags for name in ("--mock-data", "--data-path", "data-args-path", "--train-data")):
         flags += f" {data_flags()}"
     return workers.run(num_ranks, f"tests.training.run_case:{case}", flags=flags, **options)

@@ -283,7 +283,7 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "checkpoint_activations", "grad_reduce_in_bf16", "recompute_activations",
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
     "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
-    "l2l_update", "l2l_resident_stages", "l2l_stash", "freeze_alpha", "freeze_schedule",
+    "l2l_update", "l2l_resident_stages", "l2l_stash", "freeze_alpha", "freeze_schedule", "epochs",
 }  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def test_every_flag_is_read():
     assert unread == TRANSLATED
     rules = "\n".join(
         (arguments_folder / f"{name}.py").read_text()
-        for name in ("rules_freezing", "rules_model", "rules_relay", "rules_run", "rules_stages")
+        for name in ("rules_data", "rules_freezing", "rules_model", "rules_relay", "rules_run", "rules_stages")
     )
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 

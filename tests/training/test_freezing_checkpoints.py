@@ -131,7 +131,9 @@ def test_another_depth(tmp_path, name, before, after, stop):
 @pytest.mark.full
 @pytest.mark.parametrize("stop", [3, 4])
 @pytest.mark.parametrize("dtype", ["", "--bf16"])
-@pytest.mark.parametrize(("saved", "loaded"), [("", "--use-distributed-optimizer"), ("--use-distributed-optimizer", "")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("", "--use-distributed-optimizer"), ("--use-distributed-optimizer", "")]
+)
 def test_the_other_optimizer(tmp_path, saved, loaded, dtype, stop):
     """What either optimizer has saved goes on in the other, where a whole rank is frozen, too."""
     flags = f"{dtype} --freeze-schedule 1,2,3"
@@ -181,12 +183,16 @@ def test_what_is_refused(tmp_path):
         shutil.copy(tmp_path / "latest_checkpointed_iteration.txt", damaged)
         _change_record(damaged / "iter_0000004", damage)
         found = refusal(f"{freezes} --load {damaged}")
-        assert re.search(r"--load .*: the checkpoint's record of frozen layers is damaged \(.*\); choose another", found)
+        assert re.search(
+            r"--load .*: the checkpoint's record of frozen layers is damaged \(.*\); choose another", found
+        )
         shutil.rmtree(damaged)
 
 
 def refusal(flags: str) -> str:
-    flags = f"--untie-embeddings-and-output-weights --train-iters 7 {flags} {data_flags()} --pipeline-model-parallel-size 2"
+    flags = (
+        f"--untie-embeddings-and-output-weights --train-iters 7 {flags} {data_flags()} --pipeline-model-parallel-size 2"
+    )
     first, *others = workers.run(2, "tests.training.freezing_cases:refused", flags=flags)
     assert others == [first] and first is not None and "\n" not in first
     return first

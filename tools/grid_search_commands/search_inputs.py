@@ -14,6 +14,7 @@ from megatron.training.job import PROGRAMS, Job
 CLUSTERS = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 _WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
 _PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
+_NOT_SEARCHED = ("pretrain_vision_classify.py", "finetune_bert.py")
 
 
 def cluster_names() -> list[str]:
@@ -131,6 +132,11 @@ def _architecture_of(program: str, source: str) -> str:
     for architecture, (known, _) in PROGRAMS.items():
         if program == known:
             return architecture
+    if program in _NOT_SEARCHED:
+        raise ValueError(
+            f"{source} runs {program}, whose models are neither searched nor profiled; check and price one "
+            "configuration with its --dry-run"
+        )
     raise ValueError(
         f"{source} runs {program}, which is not among {', '.join(known for known, _ in PROGRAMS.values())}; give "
         "--architecture gpt or bert"

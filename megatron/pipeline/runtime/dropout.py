@@ -3,11 +3,12 @@
 Problem: a random-number generator that runs on through a stage gives masks that depend on how the layers are cut into
 stages, on the order in which a schedule runs the microbatches, on resumes, and on whether a forward is recomputed.
 
-Solution: seed before every layer. A hook in front of every transformer layer and of the embedding sets the device's
-generator and the states of megatron.core's tracker from a hash of (seed, first sample of the microbatch, the stack's
-name and the layer's global number; tensor rank where the tracker forks). The sample's index counts over the whole run
-and over all data-parallel replicas, so replicas differ. A recomputed layer runs the same hook and so draws the same
-masks. The states are put back after each microbatch, so nothing else that draws notices. Without dropout, no hooks.
+Solution: seed before every layer. A hook in front of every transformer layer, of the embedding, and of each module with
+a `dropout_place` (a stack's name and a number, such as ("head", 0)) sets the device's generator and the states of
+megatron.core's tracker from a hash of (seed, first sample of the microbatch, the stack's name and the layer's global
+number; tensor rank where the tracker forks). The sample's index counts over the whole run and over all data-parallel
+replicas, so replicas differ. A recomputed layer runs the same hook and so draws the same masks. The states are put back
+after each microbatch, so nothing else that draws notices. Without dropout, no hooks.
 """
 
 import hashlib
@@ -54,6 +55,9 @@ class SeededDropout:
             if isinstance(module, BaseTransformerLayer):
                 stack = name.split(".layers.")[0].split(".")[-1]
                 module.register_forward_pre_hook(self._hook(stack, module.layer_number))
+                seeded.append(name)
+            elif hasattr(module, "dropout_place"):
+                module.register_forward_pre_hook(self._hook(*module.dropout_place))
                 seeded.append(name)
             elif isinstance(module, LanguageModelEmbedding):
                 module.register_forward_pre_hook(self._hook("embedding", _EMBEDDING_NUMBER))

@@ -122,13 +122,18 @@ class LayerWork:
         """Forward and backward of the first stage's embedding: a lookup, positions and dropout."""
         h, e = self.shape.hidden_size, self.e
         passes = self.tokens * h * (6 * e + self._mask)
-        forward = Work(traffic=passes, kernels=6, exchanged=self._all_reduce, collectives=float(self.t > 1))
-        return forward, Work(traffic=passes + self.tokens * h * _FP32, kernels=6)
+        operations = 2.0 * self.tokens * h * self.shape.patch_elements
+        exchanges = self.t > 1 and not self.shape.patch_elements  # a vocabulary is cut, patches are not
+        forward = Work(
+            operations=operations, traffic=passes, kernels=6, exchanged=self._all_reduce * exchanges,
+            collectives=float(exchanges),
+        )  # fmt: skip
+        return forward, Work(operations=operations, traffic=passes + self.tokens * h * _FP32, kernels=6)
 
     @cached_property
     def head(self) -> tuple[Work, Work]:
         """Forward and backward of the last stage's norm, output layer and loss, whose softmax is in FP32."""
-        h, e, t, vocabulary = self.shape.hidden_size, self.e, self.t, self.shape.vocabulary_size
+        h, e, t, vocabulary = self.shape.hidden_size, self.e, self.t, self.shape.output_rows
         logits = self.tokens * vocabulary / t
         width = h * vocabulary / t
         dense = h * h if self.shape.masked_head else 0

@@ -1,4 +1,4 @@
-"""Flags of `pretrain_bert.py`."""
+"""Flags of `pretrain_bert.py`, one of them of `finetune_bert.py`, too."""
 
 from megatron.training.arguments.specification import Group, negation, number, option
 
@@ -7,7 +7,8 @@ NUM_TOKEN_TYPES = 2
 
 GROUP = Group(
     "bert",
-    "What `pretrain_bert.py` learns to predict. The other programs refuse these flags.",
+    "What `pretrain_bert.py` learns to predict. The other programs refuse these flags, but for --bert-no-binary-head, "
+    "which `finetune_bert.py` needs for a BERT that was trained with it.",
     (
         option("--mask-prob", number, 0.15, "Share of a sample's tokens that are to be predicted."),
         option(

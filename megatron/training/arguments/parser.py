@@ -8,6 +8,7 @@ from functools import cache
 
 from megatron.training.arguments import (
     bert,
+    classification,
     data,
     dry_run,
     freezing,
@@ -34,6 +35,8 @@ GROUPS: tuple[Group, ...] = (
     data.DATA,
     data.TOKENIZER,
     bert.GROUP,
+    classification.GROUP,
+    classification.VISION,
     output.CHECKPOINT,
     output.LOGGING,
     dry_run.GROUP,
@@ -163,7 +166,8 @@ def parse_args(
     Args:
         argv: words after the program's name; None takes them from `sys.argv`.
         prog: the program's name in `--help`.
-        defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert") has no flag.
+        defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert",
+            "vit", "bert-classify") has no flag.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
     other: see `rules.validate_args`. Raises ValueError with one sentence.

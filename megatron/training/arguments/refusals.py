@@ -16,6 +16,7 @@ _GRAPH = "CUDA graphs cannot follow the switch between weight versions; leave th
 _NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, the program places all transfers."
 _CLUSTER = "this cluster service is not connected; leave the flag out."
 _RERUN = "results are not recomputed to find faults; leave the flag out."
+_FRACTION = "all of the data are read; prepare files of fewer classes or images."
 _ENCODER = "encoder and decoder are not built together; use --num-layers and --seq-length."
 
 
@@ -159,5 +160,29 @@ GROUP = Group(
         ),
         *_list("use --sequence-parallel.", "--distribute-checkpointed-activations"),
         *_list("dropout is the only noise; leave the flag out.", "--moe-input-jitter-eps", takes=None),
+        refused(
+            "--vision-pretraining-type",
+            "images are classified; use classify, or Megatron-LM for the others.",
+            takes=None,
+            default="classify",
+            neutral=("classify",),
+        ),
+        refused(
+            "--vision-backbone-type",
+            "the model is a ViT; use vit, or Megatron-LM for the others.",
+            takes=None,
+            default="vit",
+            neutral=("vit",),
+        ),
+        refused(
+            "--head-lr-mult",
+            "the head learns at the rate of the embedding; use --decoupled-lr for both.",
+            takes=None,
+            kind=number,
+            default=1.0,
+            neutral=(1.0,),
+        ),
+        refused("--classes-fraction", _FRACTION, takes=None, kind=number, default=1.0, neutral=(1.0,)),
+        refused("--data-per-class-fraction", _FRACTION, takes=None, kind=number, default=1.0, neutral=(1.0,)),
     ),
 )

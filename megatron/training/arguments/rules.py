@@ -8,16 +8,30 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training.arguments import rules_bert, rules_freezing, rules_model, rules_run, rules_stages
+from megatron.training.arguments import (
+    rules_bert,
+    rules_classification,
+    rules_data,
+    rules_freezing,
+    rules_model,
+    rules_programs,
+    rules_run,
+    rules_stages,
+)
 from megatron.training.arguments.parser import GROUPS, shown
 
 RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
+    *rules_classification.FIRST,
     *rules_model.RULES,
     *rules_stages.RULES,
+    *rules_programs.RULES,
     *rules_bert.RULES,
+    *rules_classification.RULES,
     rules_freezing.flags,
     *rules_run.RULES,
+    *rules_data.RULES,
     rules_freezing.schedules,
+    *rules_classification.LAST,
 )
 
 

@@ -1,12 +1,14 @@
-"""Rules about the run: batches, schedule, optimizer, learning rate, data, checkpoints, logging."""
+"""Rules about the run: batches, schedule, optimizer, learning rate, checkpoints, logging."""
 
 import argparse
-import re
 
 from megatron.elastic.stages import Stages
 from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
 from megatron.pipeline.weights import TWO_BW, WeightPolicy
 from megatron.planner.devices import device_gib
+from megatron.training.arguments.classification import CLASSIFIERS
+from megatron.training.arguments.ranges import flag
+from megatron.training.arguments.rules_classification import num_samples as num_classified
 from megatron.training.arguments.rules_optimizer import whole_tensors
 from megatron.training.arguments.rules_relay import relay, residency_of
 from megatron.training.batch_sizes import BatchSizes, parse_steps
@@ -23,14 +25,16 @@ def paths(args: argparse.Namespace) -> None:
 
 
 def length(args: argparse.Namespace) -> None:
-    if args.train_iters is not None and args.train_samples is not None:
-        raise ValueError("--train-iters and --train-samples exclude each other; keep one")
-    if args.train_iters is None and args.train_samples is None and not args.skip_train:
-        raise ValueError("--train-iters or --train-samples is needed")
+    named = [flag(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} exclude each other; keep one")
+    if not named and not args.skip_train:
+        epochs = "--epochs, " if args.architecture in CLASSIFIERS else ""
+        raise ValueError(f"{epochs}--train-iters or --train-samples is needed")
 
 
 def batches(args: argparse.Namespace) -> None:
-    """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples`, `train_iters`."""
+    """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples` or `--epochs`, `train_iters`."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     steps = _batch_size_steps(args)
     if args.global_batch_size is None:
@@ -52,8 +56,17 @@ def batches(args: argparse.Namespace) -> None:
         args.train_iters = args.batch_sizes.iterations_for(args.train_samples)
         if args.train_iters == 0:
             raise ValueError(f"--train-samples {args.train_samples} is less than one batch")
+    if args.epochs is not None:
+        args.train_iters = _iterations_of_epochs(args)
     if args.train_iters is None:
         args.train_iters = 0
+
+
+def _iterations_of_epochs(args: argparse.Namespace) -> int:
+    """Batches until every sample was in the last epoch; the last batch is filled up."""
+    num_samples = args.epochs * num_classified(args, "train")
+    whole = args.batch_sizes.iterations_for(num_samples)
+    return whole + (args.batch_sizes.samples_after(whole) < num_samples)
 
 
 def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
@@ -280,59 +293,6 @@ def loss(args: argparse.Namespace) -> None:
         )
 
 
-def data(args: argparse.Namespace) -> None:
-    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(args, name)]
-    sources = [name for name in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(args, name)]
-    sources += ["train_data_path"] if per_split else []
-    flags = ["--" + name.replace("_", "-") for name in sources] + (["--mock-data"] if args.mock_data else [])
-    if not flags:
-        raise ValueError("no data: give --data-path, --train-data-path, --data-args-path or --mock-data")
-    if len(flags) > 1:
-        raise ValueError(f"{' and '.join(flags)} exclude each other; keep one")
-    splits_itself = per_split or args.per_split_data_args_path
-    if args.split is not None and splits_itself:
-        raise ValueError("--split belongs to --data-path; data given per split is not split again")
-    if args.split is None and not splits_itself:
-        args.split = "969, 30, 1"
-    if args.split is not None:
-        _split(args.split)
-    if args.dataloader_type != "single":
-        raise ValueError(
-            f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
-        )
-
-
-def _split(text: str) -> None:
-    """megatron.core picks the digits and points out of the text, so a sign or an exponent would change the shares."""
-    shares = [share.strip() for share in text.strip("'\"").split(",")]  # scripts' arrays leave quotes in their words
-    if (
-        len(shares) > 3
-        or not all(re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", share) for share in shares)
-        or not any(map(float, shares))
-    ):
-        raise ValueError(
-            f"--split {text} must be 1 to 3 shares (training, validation, test), separated by commas, each a decimal "
-            "number and not all 0; for example 969,30,1"
-        )
-
-
-def tokenizer(args: argparse.Namespace) -> None:
-    if args.tokenizer_type is None:
-        if not (args.vocab_file and args.merge_file):
-            raise ValueError("--tokenizer-type is needed (or --vocab-file and --merge-file for GPT-2's)")
-        args.tokenizer_type = "GPT2BPETokenizer"
-    needs = {
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-        "NullTokenizer": ("vocab_size",),
-        "ByteLevelTokenizer": (),
-        "BertWordPieceLowerCase": ("vocab_file",),
-        "BertWordPieceCase": ("vocab_file",),
-    }
-    for name in needs.get(args.tokenizer_type, ("tokenizer_model",)):
-        if getattr(args, name) is None:
-            raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}")
-
-
 def checkpoint(args: argparse.Namespace) -> None:
     if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
         args.notes.append(
@@ -390,8 +350,6 @@ RULES = (
     optimizer,
     learning_rate,
     loss,
-    data,
-    tokenizer,
     checkpoint,
     logging,
     dry_run,

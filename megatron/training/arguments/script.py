@@ -26,7 +26,7 @@ _PREFIXES = frozenset({"export", "readonly", "local", "declare", "exec", "nohup"
 _CLOSES = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "{": "}"}
 _SEPARATORS = frozenset({";", "&&", "||"})
 _ENDS = re.compile(r"\d?>&\d|&>>?|\d?>>?|<|&&|\|\|?&?|;;?|&")
-_PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+\.py)")
+_PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+\.py|finetune_bert\.py)")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ MODEL_ARGUMENTS = (
     "apply_layernorm_1p",
     "untie_embeddings_and_output_weights",
     "bert_binary_head",
+    "num_classes",
+    "img_h",
+    "img_w",
+    "num_channels",
+    "patch_dim",
+    "vision_class_token",
 )
 # Taken over by --use-checkpoint-args unless the command line names them; free to differ when a checkpoint is loaded.
 _SOFT_MODEL_ARGUMENTS = (
@@ -75,6 +81,8 @@ _TOKENIZER_ARGUMENTS = (
     "tiktoken_num_special_tokens",
     "tiktoken_special_tokens",
 )
+_ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "vit": "ViT", "bert-classify": "BERT that tells classes"}
+_BODIES = {"bert-classify": "bert"}  # whose weights it takes, too
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
@@ -85,19 +93,26 @@ def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Names
     return argparse.Namespace(**{**values, **position})
 
 
-def check_same_model(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
+def check_same_model(
+    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+) -> None:
     """Raise CheckpointError naming the first argument in which the model to be loaded into differs from the saved one.
 
     What the models are is compared, not how their arguments are spelled. A switch that the checkpoint's program did not
-    have yet was off; what else either side does not say is not compared.
+    have yet was off; what else either side does not say is not compared. `body_only`: the heads may differ.
     """
-    _check_can_be_built(args, saved, path)
-    for name, here, there in differences(args, saved):
+    _check_can_be_built(args, saved, path, body_only=body_only)
+    for name, here, there in differences(args, saved, body_only=body_only):
         values = f"{name} is {there!r} there and {here!r} here"
         if name == "padded_vocab_size":
             raise CheckpointError(
                 f"checkpoint {path} holds a model of another vocabulary: {values}. Use the tokenizer that it was "
                 "trained with, and its --make-vocab-size-divisible-by."
+            )
+        if name == "class_names":
+            raise CheckpointError(
+                f"checkpoint {path} tells other classes: {values}. Give the training data that it was trained with, or "
+                "take its weights but for the head with --pretrained-checkpoint."
             )
         raise CheckpointError(
             f"checkpoint {path} holds another model: {values}. {_remedy(name, there)}, or pass --use-checkpoint-args "
@@ -115,14 +130,19 @@ def _remedy(name: str, value: object) -> str:
     return f"Pass {flag.name}" if value == flag.stores else f"Leave {flag.name} out"
 
 
-def _check_can_be_built(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
+def _check_can_be_built(
+    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+) -> None:
     """Neither weights nor arguments of a GPT fit a BERT (Megatron-LM's checkpoints do not say which they are), and some
     of Megatron-LM's models are not built here."""
     here, there = getattr(args, "architecture", None), getattr(saved, "architecture", None)
-    if None not in (here, there) and here != there:
+    fits = here == there or (body_only and _BODIES.get(here) == there)
+    if None not in (here, there) and not fits:
+        ours, theirs = _ARCHITECTURES[here], _ARCHITECTURES[there]
+        remedy = ", or take its weights but for the head with --pretrained-checkpoint" * (_BODIES.get(here) == there)
         raise CheckpointError(
-            f"checkpoint {path} holds a {there.upper()}, and this program wants a {here.upper()}; give it to a program "
-            f"for a {there.upper()}, or another --load"
+            f"checkpoint {path} holds a {theirs}, and this program wants a {ours}; give it to a program for a {theirs}"
+            f", or another --load{remedy}"
         )
     for name, value in parts_not_built(saved):
         raise CheckpointError(

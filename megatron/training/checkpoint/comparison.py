@@ -12,6 +12,8 @@ that is newer than a checkpoint was off there, since no model had it yet.
 import argparse
 from collections.abc import Iterator
 
+from megatron.training.arguments.classification import CLASSIFIERS
+
 # Facts that need no reading: each is the argument of its name.
 _AS_THEY_STAND = (
     "num_layers",
@@ -29,7 +31,22 @@ _AS_THEY_STAND = (
     "norm_epsilon",
     "apply_layernorm_1p",
     "bert_binary_head",
+    "num_classes",
+    "class_names",
+    "img_h",
+    "img_w",
+    "num_channels",
+    "patch_dim",
+    "vision_class_token",
 )
+_OF_HEADS = ("num_classes", "class_names", "untie_embeddings_and_output_weights")
+# Facts of some architectures only. Megatron-LM stores these arguments for every model.
+_ONLY_OF = {
+    "bert_binary_head": ("bert", "bert-classify"),
+    "num_classes": CLASSIFIERS,
+    "class_names": ("bert-classify",),
+    **dict.fromkeys(("img_h", "img_w", "num_channels", "patch_dim", "vision_class_token"), ("vit",)),
+}
 # Ours -> Megatron-LM's name, where its arguments follow megatron.core's configuration.
 OTHER_NAMES = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
 # What a model had before Megatron-LM got the argument; also what None stands for.
@@ -83,14 +100,18 @@ _NOT_BUILT_HERE = {
 }
 
 
-def differences(here: argparse.Namespace, there: argparse.Namespace | None) -> Iterator[tuple[str, object, object]]:
-    """The facts in which two models differ, as (name, value here, value there)."""
+def differences(
+    here: argparse.Namespace, there: argparse.Namespace | None, *, body_only: bool = False
+) -> Iterator[tuple[str, object, object]]:
+    """The facts in which two models differ, as (name, value here, value there). `body_only`: whatever their heads."""
     ours, theirs = _facts(here), _facts(there)
-    is_bert = getattr(here, "architecture", None) == "bert"
+    architecture = getattr(here, "architecture", None)
+    if body_only:
+        ours = {name: value for name, value in ours.items() if name not in _OF_HEADS}
     for name, value in ours.items():
         if value is None or theirs[name] is None or value == theirs[name]:
             continue
-        if name != "bert_binary_head" or is_bert:  # Megatron-LM stores it for every model
+        if architecture in _ONLY_OF.get(name, (architecture,)):
             yield name, value, theirs[name]
     if not _same_vocabulary(here, there):
         yield "padded_vocab_size", here.padded_vocab_size, there.padded_vocab_size
@@ -165,7 +186,7 @@ def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None)
     low, high = 0, float("inf")
     for side in (args, saved):
         padded = getattr(side, "padded_vocab_size", None)
-        if padded is None:
+        if not padded:
             return True
         multiple = (getattr(side, "make_vocab_size_divisible_by", None) or 1) * (
             getattr(side, "tensor_model_parallel_size", None) or 1

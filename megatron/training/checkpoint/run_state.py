@@ -22,7 +22,7 @@ from megatron.training.checkpoint.frozen_ranks import trains_nothing, with_what_
 from megatron.training.checkpoint.older_versions import OlderVersions, WeightVersions
 from megatron.training.checkpoint.predicted_version import PredictedVersion
 from megatron.training.checkpoint.random_state import restore_random_state
-from megatron.training.checkpoint.state import model_state, optimizer_state
+from megatron.training.checkpoint.state import model_state, optimizer_state, without_parts
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class Restoration:
         iteration: the batches after which the run goes on.
         random_state: which of the store's random states to take; None leaves the generators alone.
         with_optimizer: take optimizer and schedule; without, the optimizer starts from the weights.
+        new: parts of the model, by the beginning of their names, that stay as they were drawn.
     """
 
     def __init__(
@@ -122,9 +123,10 @@ class Restoration:
         iteration: int,
         random_state: ShardedObject | None,
         with_optimizer: bool = True,
+        new: Sequence[str] = (),
     ) -> None:
-        self._parts, optimizer = parts, parts.optimizer
-        self.model = parts.model_state(metadata)
+        self._parts, optimizer, self._new = parts, parts.optimizer, new
+        self.model = without_parts(parts.model_state(metadata), new)
         self.request: ShardedStateDict = dict(self.model)
         self._with_optimizer = with_optimizer and optimizer is not None
         if self._with_optimizer:
@@ -146,7 +148,9 @@ class Restoration:
         """Take what the store has loaded. Raises CheckpointError for another schedule of the learning rate."""
         parts, optimizer = self._parts, self._parts.optimizer
         for entry, chunk in zip(self.model, parts.chunks, strict=True):
-            _load_module(unwrap_model(chunk), state.get(entry, {}))  # a stage may be empty; what lacks is found there
+            _load_module(
+                unwrap_model(chunk), state.get(entry, {}), new=self._new
+            )  # a stage may be empty; what lacks is found there
         if parts.update is not None:
             self._older.restore(state)
         if self._with_optimizer:
@@ -185,8 +189,11 @@ def _load_scheduler(scheduler: object, state: dict) -> None:
         ) from error
 
 
-def _load_module(module: torch.nn.Module, state: dict) -> None:
-    """Strict, but for Transformer Engine's extra states, which a checkpoint of another implementation lacks."""
+def _load_module(module: torch.nn.Module, state: dict, *, new: Sequence[str]) -> None:
+    """Strict, but for `new` parts, and for Transformer Engine's extra states, which a checkpoint of another
+    implementation lacks.
+    """
     missing, unexpected = module.load_state_dict(state, strict=False)
     misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
+    misfit = [key for key in misfit if key.split(".")[0] not in new]
     assert not misfit, f"sharded state and module disagree about {misfit[:4]}"

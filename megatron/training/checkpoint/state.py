@@ -13,7 +13,7 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,6 +72,24 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict) -> dict[str, 
     return {
         model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
+    }
+
+
+def new_parts(chunks: Sequence[torch.nn.Module], holds_prefix: Callable[[str], bool]) -> tuple[str, ...]:
+    """Children of the chunks that a checkpoint of another head does not bring: `new_parts`, and of `optional_parts`
+    those of which it has nothing."""
+    found: list[str] = []
+    for chunk in map(unwrap_model, chunks):
+        found += getattr(chunk, "new_parts", ())
+        found += [name for name in getattr(chunk, "optional_parts", ()) if not holds_prefix(f"{name}.")]
+    return tuple(dict.fromkeys(found))
+
+
+def without_parts(model: dict[str, ShardedStateDict], names: Sequence[str]) -> dict[str, ShardedStateDict]:
+    """The entries of `model_state` without these children."""
+    return {
+        entry: {key: value for key, value in state.items() if key.split(".")[0] not in names}
+        for entry, state in model.items()
     }
 
 

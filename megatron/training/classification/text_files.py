@@ -1,0 +1,86 @@
+"""Texts with classes in files: JSON lines with `text` and `label`, or a table with tabs whose first line names its
+columns, `text` (or `sentence`, as GLUE says) and `label`. No torch in here.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_TEXT = ("text", "sentence")
+_LABEL = "label"
+
+Sample = tuple[str, str]
+"""A text and the name of its class."""
+
+
+def missing(paths: Sequence[str]) -> list[str]:
+    """Those that are not on this machine."""
+    return [path for path in paths if not Path(path).exists()]
+
+
+def read(paths: Sequence[str]) -> list[Sample]:
+    """All samples of these files, in their order.
+
+    Raises ValueError for a file that is missing or empty, and for a line without a text or a label.
+    """
+    samples: list[Sample] = []
+    for path in map(Path, paths):
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except FileNotFoundError as error:
+            raise ValueError(f"file {path} does not exist") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read as text: {error}") from error
+        before = len(samples)
+        samples += _table(path, lines) if path.suffix == ".tsv" else _objects(path, lines)
+        if len(samples) == before:
+            raise ValueError(f"{path} has no samples; give lines with a text and a label")
+    return samples
+
+
+def count(paths: Sequence[str]) -> int:
+    """Samples in all of these files. Raises ValueError as `read`."""
+    return len(read(paths))
+
+
+def class_names(paths: Sequence[str]) -> list[str]:
+    """The classes of these files: numbers in their order, or names in that of the alphabet. Raises ValueError as
+    `read`."""
+    names = {label for _, label in read(paths)}
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
+
+
+def _objects(path: Path, lines: Sequence[str]) -> Iterator[Sample]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number} is not JSON: {error.msg}; a table needs the ending .tsv"
+            ) from error
+        if not isinstance(found, dict):
+            raise ValueError(f'{path}, line {number} is no object; write {{"text": ..., "label": ...}}')
+        text, label = next((found[name] for name in _TEXT if name in found), None), found.get(_LABEL)
+        if not isinstance(text, str) or not isinstance(label, (str, int)):
+            there = ", ".join(found) or "nothing"
+            raise ValueError(f"{path}, line {number} has no text and label, but {there}; name them text and label")
+        yield text, str(int(label)) if isinstance(label, int) else label
+
+
+def _table(path: Path, lines: Sequence[str]) -> Iterator[Sample]:
+    columns = lines[0].rstrip("\r").split("\t")
+    names = [name for name in _TEXT if name in columns]
+    if not names or _LABEL not in columns:
+        raise ValueError(f"{path} has the columns {', '.join(columns)}; its first line must name text and label")
+    of_text, of_label = columns.index(names[0]), columns.index(_LABEL)
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        fields = line.rstrip("\r").split("\t")
+        if len(fields) != len(columns):
+            raise ValueError(
+                f"{path}, line {number} has {len(fields)} columns, not {len(columns)}; write no tab in texts"
+            )
+        yield fields[of_text], fields[of_label]
