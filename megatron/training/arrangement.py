@@ -28,6 +28,7 @@ class Arrangement:
         micro_batch_size: samples.
         layers_of_rank: of the pipeline.
         num_frozen: layers in front.
+        cached: what they put out is read from a cache; then they are all on the first rank.
     """
 
     pipeline: int
@@ -35,6 +36,7 @@ class Arrangement:
     micro_batch_size: int
     layers_of_rank: tuple[int, ...]
     num_frozen: int = 0
+    cached: bool = False
 
     @property
     def stages(self) -> Stages:

@@ -31,6 +31,7 @@ from megatron.training.models import num_parameters
 from megatron.training.optimizer_kernel import choose_kernel
 from megatron.training.outputs import prepare_outputs
 from megatron.training.place import Parts, Place, Update, build_place
+from megatron.training.prefix_cache import PrefixCache
 from megatron.training.throughput import flops_per_sample
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
@@ -56,6 +57,7 @@ class Run:
     fields: tuple[Field, ...]
     vocab_size: int
     elasticity: Elasticity | None = None
+    cache: PrefixCache | None = None
     iteration: int = 0
     consumed_samples: int = 0
     consumed_valid_samples: int = 0
@@ -162,10 +164,13 @@ def _build(
     args.batch_sizes.check_from(position.consumed_train_samples)
     engine = build_engine(args, place, position)
     _describe(args, reporter, place.stages, position)
+    cache = PrefixCache(args, datasets[0]) if args.activation_cache is not None else None
+    if cache is not None:
+        cache.serve(place.stages)
     return Run(
         args, parts, place, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, fields_provider(args), 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity,
+        datasets, fields_provider(args), 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity, cache,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
@@ -202,7 +207,7 @@ def build_engine(args: argparse.Namespace, place: Place, position: CheckpointPos
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
     also after a change of the microbatch size or of the number of replicas.
     """
-    traced = _TRACED_OF_LAYERS if args.elastic_pipeline else 0
+    traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
     if args.pipeline_timeline is not None:
         traced = 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA
     clock = CudaClock() if backend.is_cuda() else HostClock()

@@ -31,7 +31,7 @@ class Elasticity:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._freezing = Freezing(args) if args.freeze_training else None
-        self._shaping = Shaping(args) if args.elastic_pipeline else None
+        self._shaping = Shaping(args) if args.elastic_pipeline or args.activation_cache is not None else None
         self.wanted: Arrangement = args.arrangement
         self.outlook: Outlook | None = None
 

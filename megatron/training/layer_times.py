@@ -65,11 +65,13 @@ class LayerTimes:
         parts = self._parts(range(num_layers), num_layers)
         self.forward, self.backward = list(parts), [2 * each for each in parts]
 
-    def note(self, stages: Stages, seconds: Seconds) -> None:
-        """Take over what the stages were measured to take."""
+    def note(self, stages: Stages, seconds: Seconds, *, cached: bool = False) -> None:
+        """Take over what the stages were measured to take. `cached`: the frozen one has read its output."""
         num_layers = len(self.forward)
         ends = list(accumulate(stages.layers, initial=0))
         for stage, (forward, backward) in seconds.items():
+            if cached and stage < stages.num_frozen:
+                continue
             layers = range(ends[stage], ends[stage + 1])
             parts = self._parts(layers, num_layers)
             for layer, part in zip(layers, parts, strict=True):

@@ -218,6 +218,8 @@ class Loop:
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
             elasticity.note_change(change.seconds)
+            if run.cache is not None:
+                run.cache.serve(run.stages)
             run.reporter.change(run.iteration, change, elasticity.outlook)
         self._feed()
 
@@ -297,6 +299,8 @@ class Loop:
                 folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
                 with ByProduct(f"--pipeline-timeline {folder}", consequence="without it").attempt():
                     write_timeline(run.engine, folder, drains=self._drains, most=most)
+        if run.cache is not None:
+            run.cache.close()
         run.engine.close()
         run.update.close()
 

@@ -12,6 +12,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.elastic.cache import measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily
 from megatron.elastic.pipelines import Layers, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -56,43 +57,80 @@ class Shaping:
         self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._by_hand = args.elastic_schedule
         self._num_intervals = 0
+        self._read: float | None = None  # seconds of a sample
         self._most_bytes: float | None = None
         self.seconds_of_change = 0.0
 
     def measure(self, engine: PipelineEngine) -> None:
         """Learn what layers take from what the engine traced. Collective, drained."""
-        self._times.note(self._args.arrangement.stages, seconds_of_stages(engine))
+        now = self._args.arrangement
+        self._times.note(now.stages, seconds_of_stages(engine), cached=now.cached)
 
     def decide(self, now: Arrangement, *, batches_left: int) -> tuple[Arrangement, Outlook]:
         """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with."""
         self._num_intervals += 1
+        now = replace(now, cached=self._is_to_be_cached(now))
         found = [(each, seconds) for each in self._candidates(now) if (seconds := self._seconds(each)) is not None]
-        before = self._seconds(now)
+        before = self._seconds(replace(now, cached=self._args.arrangement.cached))
+        if not found or before is None:
+            return replace(now, cached=False), Outlook(0.0, 0.0)
         if self._by_hand is not None:
             size = self._by_hand[min(self._num_intervals, len(self._by_hand)) - 1]
             chosen = [(each, seconds) for each, seconds in found if each.pipeline == size]
             if not chosen:
-                return now, Outlook(before, before)
+                return replace(now, cached=False), Outlook(before, before)
             [(wanted, after)] = chosen
             return wanted, Outlook(before, after)
         fitting = [(each, seconds) for each, seconds in found if self._bytes(each) <= self._limit()]
-        wanted, after = min(fitting, key=lambda each: (each[1], each[0].pipeline), default=(now, before))
-        if (before - after) * batches_left <= self.seconds_of_change:
-            return now, Outlook(before, before)
+        fitting = fitting or [each for each in found if each[0].layers_of_rank == now.layers_of_rank]
+        if not fitting:
+            return self._as_it_is(now), Outlook(before, before)
+        wanted, after = min(fitting, key=lambda each: (each[1], each[0].pipeline))
+        insists = now.cached and self._args.activation_cache_use == "always"
+        if not insists and (before - after) * batches_left <= self.seconds_of_change:
+            return self._as_it_is(now), Outlook(before, before)
         return wanted, Outlook(before, after)
+
+    def _as_it_is(self, now: Arrangement) -> Arrangement:
+        """No other cut; a cache goes on, if the layers that froze since are the first rank's."""
+        cached = now.cached and self._args.arrangement.cached and now.num_frozen < now.layers_of_rank[0]
+        return replace(now, cached=cached)
+
+    def _is_to_be_cached(self, now: Arrangement) -> bool:
+        """Whether what the frozen layers put out is to be read: always, or where that is sooner."""
+        args = self._args
+        if args.activation_cache is None or not now.num_frozen:
+            return False
+        if args.activation_cache_use == "always":
+            return True
+        computing = sum(self._times.forward[: now.num_frozen])
+        return reading_pays(self._read_seconds(), computing)
+
+    def _read_seconds(self) -> float:
+        """Of a microbatch, as measured on the cache's disk."""
+        args = self._args
+        if self._read is None:
+            setting = plan.activation_setting(args)
+            width = args.hidden_size * setting.residual_bytes
+            share = args.tensor_model_parallel_size if args.sequence_parallel else 1
+            self._read = measure(args.activation_cache, args.seq_length * width // share).read
+        return self._read * args.micro_batch_size
 
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
         """One for each number of ranks that the job can be arranged in."""
-        world, most = now.pipeline * now.data, self._args.first_arrangement.pipeline
+        world = now.pipeline * now.data
+        sizes = range(self._args.first_arrangement.pipeline, 0, -1) if self._args.elastic_pipeline else [now.pipeline]
         times = self._times if self._by_hand is None else self._counted  # by hand a run is the same every time
         work = [
             forward + (0.0 if layer < now.num_frozen else backward)
             for layer, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True))
         ]
-        cut = CUTS[self._args.elastic_cut]
-        found = []
-        for size in (each for each in range(min(most, len(work)), 0, -1) if world % each == 0):
-            each = replace(now, pipeline=size, data=world // size, layers_of_rank=cut(work, size))
+        cut, found = CUTS[self._args.elastic_cut], []
+        in_front = now.num_frozen if now.cached else 0
+        work = work[in_front:]
+        for size in (each for each in sizes if world % each == 0 and each <= len(work)):
+            first, *others = cut(work, size)
+            each = replace(now, pipeline=size, data=world // size, layers_of_rank=(in_front + first, *others))
             if self._arranged(each) is not None:
                 found.append(each)
         return found
@@ -111,11 +149,15 @@ class Shaping:
         args = self._arranged(arrangement)
         if args is None:
             return None
-        layers = Layers(tuple(self._times.forward), tuple(self._times.backward))
+        cached = arrangement.cached
+        read = self._read_seconds() if cached else None
+        layers = Layers(tuple(self._times.forward), tuple(self._times.backward), read=read)
+        first, *others = arrangement.layers_of_rank
         found = pipelines(
             layers, arrangement.num_frozen, world=arrangement.pipeline * arrangement.data,
             num_microbatches=max(args.batch_sizes.all_num_microbatches()) * arrangement.data,
-            preset=args.pipeline_schedule, layers_of_rank=arrangement.layers_of_rank,
+            preset=args.pipeline_schedule, cached=cached,
+            layers_of_rank=(first - (arrangement.num_frozen if cached else 0), *others),
         )  # fmt: skip
         return found[0].seconds if found else None
 

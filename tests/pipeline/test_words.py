@@ -33,6 +33,7 @@ HOLDERS = {  # files that have to name several words in one table, and why
     "megatron/pipeline/costs.py": "the cost of each, as users give it",
     "megatron/planner/timing/profiled.py": "the costs that a profile has",
     "megatron/pipeline/text.py": "the words that torch has, too",
+    "megatron/training/layer_times.py": "the computations of which layers' times are learned",
 }
 
 

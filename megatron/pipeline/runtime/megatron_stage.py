@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,20 @@ class _Saved:
     def replay(self) -> Iterator | None:
         """What the recorder remembers."""
         return None if self.data is None else iter(self.data)
+
+
+class OutputCache(Protocol):
+    """Keeps what the frozen first stage puts out."""
+
+    def read(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """The output for a microbatch as the data iterator yields it, [sequence, microbatch, hidden]; None where it has
+        to be computed.
+        """
+
+    def write(self, batch: dict[str, Tensor], output: Tensor) -> None: ...
+
+    def read_ahead(self, data: Iterator) -> None:
+        """What `data` yields next will be asked for."""
 
 
 class MegatronStage:
@@ -108,6 +122,8 @@ class MegatronStage:
         self.loss_names = loss_names
         self.data_iterator = data_iterator
         self.evaluation_iterator = evaluation_iterator
+        self.output_cache: OutputCache | None = None
+        """Of the first stage, once it is frozen: what has its output for samples that come again."""
         self._config = get_model_config(model)
         self._forward_step = forward_step
         self._set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
@@ -230,9 +246,21 @@ class MegatronStage:
         """
         self._set_training(False)
         is_evaluation = microbatch.batch == EVALUATION_BATCH
+        if self.output_cache is not None and not is_evaluation:
+            return self._from_cache(microbatch)
         data = self.evaluation_iterator if is_evaluation else self.data_iterator
         output = self._run(microbatch, _Saved(input), data, record=True)
         return None if self._is_last else output
+
+    def _from_cache(self, microbatch: Microbatch) -> Tensor:
+        """The output of the first stage, which is frozen, read or else computed and written."""
+        batch = next(self.data_iterator)
+        output = self.output_cache.read(batch)
+        if output is None:
+            output = self._run(microbatch, _Saved(None), iter([batch]), record=True)
+            self.output_cache.write(batch, output)
+        self.output_cache.read_ahead(self.data_iterator)
+        return output
 
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
         """Remove and return the sums of a batch's reported numbers, name -> (sum, count); {} where others report.

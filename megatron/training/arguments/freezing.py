@@ -32,6 +32,23 @@ GROUP = Group(
             None,
             "How many layers are frozen behind interval 1, 2, ..., such as 0,4,6; the last number stays.",
         ),
+        option(
+            "--activation-cache",
+            str,
+            None,
+            "Keep what the frozen layers put out for each sample in LMDB in this folder, on a disk of each node, and read "
+            "it in the epochs that follow. For programs whose samples come again: pretrain_vision_classify.py and "
+            "finetune_bert.py.",
+            metavar="DIR",
+        ),
+        option("--activation-cache-gib", number, 16.0, "The most GiB that the cache takes on a node."),
+        option(
+            "--activation-cache-use",
+            str,
+            "auto",
+            "auto: where reading, as measured on that disk, takes less than computing. always: whatever it takes.",
+            choices=("auto", "always"),
+        ),
         switch(
             "--elastic-pipeline",
             "Decide then, too, how many ranks the pipeline has, up to as many as at first, and which layers each: by "

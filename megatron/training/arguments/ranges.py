@@ -57,6 +57,7 @@ RANGES = (
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
             "freeze_interval",
+            "activation_cache_gib",
             "recompute_num_layers",
             "global_batch_size",
             "train_iters",

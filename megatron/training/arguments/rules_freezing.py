@@ -7,6 +7,7 @@ from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
 from megatron.elastic.freeze_rule import FreezeRule, Settings
 from megatron.elastic.stages import Stages, stages_of
 from megatron.pipeline.schedules import PRESETS
+from megatron.training.arguments.classification import CLASSIFIERS
 from megatron.training.arguments.freezing import GROUP
 from megatron.training.arguments.rules_run import pipeline_schedule
 
@@ -45,7 +46,21 @@ def flags(args: argparse.Namespace) -> None:
         raise ValueError("--freeze-alpha has no say where --freeze-schedule is given; leave one of them out")
     if args.freeze_training:
         make_rule(args)
+    if args.activation_cache is not None:
+        _cache(args)
     _embeddings_and_weights(args, asked)
+
+
+def _cache(args: argparse.Namespace) -> None:
+    """What cannot be cached."""
+    if args.architecture not in CLASSIFIERS:
+        raise ValueError(
+            f"--activation-cache {args.activation_cache}: the samples of this program do not come again (an index of "
+            "pretraining data makes others in each epoch, and random masks differ); leave it out, or use "
+            "pretrain_vision_classify.py or finetune_bert.py"
+        )
+    if args.activation_cache == "":
+        raise ValueError("--activation-cache is empty; name a folder or leave the flag out")
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, ...]:

@@ -15,10 +15,12 @@ from megatron.training.data import Field
 from megatron.training.datasets import num_samples
 
 COMMON_FIELDS = (
+    Field(name="sample_id", stages="first", shape=lambda size, length: (size,)),
     Field(name="labels", stages="last", shape=lambda size, length: (size,)),
     Field(name="counts", stages="last", shape=lambda size, length: (size,), dtype=torch.float32),
 )
-"""Of every classifier, with b samples: `labels` (int64 [b]) and `counts` (float32 [b]) on the last stage."""
+"""Of every classifier, with b samples: `sample_id` (int64 [b]) on the first stage, `labels` (int64 [b]) and `counts`
+(float32 [b]) on the last."""
 
 
 def build_datasets(
@@ -30,13 +32,13 @@ def build_datasets(
         fields: which stages need which part of a sample.
         read: samples of files and folders; raises ValueError.
 
-    Sets `args.has_split`, a bool for each, the same on every rank. Raises ValueError for data that cannot be read, and
+    Sets `args.has_split`, a bool for each, and `args.data_digest`, of the training data, the same on every rank. Raises ValueError for data that cannot be read, and
     on every rank where ranks see other data.
     """
     paths, wanted = data_paths(args), num_samples(args)
     args.has_split = tuple(bool(each) and number > 0 for each, number in zip(paths.values(), wanted, strict=True))
     chosen = [each if there else [] for each, there in zip(paths.values(), args.has_split, strict=True)]
-    found = _read_alike(read, chosen if _reads(args, fields) else [[] for _ in chosen])
+    found, args.data_digest = _read_alike(read, chosen if _reads(args, fields) else [[] for _ in chosen])
     train, *others = found
     return [
         train and EpochSamples(train, seed=args.seed, length=wanted[0]),
@@ -62,12 +64,16 @@ def _reads(args: argparse.Namespace, fields: Sequence[Field]) -> bool:
     """Whether a stage of this rank needs any part of a sample, and this rank reads for its tensor group."""
     schedule = pipeline_schedule(args)
     stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    if args.elastic_pipeline or args.activation_cache is not None:  # any rank may come to hold the first or last stage
+        return parallel_state.get_tensor_model_parallel_rank() == 0
     needed = any(field.is_needed(stage, schedule.num_stages) for stage in stages for field in fields)
     return needed and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _read_alike(read: Callable[[list[str]], Samples], paths: list[list[str]]) -> list[Samples | None]:
-    """What `read` makes of each of `paths`, None of no path. Collective.
+def _read_alike(
+    read: Callable[[list[str]], Samples], paths: list[list[str]]
+) -> tuple[list[Samples | None], str | None]:
+    """What `read` makes of each of `paths`, None of no path, and the digest of the first. Collective.
 
     Raises ValueError on every rank if any could not read, or finds other data than the others: stages read for
     themselves, so labels would belong to other samples.
@@ -90,4 +96,4 @@ def _read_alike(read: Callable[[list[str]], Samples], paths: list[list[str]]) ->
                 f"rank {rank} finds other data than rank {readers[0][0]} under the same names; give all hosts the same "
                 "files"
             )
-    return found
+    return found, readers[0][1][0] if readers else None

@@ -54,7 +54,8 @@ class EpochSamples(torch.utils.data.Dataset):
         return int(self._order[place])
 
     def __getitem__(self, index: int) -> dict:
-        return {**self.samples[self.sample_id(index)], "counts": 1.0}
+        number = self.sample_id(index)
+        return {**self.samples[number], "counts": 1.0, "sample_id": number}
 
 
 class EvaluationSamples(torch.utils.data.Dataset):
@@ -86,7 +87,8 @@ class EvaluationSamples(torch.utils.data.Dataset):
         return index % len(self.samples)
 
     def __getitem__(self, index: int) -> dict:
-        return {**self.samples[self.sample_id(index)], "counts": float(index < len(self.samples))}
+        number = self.sample_id(index)
+        return {**self.samples[number], "counts": float(index < len(self.samples)), "sample_id": number}
 
 
 def order_of_epoch(num_samples: int, *, seed: int, epoch: int) -> numpy.ndarray:

@@ -1,0 +1,101 @@
+"""AutoCache: a run's cache of what its frozen layers put out (PipeTransformer, section 3.4).
+
+Whichever rank holds the frozen layers asks for each sample of a microbatch; where all are there, they are the stage's
+output. A microbatch of which a sample is missing is computed as a whole, as without a cache, so that the bits are the
+same.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from megatron.elastic.cache import ActivationCache, Counts, Generation, weights_digest
+from megatron.pipeline.runtime.megatron_stage import MegatronStage
+
+GIB = 2**30
+
+
+class PrefixCache:
+    """One rank's, for as long as the run; `OutputCache` of its first stage while that is frozen and cached.
+
+    Args:
+        dataset: of training, which says what its samples are; None where this rank reads none.
+    """
+
+    def __init__(self, args: argparse.Namespace, dataset: object | None) -> None:
+        self._args, self._dataset = args, dataset
+        self._cache: ActivationCache | None = None
+
+    def serve(self, stages: list[MegatronStage]) -> None:
+        """The run goes on with these stages: read and write for the first, if that is asked for, from now on."""
+        arrangement, first = self._args.arrangement, stages[0]
+        if not (arrangement.cached and first.is_frozen and first.index == 0):
+            self.close()
+            return
+        generation = self._generation(first, arrangement.num_frozen)
+        if self._cache is None:
+            self._cache = ActivationCache(
+                Path(self._args.activation_cache), generation, most_bytes=int(self._args.activation_cache_gib * GIB)
+            )
+        elif self._cache.generation != generation:
+            self._cache.deepen(generation)
+            self._cache.forget_older()
+        first.output_cache = self
+
+    def _generation(self, stage: MegatronStage, depth: int) -> Generation:
+        args, spec = self._args, stage.output_spec
+        model = unwrap_model(stage.model)
+        return Generation(
+            weights=weights_digest([*model.named_parameters(), *model.named_buffers()]),
+            depth=depth,
+            dtype=spec.dtype,
+            shape=(spec.shape[0], *spec.shape[2:]),
+            tensor_ranks=args.tensor_model_parallel_size,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            microbatch_rows=args.micro_batch_size,
+            padding=f"to {args.seq_length}",
+            threads=torch.get_num_threads(),
+            kernels=f"{args.transformer_impl} {args.attention_backend} {backend.device().type} {args.bf16} {args.fp16}",
+            data=f"{args.architecture} {args.data_digest}",
+        )
+
+    def read(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """As `OutputCache`."""
+        found = self._cache.get(_numbers(batch))
+        if any(each is None for each in found):
+            return None
+        return torch.stack(found, dim=1).to(backend.device(), non_blocking=True)
+
+    def write(self, batch: dict[str, Tensor], output: Tensor) -> None:
+        """As `OutputCache`."""
+        self._cache.put(_numbers(batch), output.unbind(dim=1))
+
+    def read_ahead(self, data: Iterator) -> None:
+        """As `OutputCache`: the microbatch that `data` yields next."""
+        if self._dataset is None:
+            return
+        size = self._args.micro_batch_size
+        begin = data.next_sample + size * parallel_state.get_data_parallel_rank()
+        if begin + size <= len(self._dataset):
+            self._cache.prefetch([self._dataset.sample_id(index) for index in range(begin, begin + size)])
+
+    @property
+    def counts(self) -> Counts:
+        """Of this rank, so far."""
+        return Counts() if self._cache is None else self._cache.measured.counts
+
+    def close(self) -> None:
+        """Write what was put, and let go of the files."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+
+
+def _numbers(batch: dict[str, Tensor]) -> list[int]:
+    return batch["sample_id"].tolist()
