@@ -47,10 +47,10 @@ class Arrangement:
         return replace(self, num_frozen=num_frozen)
 
     def __str__(self) -> str:
-        stages, ranks = self.stages, []
+        stages, ranks, word = self.stages, [], " cached" if self.cached else " frozen"
         for rank in range(self.pipeline):
             own = [
-                f"{layers}{' frozen' * (stage < stages.num_frozen)}"
+                f"{layers}{word * (stage < stages.num_frozen)}"
                 for stage, (layers, at) in enumerate(zip(stages.layers, stages.rank_of_stage, strict=True))
                 if at == rank
             ]

@@ -104,6 +104,8 @@ class Loop:
     def give_up(self) -> None:
         """Close what is open after an error with which the program ends in order."""
         self.close_data()
+        if self.run.cache is not None:
+            self.run.cache.close()
         if self.run.writer is not None:
             with contextlib.suppress(ValueError):  # the first error is told
                 self.run.writer.close()
@@ -203,6 +205,12 @@ class Loop:
             self._change_place()
         return ends
 
+    def _serve_from_cache(self) -> None:
+        run = self.run
+        if run.cache is not None:
+            run.reporter.say(run.cache.describe())
+            run.cache.serve(run.stages)
+
     def _wants_another_place(self) -> bool:
         return self.run.elasticity is not None and self.run.elasticity.wanted != self.args.arrangement
 
@@ -218,8 +226,7 @@ class Loop:
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
             elasticity.note_change(change.seconds)
-            if run.cache is not None:
-                run.cache.serve(run.stages)
+            self._serve_from_cache()
             run.reporter.change(run.iteration, change, elasticity.outlook)
         self._feed()
 
@@ -291,6 +298,9 @@ class Loop:
         """Wait for checkpoints that are still being written, write the timeline, close what is open."""
         run = self.run
         self.close_data()
+        if run.cache is not None:
+            run.reporter.say(run.cache.describe())
+            run.cache.close()
         with contextlib.ExitStack() as stack:
             stack.callback(run.reporter.close)
             if run.writer is not None:
@@ -299,8 +309,6 @@ class Loop:
                 folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
                 with ByProduct(f"--pipeline-timeline {folder}", consequence="without it").attempt():
                     write_timeline(run.engine, folder, drains=self._drains, most=most)
-        if run.cache is not None:
-            run.cache.close()
         run.engine.close()
         run.update.close()
 

@@ -7,9 +7,11 @@ same.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron import backend
@@ -17,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from megatron.elastic.cache import ActivationCache, Counts, Generation, weights_digest
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
+from megatron.training.checkpoint.agreement import control_group
 
 GIB = 2**30
 
@@ -31,6 +34,7 @@ class PrefixCache:
     def __init__(self, args: argparse.Namespace, dataset: object | None) -> None:
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
+        self._told = Counts()
 
     def serve(self, stages: list[MegatronStage]) -> None:
         """The run goes on with these stages: read and write for the first, if that is asked for, from now on."""
@@ -85,16 +89,31 @@ class PrefixCache:
         if begin + size <= len(self._dataset):
             self._cache.prefetch([self._dataset.sample_id(index) for index in range(begin, begin + size)])
 
-    @property
-    def counts(self) -> Counts:
-        """Of this rank, so far."""
-        return Counts() if self._cache is None else self._cache.measured.counts
+    def describe(self) -> str:
+        """One line about all ranks, since they were asked last. Collective."""
+        own = self._take_counts()
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own, group=control_group())
+        total = {name: sum(getattr(each, name) for each in gathered) for name in asdict(own)}
+        return (
+            f"activation cache: {total['hits']} samples read ({total['prefetched']} ahead), {total['misses']} not "
+            f"found, {total['written']} written, {total['not_written']} not written, {total['damaged']} damaged; "
+            f"{total['bytes_read'] / 2**20:.1f} MiB read"
+        )
+
+    def _take_counts(self) -> Counts:
+        if self._cache is not None:
+            self._cache.flush()
+        now = Counts() if self._cache is None else self._cache.measured.counts
+        own = Counts(**{name: value - getattr(self._told, name) for name, value in asdict(now).items()})
+        self._told = now
+        return own
 
     def close(self) -> None:
         """Write what was put, and let go of the files."""
         if self._cache is not None:
             self._cache.close()
-            self._cache = None
+            self._cache, self._told = None, Counts()
 
 
 def _numbers(batch: dict[str, Tensor]) -> list[int]:

@@ -13,17 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.elastic.cache import measure, reading_pays
-from megatron.elastic.cut import cut_exactly, cut_greedily
+from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.schedules import PRESETS
+from megatron.planner import TrainingState
+from megatron.planner.activations import Activations
 from megatron.planner.memory import estimate_memory
+from megatron.planner.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.training import plan
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.arrangement import Arrangement, arrange
 from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
 from megatron.training.proving import prove
-
-CUTS = {"exact": cut_exactly, "greedy": cut_greedily}
 
 
 @dataclass(frozen=True)
@@ -69,32 +71,33 @@ class Shaping:
     def decide(self, now: Arrangement, *, batches_left: int) -> tuple[Arrangement, Outlook]:
         """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with."""
         self._num_intervals += 1
-        now = replace(now, cached=self._is_to_be_cached(now))
-        found = [(each, seconds) for each in self._candidates(now) if (seconds := self._seconds(each)) is not None]
-        before = self._seconds(replace(now, cached=self._args.arrangement.cached))
-        if not found or before is None:
-            return replace(now, cached=False), Outlook(0.0, 0.0)
+        present = self._as_it_is(now)
+        before = self._seconds(present) or 0.0
+        ways = [replace(now, cached=False), *([replace(now, cached=True)] if self._is_to_be_cached(now) else [])]
+        found = [
+            (each, seconds)
+            for way in ways
+            for each in self._candidates(way)
+            if (seconds := self._seconds(each)) is not None
+        ]
         if self._by_hand is not None:
             size = self._by_hand[min(self._num_intervals, len(self._by_hand)) - 1]
-            chosen = [(each, seconds) for each, seconds in found if each.pipeline == size]
-            if not chosen:
-                return replace(now, cached=False), Outlook(before, before)
-            [(wanted, after)] = chosen
-            return wanted, Outlook(before, after)
-        fitting = [(each, seconds) for each, seconds in found if self._bytes(each) <= self._limit()]
-        fitting = fitting or [each for each in found if each[0].layers_of_rank == now.layers_of_rank]
-        if not fitting:
-            return self._as_it_is(now), Outlook(before, before)
-        wanted, after = min(fitting, key=lambda each: (each[1], each[0].pipeline))
-        insists = now.cached and self._args.activation_cache_use == "always"
+            found = [each for each in found if each[0].pipeline == size]
+        else:
+            found = [each for each in found if self._bytes(each[0]) <= self._limit()]
+        insists = self._by_hand is not None
+        if self._args.activation_cache_use == "always" and any(each.cached for each, _ in found):
+            found, insists = [each for each in found if each[0].cached], True
+        if not found:
+            return present, Outlook(before, before)
+        wanted, after = min(found, key=lambda each: (each[1], each[0].pipeline, each[0].cached))
         if not insists and (before - after) * batches_left <= self.seconds_of_change:
-            return self._as_it_is(now), Outlook(before, before)
+            return present, Outlook(before, before)
         return wanted, Outlook(before, after)
 
     def _as_it_is(self, now: Arrangement) -> Arrangement:
-        """No other cut; a cache goes on, if the layers that froze since are the first rank's."""
-        cached = now.cached and self._args.arrangement.cached and now.num_frozen < now.layers_of_rank[0]
-        return replace(now, cached=cached)
+        """No other cut. A cache goes on if it can: what froze since has to lie on the first rank, too."""
+        return replace(now, cached=now.cached and 0 < now.num_frozen < now.layers_of_rank[0])
 
     def _is_to_be_cached(self, now: Arrangement) -> bool:
         """Whether what the frozen layers put out is to be read: always, or where that is sooner."""
@@ -125,15 +128,50 @@ class Shaping:
             forward + (0.0 if layer < now.num_frozen else backward)
             for layer, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True))
         ]
-        cut, found = CUTS[self._args.elastic_cut], []
+        found = []
         in_front = now.num_frozen if now.cached else 0
-        work = work[in_front:]
-        for size in (each for each in sizes if world % each == 0 and each <= len(work)):
-            first, *others = cut(work, size)
-            each = replace(now, pipeline=size, data=world // size, layers_of_rank=(in_front + first, *others))
+        for size in (each for each in sizes if world % each == 0 and each <= len(work) - in_front):
+            shape = replace(now, pipeline=size, data=world // size, layers_of_rank=(len(work), *(0,) * (size - 1)))
+            first, *others = self._cut(work[in_front:], shape)
+            each = replace(shape, layers_of_rank=(in_front + first, *others))
             if self._arranged(each) is not None:
                 found.append(each)
         return found
+
+    def _cut(self, work: list[float], shape: Arrangement) -> tuple[int, ...]:
+        """As even as it can be where all ranks have room; by hand, or where no cut has, as even as it can be."""
+        size, num_layers = shape.pipeline, self._args.num_layers
+        if self._args.elastic_cut == "greedy":
+            return cut_greedily(work, size)
+        if self._by_hand is not None:
+            return cut_exactly(work, size)
+        in_front = num_layers - len(work)
+        model, state = plan.architecture(self._args), self._state(shape)
+        activations = Activations(model, plan.activation_setting(self._args))
+        tensor, delay = (
+            self._args.tensor_model_parallel_size,
+            1 + (PRESETS[self._args.pipeline_schedule].policy.delay or 0),
+        )
+        layer, embedding = layer_parameters(model, tensor), embedding_parameters(model, tensor)
+        head = head_parameters(model, tensor, holds_embedding=False)
+
+        def fits(rank: int, begin: int, end: int) -> bool:
+            first, last = in_front + begin, in_front + end
+            frozen = max(0, min(last, shape.num_frozen) - first) + (in_front if rank == 0 else 0)
+            trained = last - max(first, shape.num_frozen)
+            own = max(0, trained) * layer + head * (last == num_layers)
+            if rank == 0 and not shape.num_frozen:
+                own += embedding
+            kept = frozen * layer + (embedding if rank == 0 and shape.num_frozen else 0)
+            saved = activations.saved(max(0, trained), is_first=False, is_last=last == num_layers) * (size - rank)
+            held = state.weights(own, num_versions=delay) + state.gradients(own, num_buffers=delay)
+            held += state.optimizer(own, num_versions=delay) + kept * state.weight_bytes
+            return held + saved <= self._limit()
+
+        return cut_that_fits(work, size, fits) or cut_exactly(work, size)
+
+    def _state(self, shape: Arrangement) -> TrainingState:
+        return plan.training_state(argparse.Namespace(**{**vars(self._args), "data_parallel_size": shape.data}))
 
     def _arranged(self, arrangement: Arrangement) -> argparse.Namespace | None:
         """The arguments of a job that is arranged so; None where it cannot be."""
@@ -145,7 +183,7 @@ class Shaping:
         return args
 
     def _seconds(self, arrangement: Arrangement) -> float | None:
-        """Of a batch, simulated."""
+        """Of a batch, simulated; None where the job cannot be arranged so."""
         args = self._arranged(arrangement)
         if args is None:
             return None

@@ -32,8 +32,8 @@ def build_datasets(
         fields: which stages need which part of a sample.
         read: samples of files and folders; raises ValueError.
 
-    Sets `args.has_split`, a bool for each, and `args.data_digest`, of the training data, the same on every rank. Raises ValueError for data that cannot be read, and
-    on every rank where ranks see other data.
+    Sets `args.has_split`, a bool for each, and `args.data_digest`, of the training data, the same on every rank.
+    Raises ValueError for data that cannot be read, and on every rank where ranks see other data.
     """
     paths, wanted = data_paths(args), num_samples(args)
     args.has_split = tuple(bool(each) and number > 0 for each, number in zip(paths.values(), wanted, strict=True))

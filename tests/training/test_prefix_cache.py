@@ -1,0 +1,76 @@
+"""Training that reads what frozen layers put out, against training that computes it."""
+
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tests.training.run_case import train
+
+BASE = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --img-h 4 --img-w 4 --num-channels 1 --patch-dim 2 "
+    "--num-classes 3 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --epochs 5 --eval-iters 0 --num-workers 0 "
+    "--log-interval 1 --clip-grad 0 --hidden-dropout 0.1 --attention-dropout 0.1 --transformer-impl local "
+    "--untie-embeddings-and-output-weights --freeze-training --freeze-interval 4 --freeze-schedule 1,2"
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """26 images of noise: an epoch ends within a batch."""
+    path, random = tmp_path_factory.mktemp("images") / "train.npz", numpy.random.RandomState(0)
+    numpy.savez(path, images=random.rand(26, 4, 4, 1).astype("float32"), labels=random.randint(0, 3, 26))
+    return path
+
+
+def run(num_ranks: int, images: Path, flags: str) -> tuple[list[tuple[float, float]], list[list[int]]]:
+    """(loss, accuracy) of each batch, and of each line about the cache samples read, not found, written."""
+    results = train(
+        num_ranks, f"--train-data-path {images} {flags}", program="pretrain_vision_classify", base=BASE
+    )  # fmt: skip
+    batches = [(each["loss"], each["accuracy"]) for each in results[-1]["records"] if "grad_norm" in each]
+    found = [re.search(r"(\d+) samples read .* (\d+) not found, (\d+) written", line) for line in results[-1]["lines"]]
+    return batches, [list(map(int, each.groups())) for each in found if each]
+
+
+def cached(folder: Path) -> str:
+    return f"--activation-cache {folder} --activation-cache-gib 0.1 --activation-cache-use always"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (2, ""),
+        pytest.param(2, "--bf16", marks=pytest.mark.full),
+        pytest.param(2, "--pipeline-schedule 2bw", marks=pytest.mark.full),
+        pytest.param(2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1", marks=pytest.mark.full),
+        pytest.param(2, "--pipeline-model-parallel-size 1", marks=pytest.mark.full),
+        pytest.param(4, "--elastic-pipeline --elastic-schedule 2,1", marks=pytest.mark.full),
+    ],
+)
+def test_equals_training_that_computes(num_ranks, flags, images, tmp_path):
+    """Bit for bit, while it writes and while it reads; a second run finds all that the first has written."""
+    computed, _ = run(num_ranks, images, flags)
+    first, counts = run(num_ranks, images, f"{flags} {cached(tmp_path)}")
+    assert first == computed
+    # Behind 4 batches of 32 samples one layer is frozen, behind 8 two: 32 samples, then all that are left.
+    assert [read + missing for read, missing, _ in counts[1:]] == [32 * tensor_ranks(flags), 72 * tensor_ranks(flags)]
+    assert all(missing > 0 and written >= 26 for _, missing, written in counts[1:])
+    again, counts = run(num_ranks, images, f"{flags} {cached(tmp_path)}")
+    assert again == computed
+    assert counts[-1][1:] == [0, 0]
+
+
+def tensor_ranks(flags: str) -> int:
+    return 2 if "--tensor-model-parallel-size 2" in flags else 1
+
+
+def test_another_order_finds_the_same_samples(images, tmp_path):
+    """Weights are others with another seed, so nothing is read that another prefix has put out."""
+    run(2, images, cached(tmp_path))
+    flags = "--seed 7"
+    computed, _ = run(2, images, flags)
+    other, counts = run(2, images, f"{flags} {cached(tmp_path)}")
+    assert other == computed
+    assert counts[1][1] > 0
