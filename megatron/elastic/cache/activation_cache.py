@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -173,13 +174,14 @@ class ActivationCache:
         assert generation.depth >= self.generation.depth, "what is frozen stays so"
         if generation == self.generation:
             return
+        layout = Layout(generation)
         superseded = [] if self._older is None else [self._older]
         if generation.deepens(self.generation):
             self._older = self._layout
         else:
             superseded.append(self._layout)
             self._older = None
-        self._layout = Layout(generation)
+        self._layout = layout
         here = self._opened()
         if here is not None:
             here.window.clear()
@@ -298,11 +300,14 @@ class ActivationCache:
             lock.abandon()
         self._here = None
         self._off = False
+        self._saying = threading.Lock()
         self.measured = Measured()
 
     def _warn(self, kind: str, sentence: str) -> None:
-        if kind not in self._said:
+        with self._saying:
+            new = kind not in self._said
             self._said.add(kind)
+        if new:
             logger.warning(sentence)
 
 

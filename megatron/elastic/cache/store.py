@@ -217,10 +217,10 @@ class Store:
         try:
             yield
         except (lmdb.Error, OSError) as error:
-            where, code = self._environment.path, getattr(error, "code", 0) or getattr(error, "errno", 0)
+            where, code = self._environment.path, getattr(error, "code", 0)
             if isinstance(error, lmdb.MapFullError):
                 self._come_to_limit()
-            elif code in _FULL:
+            elif code in _FULL or isinstance(error, OSError):
                 self.writable = False
                 self._warn("disk", f"the disk of the cache in {where} takes no more ({error}); what is there is read")
             elif isinstance(error, (lmdb.ReadersFullError, lmdb.MemoryError, lmdb.TxnFullError)):

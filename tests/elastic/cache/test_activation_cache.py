@@ -296,7 +296,7 @@ def test_two_of_a_process(tmp_path):
             first.put(SAMPLES, outputs(SAMPLES))
             second.put(SAMPLES, outputs(SAMPLES, DEEPER))
             first.flush()
-            assert same(second.get(SAMPLES), outputs(SAMPLES, DEEPER)) or second.flush()
+            second.flush()
             assert same(second.get(SAMPLES), outputs(SAMPLES, DEEPER))
         assert same(first.get(SAMPLES), outputs(SAMPLES))
 

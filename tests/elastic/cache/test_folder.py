@@ -3,11 +3,12 @@
 import json
 import logging
 import random
+import shutil
 
 import pytest
 
 from megatron.elastic.cache import folder as room
-from tests.elastic.cache.cases import MOST_BYTES, bits, fill, open_cache, output, outputs, same
+from tests.elastic.cache.cases import DEEPER, MOST_BYTES, bits, fill, open_cache, output, outputs, same
 from tests.elastic.cache.children import call
 
 pytest.importorskip("lmdb")
@@ -166,6 +167,21 @@ def test_damage_found_by_who_reads(tmp_path, caplog):
         assert call(find, tmp_path) == (0, {"damaged"})
         assert call(find, tmp_path) == (0, set())
         assert cache.get([1]) == [None]
+    assert reopened(tmp_path, caplog) == (0, "")
+
+
+def test_a_folder_that_is_removed_in_use(tmp_path, caplog):
+    """It is read, and written where nothing new has to be made there; the next one begins anew."""
+    with caplog.at_level(logging.WARNING), open_cache(tmp_path) as cache:
+        cache.put(SAMPLES, outputs(SAMPLES))
+        cache.flush()
+        shutil.rmtree(tmp_path)
+        cache.deepen(DEEPER)
+        cache.put([1], outputs([1], DEEPER))
+        cache.forget_older()
+        cache.flush()
+        assert same(cache.get([1]), outputs([1], DEEPER))
+    assert [record.message.count("takes no more") for record in caplog.records] == [1]
     assert reopened(tmp_path, caplog) == (0, "")
 
 

@@ -109,29 +109,31 @@ def test_two_jobs(tmp_path, caplog):
         os.close(each)
 
 
-def deepen(cache, samples, generation):
-    """As a training does: read what there is, compute on, write."""
+def deepen(cache, samples, generation, rows=1):
+    """As a training does: read what there is, compute on, write. What was there."""
     cache.deepen(generation)
-    older = cache.older
     kept = []
-    for sample in samples:
-        (found,) = cache.get_older([sample])
-        if found is not None:
-            assert same([found], outputs([sample], older))
-            kept.append(sample)
-        cache.put([sample], outputs([sample], generation))
+    for first in range(0, len(samples), rows):
+        batch = samples[first : first + rows]
+        found = cache.get_older(batch)
+        here = [sample for sample, tensor in zip(batch, found, strict=True) if tensor is not None]
+        assert same([each for each in found if each is not None], outputs(here, cache.older))
+        kept += here
+        cache.put(batch, outputs(batch, generation))
     cache.flush()
     return kept
 
 
-def test_deepening_at_the_limit(tmp_path, caplog):
-    """New values take the place of old ones, time and again, though nothing else has room."""
+@pytest.mark.parametrize("rows", [1, 20])
+def test_deepening_at_the_limit(rows, tmp_path, caplog):
+    """New values take the place of old ones, time and again, though nothing else has room: one by one, and more at
+    once than is kept free."""
     samples = range(80)
     with open_cache(tmp_path, GENERATIONS[0], LIMIT) as cache:
         put_all(cache, samples)
         here = present(cache, samples)
         for generation in GENERATIONS[1:6]:
-            assert deepen(cache, samples, generation) == here
+            assert deepen(cache, samples, generation, rows) == here
             assert present(cache, samples) == here
             assert cache.get_older(samples) == [None] * 80
             assert file_bytes(tmp_path) <= LIMIT
