@@ -6,12 +6,14 @@ have in common is here, so that a run goes on from either in the same way.
 
 import logging
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
@@ -150,6 +152,7 @@ class Restoration:
             self._older.restore(state)
         if self._with_optimizer:
             loaded = state["optimizer"]
+            _add_what_is_empty(loaded, self.request["optimizer"])
             if self._converts:
                 loaded = optimizer_formats.convert_loaded(loaded, optimizer)
             optimizer_formats.convert_step_counters(loaded, optimizer)
@@ -169,6 +172,13 @@ def log_once(message: str) -> None:
     """A warning, on rank 0."""
     if torch.distributed.get_rank() == 0:
         logger.warning(message)
+
+
+def _add_what_is_empty(loaded: dict, request: dict) -> None:
+    """Where all layers of a rank are frozen it asks for no masters and no moments, and no store says so."""
+    for key, value in request.items():
+        if key not in loaded and isinstance(value, (dict, list)) and not any(True for _ in nested_values(value)):
+            loaded[key] = deepcopy(value)
 
 
 def _load_scheduler(scheduler: object, state: dict) -> None:
