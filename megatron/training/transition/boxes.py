@@ -38,6 +38,14 @@ class Box(NamedTuple):
         )
 
 
+def is_run(box: Box, outer: Box) -> bool:
+    """Whether the elements of `box` follow each other in a contiguous tensor that holds `outer`."""
+    extents = list(zip(box.shape, outer.shape, strict=True))
+    while extents and extents[-1][0] == extents[-1][1]:
+        extents.pop()
+    return all(extent == 1 for extent, _ in extents[:-1])
+
+
 def overlap(one: Box, other: Box) -> Box | None:
     """What two boxes have in common; None where that is nothing."""
     start = tuple(map(max, one.start, other.start))

@@ -1,9 +1,10 @@
 """Moves tensors from rank to rank: one message per pair of ranks, in pieces of bounded size, each with a checksum.
 
-In round k every rank sends to the rank k places on and receives from the one k places back, both at once, until that
-message is through. So each rank has one buffer to send from and one to receive into at any time, and no rank waits for
-one that waits for it: whoever is in the earliest round has a partner in that round. The checksum (CRC-32) stands in the
-last bytes of each piece and is compared before its content is unpacked.
+Large runs go from the tensors where they are held into those where they are wanted, without a buffer; all are posted at
+once. What is small, scattered, or on a device is packed, in rounds: in round k every rank sends to the rank k places on
+and receives from the one k places back, both at once, until that message is through. So each rank has one buffer to
+send from and one to receive into, and no rank waits for one that waits for it: whoever is in the earliest round has a
+partner in that round. Checksums are CRC-32; those of large runs follow them, that of a packed piece is its end.
 
 A rank that finds a fault remembers it and goes on, since the others count on its part; what to make of it is for all
 of them to decide afterwards.
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.training.transition.pieces import Piece, empty_bytes
-from megatron.training.transition.plan import Message, Move, messages
+from megatron.training.transition.plan import Message, Move, direct_messages, packed_messages
 
 _CHECKSUM_BYTES = 4
 
@@ -45,58 +46,110 @@ class Exchange:
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> None:
         """Carry out `moves`, the whole plan's, in its order. Collective. Faults are in `problems` afterwards."""
-        by_pair: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        outgoing: dict[int, list[Move]] = defaultdict(list)
+        incoming: dict[int, list[Move]] = defaultdict(list)
         for move in moves:
-            if self._rank in (move.source, move.target):
-                by_pair[move.source, move.target].append(move)
-        for move in by_pair.pop((self._rank, self._rank), []):
-            self._wanted[move.wanted].view(move.box).copy_(self._held[move.held].view(move.box))
-            self.bytes_kept += move.num_bytes
-        message_of = {pair: messages(pair_moves, self._most_bytes) for pair, pair_moves in by_pair.items()}
-        longest = max((each.num_bytes for pieces in message_of.values() for each in pieces), default=0)
-        outgoing, incoming = empty_bytes(longest + _CHECKSUM_BYTES), empty_bytes(longest + _CHECKSUM_BYTES)
-        for distance in range(1, self._num_ranks):
-            target, source = (self._rank + distance) % self._num_ranks, (self._rank - distance) % self._num_ranks
-            out, into = message_of.get((self._rank, target), []), message_of.get((source, self._rank), [])
-            for number in range(max(len(out), len(into))):
-                arriving = leaving = None
-                if number < len(into):
-                    buffer = incoming[: into[number].num_bytes + _CHECKSUM_BYTES]
-                    arriving = dist.irecv(buffer, group=self._group, group_src=source)
-                if number < len(out):
-                    leaving = dist.isend(self._packed(out[number], outgoing), group=self._group, group_dst=target)
-                if arriving is not None:
-                    arriving.wait()
-                    self._unpack(into[number], buffer, source)
-                if leaving is not None:
-                    leaving.wait()
+            if move.source == move.target == self._rank:
+                self._wanted[move.wanted].view(move.box).copy_(self._held[move.held].view(move.box))
+                self.bytes_kept += move.num_bytes
+            elif move.source == self._rank:
+                outgoing[move.target].append(move)
+                self.bytes_sent += move.num_bytes
+            elif move.target == self._rank:
+                incoming[move.source].append(move)
+                self.bytes_received += move.num_bytes
+        self._exchange_runs(outgoing, incoming)
+        self._exchange_packed(outgoing, incoming)
+
+    def _exchange_runs(self, outgoing: dict[int, list[Move]], incoming: dict[int, list[Move]]) -> None:
+        arriving, leaving = [], []
+        for source in self._others(-1):
+            messages = direct_messages(incoming[source], self._most_bytes)
+            if messages:
+                targets = [_bytes_of(self._wanted[move.wanted].view(move.box)) for (move,), *_ in messages]
+                sums = torch.empty(len(messages), dtype=torch.int64)
+                posted = [dist.irecv(each, group=self._group, group_src=source) for each in [*targets, sums]]
+                arriving.append((source, targets, sums, posted))
+        for target in self._others(1):
+            messages = direct_messages(outgoing[target], self._most_bytes)
+            if messages:
+                sums = torch.empty(len(messages), dtype=torch.int64)
+                for number, ((move,), *_) in enumerate(messages):
+                    data = _bytes_of(self._held[move.held].view(move.box))
+                    leaving.append((dist.isend(data, group=self._group, group_dst=target), data))
+                    sums[number] = checksum(data)  # while it is on its way
+                leaving.append((dist.isend(sums, group=self._group, group_dst=target), sums))
+        for source, targets, sums, posted in arriving:
+            found = []
+            for target, work in zip(targets, posted, strict=False):
+                work.wait()
+                found.append(checksum(target))
+            posted[-1].wait()
+            for target, mine, theirs in zip(targets, found, sums.tolist(), strict=True):
+                if mine != theirs:
+                    self._report(source, len(target))
+        for work, _ in leaving:
+            work.wait()
+
+    def _exchange_packed(self, outgoing: dict[int, list[Move]], incoming: dict[int, list[Move]]) -> None:
+        into = {source: packed_messages(moves, self._most_bytes) for source, moves in incoming.items()}
+        out = {target: packed_messages(moves, self._most_bytes) for target, moves in outgoing.items()}
+        longest = max((each.num_bytes for by_rank in (into, out) for all_of in by_rank.values() for each in all_of),
+                      default=0)  # fmt: skip
+        sending, receiving = empty_bytes(longest + _CHECKSUM_BYTES), empty_bytes(longest + _CHECKSUM_BYTES)
+        for target, source in zip(self._others(1), self._others(-1), strict=True):
+            leaves, arrives = out.get(target, []), into.get(source, [])
+            for number in range(max(len(leaves), len(arrives))):
+                works = []
+                if number < len(arrives):
+                    buffer = receiving[: arrives[number].num_bytes + _CHECKSUM_BYTES]
+                    works.append(dist.irecv(buffer, group=self._group, group_src=source))
+                if number < len(leaves):
+                    packed = self._packed(leaves[number], sending)
+                    works.append(dist.isend(packed, group=self._group, group_dst=target))
+                for work in works:
+                    work.wait()
+                if number < len(arrives):
+                    self._unpack(arrives[number], buffer, source)
+
+    def _others(self, step: int) -> list[int]:
+        """The other ranks, from the next in this direction on."""
+        return [(self._rank + step * distance) % self._num_ranks for distance in range(1, self._num_ranks)]
 
     def _packed(self, message: Message, buffer: Tensor) -> Tensor:
-        buffer = buffer[: message.num_bytes + _CHECKSUM_BYTES]
         for move, place in zip(message.moves, message.places, strict=True):
             data = self._held[move.held].view(move.box)
             within(buffer, place, data).copy_(data)
-        buffer[-_CHECKSUM_BYTES:].copy_(torch.frombuffer(checksum(buffer), dtype=torch.uint8))
-        self.bytes_sent += message.num_bytes
+        own = checksum(buffer[: message.num_bytes]).to_bytes(_CHECKSUM_BYTES, "little")
+        buffer = buffer[: message.num_bytes + _CHECKSUM_BYTES]
+        buffer[-_CHECKSUM_BYTES:].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         return buffer
 
     def _unpack(self, message: Message, buffer: Tensor, source: int) -> None:
-        self.bytes_received += message.num_bytes
-        if buffer[-_CHECKSUM_BYTES:].numpy().tobytes() != checksum(buffer):
-            self.problems.append(
-                f"{message.num_bytes:,} bytes from rank {source} to rank {self._rank} were damaged on their way"
-            )
+        end = int.from_bytes(buffer[-_CHECKSUM_BYTES:].numpy().tobytes(), "little")
+        if end != checksum(buffer[:-_CHECKSUM_BYTES]):
+            self._report(source, message.num_bytes)
             return
         for move, place in zip(message.moves, message.places, strict=True):
             data = self._wanted[move.wanted].view(move.box)
             data.copy_(within(buffer, place, data))
 
+    def _report(self, source: int, num_bytes: int) -> None:
+        self.problems.append(
+            f"{num_bytes:,} bytes from rank {source} to rank {self._rank} were damaged on their way"
+        )  # fmt: skip
 
-def checksum(buffer: Tensor) -> bytearray:
-    """CRC-32 of a message, without the place of the checksum itself."""
-    return bytearray(zlib.crc32(buffer[:-_CHECKSUM_BYTES].numpy()).to_bytes(_CHECKSUM_BYTES, "little"))
+
+def checksum(data: Tensor) -> int:
+    """CRC-32 of bytes on the host."""
+    return zlib.crc32(data.numpy())
 
 
 def within(buffer: Tensor, first: int, like: Tensor) -> Tensor:
     """A tensor like this one in the bytes of a message from `first` on."""
     return buffer[first : first + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+def _bytes_of(data: Tensor) -> Tensor:
+    """The memory of a run."""
+    return data.view(-1).view(torch.uint8)

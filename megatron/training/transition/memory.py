@@ -5,8 +5,8 @@
     moved = hand_over(state, new_parts, iteration=...)  # under the new ones: they are in the old ones' state
 
 Nothing of the old state is written to, so whoever still has it can go on with it where this fails. Memory beyond the
-old state and the new one: on each rank two pieces of a message (64 MiB each), and while they are restored from, older
-versions of the weights once more.
+old state and the new one: on each rank two pieces of a message, for what is small or scattered (at most 64 MiB each);
+and older versions of the weights once more, until they are restored.
 
 The state goes through the job's control group, on the host, from the thread that calls; a checkpoint that is being
 written in the background uses that group, too, and has to be finished before.
@@ -23,7 +23,6 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     extract_matching_values,
-    merge,
     nested_values,
 )
 from megatron.core.dist_checkpointing.mapping import (
@@ -162,9 +161,8 @@ class MemoryStore:
             objects = _objects(sharded)
             self._require(pieces, objects)
         received = self._fetch(pieces, objects, start)
-        result = pickle.loads(pickle.dumps(self.common))
-        merge(result, local)
-        merge(result, dict_list_map_inplace(lambda value: _content(value, received), sharded))
+        result = _joined(pickle.loads(pickle.dumps(self.common)), local)
+        result = _joined(result, dict_list_map_inplace(lambda value: _content(value, received), sharded))
         return apply_factory_merges(result, factories)
 
     def _require(self, pieces: list[Piece], objects: dict[str, ShardedObject]) -> None:
@@ -270,6 +268,20 @@ def _with_own_containers(value: object) -> object:
     if isinstance(value, dict):
         return {key: _with_own_containers(each) for key, each in value.items()}
     return [_with_own_containers(each) for each in value] if isinstance(value, list) else value
+
+
+def _joined(state: object, more: object) -> object:
+    """Nested dicts and lists with what both have. A rank without parameters has said empty lists of tensors."""
+    if isinstance(state, dict) and isinstance(more, dict):
+        return state | {key: _joined(state[key], value) if key in state else value for key, value in more.items()}
+    if isinstance(state, list) and isinstance(more, (list, dict)):
+        if not state:
+            return more
+        places = enumerate(more) if isinstance(more, list) else more.items()
+        for place, value in places:
+            state[place] = _joined(state[place], value)
+        return state
+    raise AssertionError(f"{state} and {more} in the same place")
 
 
 def _filled_in_place(value: object) -> object:

@@ -24,7 +24,8 @@ class Piece(NamedTuple):
     global_shape: Shape
 
     def part(self) -> Part:
-        return Part(self.key, self.box, self.data.element_size())
+        in_order = self.data.is_contiguous() and self.data.device.type == "cpu"
+        return Part(self.key, self.box, self.data.element_size(), in_order)
 
     def view(self, box: Box) -> Tensor:
         """The data of `box`, which lies in the piece's."""

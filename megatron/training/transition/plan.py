@@ -5,29 +5,38 @@ every rank fetched from the first that has it, that one would send everything.
 
 Solution: all ranks know what each holds and wants, and compute one plan. What a rank has itself it takes from itself;
 the rest comes from the holders that have been given the fewest bytes to send so far. What one rank sends another is
-packed into messages of bounded size.
+cut into messages of bounded size; what is small, or scattered at one end, is packed, several parts into one.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import filterfalse
 from typing import NamedTuple
 
-from megatron.training.transition.boxes import Box, overlap, split, without
+from megatron.training.transition.boxes import Box, is_run, overlap, split, without
 
 ALIGNMENT = 16  # bytes: where the parts of a message begin
+DIRECT_BYTES = 64 * 1024  # below that, packing costs less than a message
 
 
 class Part(NamedTuple):
-    """A part of a tensor that one rank holds or wants. `element_bytes`: the size of an element."""
+    """A part of a tensor that one rank holds or wants.
+
+    `element_bytes`: the size of an element. `in_order`: the elements follow each other in the host's memory.
+    """
 
     key: str
     box: Box
     element_bytes: int
+    in_order: bool = True
 
 
 class Move(NamedTuple):
-    """`box` of the tensor goes from the part of number `held` of rank `source` to part `wanted` of rank `target`."""
+    """`box` of the tensor goes from the part of number `held` of rank `source` to part `wanted` of rank `target`.
+
+    `is_run`: its elements follow each other at both ends.
+    """
 
     source: int
     held: int
@@ -35,6 +44,7 @@ class Move(NamedTuple):
     wanted: int
     box: Box
     num_bytes: int
+    is_run: bool
 
 
 class Plan(NamedTuple):
@@ -63,7 +73,10 @@ def plan_moves(held: Sequence[Sequence[Part]], wanted: Sequence[Sequence[Part]])
                     if common is None:
                         still.append(piece)
                         continue
-                    move = Move(source, index, target, number, common, common.size * part.element_bytes)
+                    num_bytes = common.size * part.element_bytes
+                    runs = part.in_order and held[source][index].in_order
+                    runs = runs and is_run(common, box) and is_run(common, part.box)
+                    move = Move(source, index, target, number, common, num_bytes, runs)
                     plan.moves.append(move)
                     if source != target:
                         sent[source] += move.num_bytes
@@ -108,27 +121,49 @@ class Message(NamedTuple):
     num_bytes: int
 
 
-def messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
-    """The moves between one pair of ranks, in messages of at most `most_bytes`; large ones are cut.
+def direct_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
+    """The large runs among the moves between one pair of ranks, a message each, cut to at most `most_bytes`."""
+    return [
+        Message((move,), (0,), move.num_bytes)
+        for whole in moves
+        if _is_direct(whole)
+        for move in _cut(whole, most_bytes)
+    ]
+
+
+def packed_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
+    """The other moves between one pair of ranks, in messages of at most `most_bytes`; large ones are cut.
 
     Raises ValueError where `most_bytes` is too few for one element.
     """
+    return _packed(filterfalse(_is_direct, moves), most_bytes)
+
+
+def _is_direct(move: Move) -> bool:
+    return move.is_run and move.num_bytes >= DIRECT_BYTES
+
+
+def _packed(moves: Iterable[Move], most_bytes: int) -> list[Message]:
     result: list[Message] = []
     taken: list[Move] = []
     places: list[int] = []
     end = 0
-    for move in moves:
-        element_bytes = move.num_bytes // move.box.size
-        if most_bytes < element_bytes:
-            raise ValueError(f"messages of {most_bytes} bytes hold no element of {element_bytes}: allow larger ones")
-        for box in split(move.box, most_bytes // element_bytes):
-            place, num_bytes = -(-end // ALIGNMENT) * ALIGNMENT, box.size * element_bytes
-            if place + num_bytes > most_bytes:
-                result.append(Message(tuple(taken), tuple(places), end))
-                taken, places, place = [], [], 0
-            taken.append(move._replace(box=box, num_bytes=num_bytes))
-            places.append(place)
-            end = place + num_bytes
+    for move in (part for whole in moves for part in _cut(whole, most_bytes)):
+        place = -(-end // ALIGNMENT) * ALIGNMENT
+        if place + move.num_bytes > most_bytes:
+            result.append(Message(tuple(taken), tuple(places), end))
+            taken, places, place = [], [], 0
+        taken.append(move)
+        places.append(place)
+        end = place + move.num_bytes
     if taken:
         result.append(Message(tuple(taken), tuple(places), end))
     return result
+
+
+def _cut(move: Move, most_bytes: int) -> Iterator[Move]:
+    element_bytes = move.num_bytes // move.box.size
+    if most_bytes < element_bytes:
+        raise ValueError(f"messages of {most_bytes} bytes hold no element of {element_bytes}: allow larger ones")
+    for box in split(move.box, most_bytes // element_bytes):
+        yield move._replace(box=box, num_bytes=box.size * element_bytes)

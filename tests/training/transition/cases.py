@@ -2,7 +2,9 @@
 
 import random
 import time
+from dataclasses import asdict
 from functools import partial
+from unittest import mock
 
 import numpy
 import torch
@@ -15,11 +17,13 @@ from megatron.training import assembly, config, initialize, plan
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint.run_state import RunParts
+from megatron.training.checkpoint.state import complete_state
 from megatron.training.loop import run_to_the_end
 from megatron.training.models import build_chunks, wrap_for_training
 from megatron.training.optimizers import build_optimizer
 from megatron.training.pretraining import complete
 from megatron.training.signals import StopSignal
+from megatron.training.transition import plan as planning
 from megatron.training.transition.memory import hand_over, hold_run
 from megatron.training.transition.parallel_groups import destroy, set_aside
 from tests.training.run_case import BASE, program_parts
@@ -45,8 +49,9 @@ def trained(flags, num_stages):
     return args, RunParts(run.chunks, run.optimizer, run.scheduler, run.update)
 
 
-def rebuilt(args, like):
-    """Untrained parts under the degrees of `args`, whose groups are up; everything else is as in `like`."""
+def rebuilt(args, like, *, num_frozen=0):
+    """Untrained parts under the degrees of `args`, whose groups are up; everything else is as in `like`. The first
+    `num_frozen` layers are frozen, and then the embedding, too."""
     args.padded_vocab_size = like.padded_vocab_size
     schedule = pipeline_schedule(args)
     model_config = config.transformer_config(args)
@@ -54,6 +59,7 @@ def rebuilt(args, like):
     stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
     provider = program_parts("pretrain_gpt")[1]["model_provider"]
     chunks = build_chunks(partial(provider, args), model_config, stages=stages, layers=layers)
+    _freeze(chunks, num_frozen)
     chunks = wrap_for_training(chunks, config.ddp_config(args))
     optimizer = build_optimizer(args, chunks)
     scheduler = config.param_scheduler(args, optimizer)
@@ -72,13 +78,61 @@ def change_degrees(flags, stages):
         args, old_args = arguments(f"{flags} --train-iters {ITERATIONS}", num_stages), args
         initialize.set_up(args)
         new = rebuilt(args, old_args)
-        moved = hand_over(state, new, iteration=ITERATIONS, piece_bytes=5000)
+        with mock.patch.object(planning, "DIRECT_BYTES", 1000):  # so that these small models have runs, too
+            moved = hand_over(state, new, iteration=ITERATIONS, piece_bytes=5000)
         assert_unchanged(parts, before)
-        changes.append((before, whole_state(new), moved))
+        changes.append((before, whole_state(new), asdict(moved)))
         new.update.close()
         destroy(old_groups)
         parts = new
     return changes
+
+
+def _freeze(chunks, num_layers):
+    for model in map(unwrap_model, chunks):
+        for name, parameter in model.named_parameters():
+            words = name.split(".")
+            if words[0] == "decoder" and words[1] == "layers":
+                frozen = model.decoder.layers[int(words[2])].layer_number <= num_layers
+            else:
+                frozen = words[0] == "embedding" and num_layers > 0
+            parameter.requires_grad = not frozen
+
+
+def freeze_deeper(flags, stages, frozen):
+    """Go from `stages[0]` stages with `frozen[0]` frozen layers to `stages[1]` with `frozen[1]`: as `change_degrees`,
+    with random numbers instead of trained ones, and the weights of the frozen layers beside."""
+    args = arguments(flags, stages[0])
+    args.padded_vocab_size = 128
+    initialize.set_up(args)
+    parts = rebuilt(args, args, num_frozen=frozen[0])
+    _randomize(parts)
+    parts.update.versions.reset(ITERATIONS)
+    before = whole_state(parts), _weights(parts.chunks)
+    state = hold_run(parts, iteration=ITERATIONS)
+    old_groups = set_aside()
+    new_args = arguments(flags, stages[1])
+    initialize.set_up(new_args)
+    new = rebuilt(new_args, args, num_frozen=frozen[1])
+    hand_over(state, new, iteration=ITERATIONS)
+    after = whole_state(new), _weights(new.chunks)
+    new.update.close()
+    destroy(old_groups)
+    return before, after
+
+
+@torch.no_grad()
+def _randomize(parts):
+    complete_state(parts.optimizer)
+    inner = getattr(parts.optimizer, "chained_optimizers", [parts.optimizer])[0]
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _, kind, _, tensor in _optimizer_tensors(inner):
+        tensor.copy_(torch.tensor(7.0) if kind == "step" else torch.rand(tensor.shape, generator=generator))
+
+
+def _weights(chunks):
+    names = _names_in_model(chunks)
+    return {names[id(each)]: each.detach().clone() for chunk in chunks for each in chunk.parameters()}
 
 
 def whole_state(parts):

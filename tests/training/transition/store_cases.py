@@ -1,13 +1,14 @@
 """What worker processes do in test_store.py: small states, faults of one rank."""
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.training.transition import exchange
+from megatron.training.transition import exchange, plan
 from megatron.training.transition.memory import MemoryStore
 
 ROWS = 8
@@ -57,10 +58,10 @@ def loads(fault=None, failing_rank=1):
         wanted = request()[1]
         if rank == failing_rank:
             wanted |= _FAULTS[fault](state)
-        damages = fault == "damage" and rank == failing_rank
-        content = mock.patch.object(exchange, "checksum", lambda buffer: bytearray(4)) if damages else nullcontext()
+        damages = fault.startswith("damage") and rank == failing_rank
+        content = mock.patch.object(exchange, "checksum", lambda data: 7) if damages else nullcontext()
         try:
-            with content:
+            with content, mock.patch.object(plan, "DIRECT_BYTES", 1 if fault == "damaged run" else 1000):
                 store.load(wanted)
         except ValueError as error:
             message = str(error)
@@ -70,7 +71,7 @@ def loads(fault=None, failing_rank=1):
     assert "layer._extra_state" not in loaded
     assert torch.equal(state["model"]["weight"].data, before["weight"])
     assert torch.equal(state["part"].data, before["part"]) and ranks == 3
-    return message, loaded["notes"], loaded["common"], loaded["empty"], store.moved
+    return message, loaded["notes"], loaded["common"], loaded["empty"], asdict(store.moved)
 
 
 _FAULTS = {
@@ -80,5 +81,6 @@ _FAULTS = {
     "shape": lambda state: {"more": _rows("weight", torch.zeros(1, 3), 0, of=9)},
     "dtype": lambda state: {"more": _rows("weight", torch.zeros(1, 3, dtype=torch.bfloat16), 0)},
     "overlap": lambda state: {"more": _rows("weight", state["model"]["weight"].data[:1], 0)},
+    "damaged run": lambda state: {},
     "damage": lambda state: {},
 }

@@ -6,7 +6,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.transition.boxes import Box, boxes_of_range, overlap, split, without
+from megatron.training.transition.boxes import Box, boxes_of_range, is_run, overlap, split, without
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -55,3 +55,13 @@ def test_split_parts_fit(data):
     parts = list(split(box, most))
     assert all(part.size <= most for part in parts)
     assert [element for part in parts for element in sorted(elements(part))] == sorted(elements(box))
+
+
+@given(st.data())
+def test_runs(data):
+    """A box is a run of another where its elements are neighbours in the other's order."""
+    shape = data.draw(SHAPES)
+    outer, other = data.draw(boxes(shape)), data.draw(boxes(shape))
+    inner = overlap(outer, other) or outer
+    places = [sorted(elements(outer)).index(element) for element in sorted(elements(inner))]
+    assert is_run(inner, outer) == (places == list(range(places[0], places[0] + len(places))))

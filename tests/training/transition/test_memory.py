@@ -79,4 +79,30 @@ def check(num_ranks, stages, flags):
         for (_, common, generators), (_, common_after, generators_after), _ in changes:
             assert common == changes[0][0][1] == common_after and generators == generators_after
         moved = [each for *_, each in changes]
-        assert sum(each.bytes_sent for each in moved) == sum(each.bytes_received for each in moved) > 0
+        assert sum(each["bytes_sent"] for each in moved) == sum(each["bytes_received"] for each in moved) > 0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stages", "frozen", "flags"),
+    [
+        pytest.param(2, (2, 1), (1, 2), f"--bf16 {DISTRIBUTED}", id="part of a rank, then all of it"),
+        pytest.param(2, (2, 1), (2, 2), "--bf16", id="a rank without parameters"),
+        pytest.param(4, (4, 2), (2, 3), "", id="deeper, fp32", marks=FULL),
+        pytest.param(4, (4, 2), (2, 3), f"{DISTRIBUTED} --swiglu", id="deeper, distributed", marks=FULL),
+        pytest.param(4, (4, 2), (2, 3), f"--bf16 {DISTRIBUTED}", id="deeper, bf16 distributed", marks=FULL),
+        pytest.param(4, (4, 4), (0, 1), "--bf16", id="freezing alone", marks=FULL),
+    ],
+)
+def test_layers_freeze(num_ranks, stages, frozen, flags):
+    """Frozen layers keep their weights and have no optimizer state; the others keep theirs as they freeze deeper."""
+    flags = f"{UNTIED} {flags} {data_flags()}"
+    results = workers.run(num_ranks, CASES + "freeze_deeper", flags=flags, stages=stages, frozen=frozen)
+    weights = {name: value for (_, found), _ in results for name, value in found.items()}
+    for _, (_, found) in results:
+        assert all(torch.equal(value, weights[name]) for name, value in found.items())
+    before, after = joined([one for (one, _), _ in results]), joined([other for _, (other, _) in results])
+    gone = {key for key in before if key not in after}
+    assert all(torch.equal(value, before[key]) for key, value in after.items())
+    names = {name for _, name, _ in gone}
+    assert bool(names) == (frozen[0] < frozen[1])
+    assert all(name.startswith((f"decoder.layers.{frozen[1]}.", "embedding.")) for name in names)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ backend.install()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.training.checkpoint.element_ranges import ElementRange
+from megatron.training.transition import plan as planning
 from megatron.training.transition.boxes import Box
 from megatron.training.transition.exchange import within
 from megatron.training.transition.pieces import pieces_of, share_memory
-from megatron.training.transition.plan import ALIGNMENT, Part, messages, plan_moves
+from megatron.training.transition.plan import ALIGNMENT, Part, direct_messages, packed_messages, plan_moves
 
 
 @st.composite
@@ -71,7 +73,14 @@ def test_any_cut_becomes_any_other(data):
     plan = plan_moves(*[[[piece.part() for piece in pieces] for pieces in side] for side in (held, wanted)])
     assert not plan.missing
     most = data.draw(st.integers(4, 200))
-    for message in messages(plan.moves, most):
+    with mock.patch.object(planning, "DIRECT_BYTES", data.draw(st.sampled_from([0, 50, 1 << 16]))):
+        direct, packed_ones = direct_messages(plan.moves, most), packed_messages(plan.moves, most)
+    for (move,), _, num_bytes in direct:
+        source, target = held[move.source][move.held], wanted[move.target][move.wanted]
+        run = target.view(move.box).view(-1)  # fails where it is none
+        run.copy_(source.view(move.box).view(-1))
+        assert num_bytes == run.numel() * 4 <= most
+    for message in packed_ones:
         assert message.num_bytes <= most and all(place % ALIGNMENT == 0 for place in message.places)
         packed = torch.zeros(message.num_bytes, dtype=torch.uint8)
         for move, place in zip(message.moves, message.places, strict=True):
@@ -109,7 +118,7 @@ def test_too_short_messages_are_refused():
     """A message that holds no element is an error, and no endless loop."""
     moves = plan_moves([[Part("a", Box((0,), (2,)), 8)]], [[Part("a", Box((0,), (2,)), 8)]]).moves
     with pytest.raises(ValueError, match=r"messages of 7 bytes hold no element of 8"):
-        messages(moves, 7)
+        packed_messages(moves, 7)
 
 
 def test_shared_memory_is_found():
