@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import optimizer as core
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.training.checkpoint.agreement import control_group
 
@@ -62,12 +63,15 @@ def _has_own(value: object) -> bool:
     return isinstance(value, _LOCAL)
 
 
-def with_empty_masters(loaded: dict, optimizer: MegatronOptimizer) -> dict:
-    """A loaded state of a rank that has nothing to train: no store keeps the lists of no masters that it asked for."""
+def with_empty_state(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+    """A loaded state of a rank that has nothing to train: no store keeps the empty parts that it asked for."""
     [inner] = getattr(optimizer, "chained_optimizers", [optimizer])
-    if isinstance(inner, Float16OptimizerWithFloat16Params) and not any(inner.fp32_from_float16_groups):
-        return {**loaded, "fp32_from_fp16_params": [[] for _ in inner.fp32_from_float16_groups]}
-    return loaded
+    if isinstance(inner, DistributedOptimizer):
+        return loaded
+    if not isinstance(inner, Float16OptimizerWithFloat16Params):
+        return {"state": {}, **loaded}
+    masters = [[] for _ in inner.fp32_from_float16_groups]
+    return {**loaded, "optimizer": {"state": {}, **loaded["optimizer"]}, "fp32_from_fp16_params": masters}
 
 
 def trains_nothing(optimizer: MegatronOptimizer) -> bool:

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.weights import WeightPolicy
 from megatron.training.checkpoint import optimizer_formats
 from megatron.training.checkpoint.errors import CheckpointError
-from megatron.training.checkpoint.frozen_ranks import trains_nothing, with_empty_masters
+from megatron.training.checkpoint.frozen_ranks import trains_nothing, with_empty_state
 from megatron.training.checkpoint.older_versions import OlderVersions, WeightVersions
 from megatron.training.checkpoint.predicted_version import PredictedVersion
 from megatron.training.checkpoint.random_state import restore_random_state
@@ -152,7 +152,7 @@ class Restoration:
         if self._with_optimizer:
             loaded = state["optimizer"]
             if trains_nothing(optimizer):
-                loaded = with_empty_masters(loaded, optimizer)
+                loaded = with_empty_state(loaded, optimizer)
             if self._converts:
                 loaded = optimizer_formats.convert_loaded(loaded, optimizer)
             optimizer_formats.convert_step_counters(loaded, optimizer)
