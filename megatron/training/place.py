@@ -70,7 +70,8 @@ def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -
     Raises ValueError for what the user can mend.
     """
     schedule, model = pipeline_schedule(args), _model(args)
-    model.perform_initialization = draws
+    if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
+        model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
     layers = plan.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
     on_host = schedule.residency is not None
     require_room(args, schedule, layers)
@@ -113,6 +114,10 @@ def _model(args: argparse.Namespace) -> TransformerConfig:
         return config.transformer_config(args)
     first = {"pipeline_model_parallel_size": args.first_arrangement.pipeline}
     return config.transformer_config(argparse.Namespace(**{**vars(args), **first}))
+
+
+def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _update(
