@@ -75,7 +75,7 @@ def test_the_order_depends_on_seed_and_epoch():
     assert [data.sample_id(index) for index in (0, 15, 1)] == [
         4, order_of_epoch(8, seed=1234, epoch=1)[7], 5
     ]  # fmt: skip
-    assert data.samples_repeat and data[0] == {"number": 4, "counts": 1.0}
+    assert data.samples_repeat and data[0] == {"number": 4, "counts": 1.0, "sample_id": 4}
     assert order_of_epoch(5, seed=2**32 - 1, epoch=10**6).shape == (5,)
 
 

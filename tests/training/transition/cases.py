@@ -13,7 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.megatron_weights import named_parameters
-from megatron.training import assembly, config, initialize, plan
+from megatron.training import assembly, config, initialize, place, plan
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint.run_state import RunParts
@@ -63,7 +63,7 @@ def rebuilt(args, like, *, num_frozen=0):
     chunks = wrap_for_training(chunks, config.ddp_config(args))
     optimizer = build_optimizer(args, chunks)
     scheduler = config.param_scheduler(args, optimizer)
-    update = assembly._update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
+    update = place._update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
     return RunParts(chunks, optimizer, scheduler, update)
 
 
