@@ -19,6 +19,7 @@ TOOLS = {  # a library that each imports, and the words with which it does
     "grid_search": ("grid_search_commands.search", ["search", "--help"]),
     "partition": ("megatron.partition", ["--graph", "none"]),
     "plot_memory": ("rich", ["--help"]),
+    "plot_changes": ("megatron.training.metrics", ["--help"]),
     "plot_metrics": ("megatron.training.metrics", ["--help"]),
     "preprocess_data": ("megatron.training.arguments", ["--help"]),
     "profile_model": ("rich", ["--help"]),

@@ -97,31 +97,38 @@ def test_fork(tmp_path):
 def test_forks_while_threads_are_at_work(tmp_path):
     """Each child opens the files, and threads go on behind each fork."""
     environment = opened(tmp_path)
-    end, counts = threading.Event(), [0, 0]
+    end, counts, errors = threading.Event(), [0, 0], []
 
     def work(index, act):
-        while not end.is_set():
-            act()
-            counts[index] += 1
+        try:
+            while not end.is_set():
+                act()
+                counts[index] += 1
+        except Exception as error:
+            errors.append(error)
+            raise
 
     threads = [
-        threading.Thread(target=work, args=(0, lambda: put(environment, b"k", os.urandom(20_000)))),
-        threading.Thread(target=work, args=(1, lambda: get(environment, b"k"))),
+        threading.Thread(target=work, args=(0, lambda: put(environment, b"k", os.urandom(20_000))), daemon=True),
+        threading.Thread(target=work, args=(1, lambda: get(environment, b"k")), daemon=True),
     ]
-    for thread in threads:
-        thread.start()
-    while not all(counts):
-        time.sleep(0.001)
-    for _ in range(10):
-        before = list(counts)
-        assert len(call(read_in_child, tmp_path)) == 20_000
-        end_of_wait = time.monotonic() + 20
-        while any(now <= then for now, then in zip(counts, before, strict=True)):
-            assert time.monotonic() < end_of_wait
+    try:
+        for thread in threads:
+            thread.start()
+        while not all(counts):
             time.sleep(0.001)
-    end.set()
-    for thread in threads:
-        thread.join()
+        for _ in range(10):
+            before = list(counts)
+            assert len(call(read_in_child, tmp_path)) == 20_000
+            end_of_wait = time.monotonic() + 20
+            while any(now <= then for now, then in zip(counts, before, strict=True)):
+                assert not errors and time.monotonic() < end_of_wait
+                time.sleep(0.001)
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
     given_back(environment)
 
 
