@@ -312,6 +312,7 @@ def test_nothing_is_left_over(tmp_path):
                 cache.put(SAMPLES, outputs(SAMPLES, generation))
                 cache.prefetch(SAMPLES)
                 cache.get(SAMPLES)
+            cache.flush()
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     assert len(set(counts)) == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cache")]

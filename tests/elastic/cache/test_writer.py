@@ -59,9 +59,10 @@ def test_chores_have_time():
 
 def test_what_a_call_raises_is_raised():
     """Once, to who comes next; later calls are made all the same."""
-    writer, made = Writer(2), []
-    writer.submit(lambda: 1 / 0, 1.0)
+    writer, made, go = Writer(2), [], threading.Event()
+    writer.submit(lambda: go.wait() / 0, 1.0)
     writer.submit(lambda: made.append(1), 1.0)
+    go.set()
     with pytest.raises(ZeroDivisionError):
         writer.flush()
     writer.flush()
