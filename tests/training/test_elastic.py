@@ -55,3 +55,20 @@ def test_a_stop_between_changes_goes_on_as_if_there_was_none(tmp_path):
         parts += batches(train(4, f"{ELASTIC} {SHRINKS} {save} --exit-interval {last}"))
     numbers = [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in parts]
     assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
+
+
+@pytest.mark.full
+def test_thirty_changes_leave_nothing_behind():
+    """To and fro between pipelines and replicas, without freezing: neither files nor threads nor memory add up."""
+    to_and_fro = ",".join(["1", "2"] * 16)
+    flags = (
+        f"{BASE} --num-layers 4 --train-iters 32 --untie-embeddings-and-output-weights --elastic-pipeline "
+        f"--freeze-interval 1 --elastic-schedule {to_and_fro}"
+    )
+    results = train(2, flags, look_after=(3, 31))
+    assert len([each for each in results[-1]["records"] if "frozen_layers" in each]) == 31
+    for each in results:
+        early, late = each["resources"]
+        assert late["files"] - early["files"] <= 10
+        assert late["threads"] - early["threads"] <= 5
+        assert late["bytes"] - early["bytes"] <= 40 * 2**20
