@@ -3,28 +3,19 @@
     pip download --no-deps --no-binary :all: --dest DOWNLOADS vaderSentiment==3.3.2
     python examples/sentiment.py DOWNLOADS/vaderSentiment-3.3.2.tar.gz --folder DATA
 
-The source of the package vaderSentiment (Hutto and Gilbert, 2014; MIT licence) holds film reviews in single sentences,
-product reviews, news and tweets, each with the mean of 20 people's ratings. Film reviews rated 0.5 or more from neutral
-become `train.jsonl`, `validation.jsonl` and `test.jsonl` (text, label). A BERT learns to tell whether texts of the
-other three sets are positive, and is saved as `DATA/bert`, so that what follows is fine-tuning.
+The texts are those of examples/reviews.py: `train.jsonl`, `validation.jsonl` and `test.jsonl` (text, label) are film
+reviews. A BERT learns to tell whether texts of the other three sets are positive, and is saved as `DATA/bert`, so that
+what follows is fine-tuning.
 """
 
 import argparse
-import io
-import json
-import random
 import sys
-import tarfile
 from pathlib import Path
 
+import reviews
 import torch
 
-_OUTER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
-_REVIEWS = "movieReviewSnippets_GroundTruth.txt"
-_OTHERS = ("amazonReviewSnippets_GroundTruth.txt", "nytEditorialSnippets_GroundTruth.txt", "tweets_GroundTruth.txt")
-_NUM_TEST, _NUM_VALIDATION = 2500, 1500
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-_NEUTRAL = 0.5
 
 
 def main() -> int:
@@ -35,39 +26,10 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=64, help="its width (default: 64)")
     parser.add_argument("--epochs", type=int, default=2, help="over the other sets (default: 2)")
     options = parser.parse_args()
-    texts = read(options.archive)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    reviews = [(text, score) for text, score in texts[_REVIEWS] if abs(score) >= _NEUTRAL]
-    random.Random(0).shuffle(reviews)
-    first = _NUM_TEST + _NUM_VALIDATION
-    parts = {
-        "test": reviews[:_NUM_TEST],
-        "validation": reviews[_NUM_TEST:first],
-        "train": reviews[first:],
-    }
-    for name, part in parts.items():
-        lines = [{"text": text, "label": "positive" if score > 0 else "negative"} for text, score in part]
-        content = "".join(json.dumps(line) + "\n" for line in lines)
-        (options.folder / f"{name}.jsonl").write_text(content, encoding="utf-8")
-        print(f"{name}.jsonl: {len(lines)} reviews, {sum(line['label'] == 'positive' for line in lines)} positive")
-    others = [(text, score) for name in _OTHERS for text, score in texts[name] if abs(score) >= _NEUTRAL]
-    pretrain(others, [text for text, _ in parts["train"]], options)
+    texts = reviews.read(options.archive)
+    train = reviews.write_reviews(texts, options.folder)
+    pretrain(reviews.others(texts), [text for text, _ in train], options)
     return 0
-
-
-def read(archive: Path) -> dict[str, list[tuple[str, float]]]:
-    """Texts and ratings, -4 to 4, of each file."""
-    found = {}
-    with tarfile.open(archive) as outer:
-        inner = io.BytesIO(outer.extractfile(_OUTER).read())
-    with tarfile.open(fileobj=inner) as files:
-        for member in files.getmembers():
-            name = Path(member.name).name
-            if name in (_REVIEWS, *_OTHERS):
-                lines = files.extractfile(member).read().decode("utf-8", errors="replace").splitlines()
-                fields = (line.split("\t") for line in lines if line.count("\t") >= 2)
-                found[name] = [(text, float(score)) for _, score, text, *_ in fields]
-    return found
 
 
 def pretrain(rated: list[tuple[str, float]], own: list[str], options: argparse.Namespace) -> None:
