@@ -26,7 +26,7 @@ class Lock:
 
 
 def opened(path):
-    return room.share(path, lambda: room.Environment(path, 1 << 22, Lock()))
+    return room.share(path, lambda: room.Environment(path, 1 << 30, Lock()))
 
 
 def given_back(environment):
@@ -104,6 +104,7 @@ def test_forks_while_threads_are_at_work(tmp_path):
             while not end.is_set():
                 act()
                 counts[index] += 1
+                time.sleep(0.0005)  # else a slow reader would have them fill the disk
         except Exception as error:
             errors.append(error)
             raise

@@ -168,6 +168,19 @@ def test_a_killed_reader_keeps_no_pages(tmp_path):
             assert present(cache, samples) == here
 
 
+def test_a_slow_reader_keeps_pages_for_a_while(tmp_path):
+    """At the limit old values have made way and new ones find no room, until it has done; then they do."""
+    samples = range(80)
+    with open_cache(tmp_path, GENERATIONS[0], LIMIT) as cache:
+        put_all(cache, samples)
+        here = present(cache, samples)
+        with cache._opened().environment.reading():
+            assert deepen(cache, here, GENERATIONS[1], 20) == here
+            assert len(present(cache, here)) < len(here)
+        put_all(cache, here)
+        assert present(cache, here) == here
+
+
 def test_space_is_used_again(tmp_path):
     """The file of ten generations is not larger than that of two."""
     samples = range(20)
