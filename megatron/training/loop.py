@@ -187,8 +187,7 @@ class Loop:
         args = self.args
         self._drain()
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
-            self._finish_writing()
-            self.run.elasticity.decide(self.run)
+            self._decide()
         if self._evaluates() and not self._wishes and not self.validate():
             self._wishes |= STOP
         ends = bool(self._wishes) or self._due(args.exit_interval)
@@ -204,6 +203,16 @@ class Loop:
         elif self._wants_another_place() and self.run.iteration < args.train_iters:
             self._change_place()
         return ends
+
+    def _decide(self) -> None:
+        """Ask what is to change; nothing, with a warning, where that fails."""
+        run = self.run
+        self._finish_writing()
+        try:
+            run.elasticity.decide(run)
+        except CheckpointError as error:
+            run.elasticity.take_back()
+            run.reporter.say(f"warning: nothing is decided at iteration {run.iteration}: {error}")
 
     def _serve_from_cache(self) -> None:
         run = self.run
