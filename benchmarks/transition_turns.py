@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.transition_ranks import Job
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.training import assembly, config, initialize, plan
+from megatron.training import config, initialize, place, plan
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.checkpoint.agreement import control_group
@@ -54,7 +54,7 @@ def build(args: Namespace) -> RunParts:
     chunks = wrap_for_training(chunks, config.ddp_config(args))
     optimizer = build_optimizer(args, chunks)
     scheduler = config.param_scheduler(args, optimizer)
-    update = assembly._update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
+    update = place.make_update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
     return RunParts(chunks, optimizer, scheduler, update)
 
 

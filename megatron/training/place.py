@@ -91,7 +91,7 @@ def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -
         "timeout": timedelta(minutes=args.distributed_timeout_minutes),
     }
     if trained:
-        update = _update(args, schedule, trained, optimizer, scheduler, **options)
+        update = make_update(args, schedule, trained, optimizer, scheduler, **options)
     else:
         update = MegatronFrozenUpdate(
             chunks, optimizer, scheduler, weights=schedule.weights,
@@ -120,7 +120,7 @@ def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _update(
+def make_update(
     args: argparse.Namespace,
     schedule: Schedule,
     chunks: list,

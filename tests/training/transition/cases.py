@@ -63,7 +63,7 @@ def rebuilt(args, like, *, num_frozen=0):
     chunks = wrap_for_training(chunks, config.ddp_config(args))
     optimizer = build_optimizer(args, chunks)
     scheduler = config.param_scheduler(args, optimizer)
-    update = place._update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
+    update = place.make_update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
     return RunParts(chunks, optimizer, scheduler, update)
 
 
