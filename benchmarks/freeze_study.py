@@ -1,0 +1,313 @@
+"""What freezing costs and gains on real data: a ViT and a BERT are fine-tuned dense, frozen, and with everything.
+
+    python benchmarks/freeze_study.py vit --output runs                         # digits of scikit-learn
+    python benchmarks/freeze_study.py bert --reviews ARCHIVE --output runs      # examples/reviews.py names the archive
+    python benchmarks/freeze_study.py --show runs/vit.json runs/bert.json
+
+Two processes with one thread each. The model is pretrained once: the ViT on the digits 0 to 4, the BERT on texts alone.
+Then it is fine-tuned for the same epochs in three ways:
+
+dense    p=2, flush
+frozen   the same stages, --freeze-training
+all      with --elastic-pipeline and --activation-cache, too
+
+First each alpha is tried on two seeds that are not used again, and no run is given test data: the greatest alpha whose
+validation accuracy, their mean, is at most a point below dense is taken. Then each seed trains all three arms, in
+an order that changes, and reads its test data once, at the end. A seed of the ViT also shares out the images anew.
+
+seconds   of batches and changes: what training takes. Evaluations and the launch come on top for all alike
+sooner    seconds of dense over those of the arm, within a seed
+accuracy  of the test data at the end; "lower" in points, mean over the seeds with its 95% interval (Student's t)
+reaches   seconds until the validation accuracy first is what dense has at its end, over dense's own until then
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.training.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+ALPHAS = (0.2, 0.33, 0.5)
+TOLERANCE = 0.01
+TRIED_SEEDS = (101, 102)
+LAYERS = 8
+
+COMMON = (
+    "--hidden-size 128 --num-attention-heads 4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --clip-grad 1.0 "
+    "--micro-batch-size 16 --num-workers 0 --log-interval 1000 --pipeline-schedule flush "
+    "--untie-embeddings-and-output-weights"
+)
+VIT = (
+    f"{COMMON} --ffn-hidden-size 256 --img-h 8 --img-w 8 --num-channels 1 --patch-dim 2 --num-classes 5 "
+    "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 64 --lr 1e-3 --weight-decay 0.05"
+)
+BERT = (
+    f"{COMMON} --seq-length 32 --max-position-embeddings 32 --bert-no-binary-head "
+    "--tokenizer-type BertWordPieceLowerCase --global-batch-size 64 --weight-decay 0.01"
+)
+
+
+class Study:
+    """One model: its data, its pretraining, and how it is fine-tuned."""
+
+    def __init__(self, options: argparse.Namespace, *, epochs: int, epochs_of_interval: int) -> None:
+        self.options = options
+        self.folder = options.output.resolve() / options.model
+        self.epochs = options.epochs or epochs
+        self.epochs_of_interval = epochs_of_interval
+        self.pretrained = self.folder / "pretrained"
+
+    def prepare(self) -> None:
+        """Make data and the pretrained checkpoint, where they are not there already."""
+        raise NotImplementedError
+
+    def command(self, seed: int, *, test: bool) -> list[str]:
+        """The program with its flags."""
+        raise NotImplementedError
+
+    def batches(self, seed: int) -> int:
+        """Of an epoch, rounded up."""
+        raise NotImplementedError
+
+    def arm(self, name: str, seed: int, alpha: float, *, test: bool) -> dict:
+        """One run; its seconds, accuracies and changes."""
+        flags = [*self.command(seed, test=test), "--seed", str(seed), "--epochs", str(self.epochs)]
+        interval = self.epochs_of_interval * self.batches(seed)
+        cache = self.folder / "cache"
+        if name != "dense":
+            flags += ["--freeze-training", "--freeze-alpha", str(alpha), "--freeze-interval", str(interval)]
+        if name == "all":
+            flags += ["--elastic-pipeline", "--activation-cache", str(cache)]
+        metrics = self.folder / "metrics" / f"{name}-{seed}-{alpha}.jsonl"
+        metrics.parent.mkdir(exist_ok=True)
+        metrics.unlink(missing_ok=True)
+        start = time.perf_counter()
+        launch([*flags, "--metrics-file", str(metrics)], metrics.with_suffix(".log"))
+        shutil.rmtree(cache, ignore_errors=True)
+        return {"process_seconds": time.perf_counter() - start, **read_run(metrics)}
+
+
+class VisionStudy(Study):
+    def prepare(self) -> None:
+        if (self.pretrained / "latest_checkpointed_iteration.txt").exists():
+            return
+        first = self.folder / "first"
+        python("examples/digits.py", "--classes", "0-4", "--folder", str(first))
+        data = [str(first / f"{part}.npz") for part in ("train", "validation")]
+        launch(
+            ["pretrain_vision_classify.py", *VIT.split(), "--num-layers", str(LAYERS), "--epochs", "30",
+             "--pipeline-model-parallel-size", "2", "--data-path", *data, "--save", str(self.pretrained)],
+            self.folder / "pretraining.log",
+        )  # fmt: skip
+
+    def data(self, seed: int) -> Path:
+        folder = self.folder / f"data-{seed}"
+        if not folder.exists():
+            python("examples/digits.py", "--classes", "5-9", "--folder", str(folder), "--seed", str(seed))
+        return folder
+
+    def command(self, seed: int, *, test: bool) -> list[str]:
+        parts = ("train", "validation", "test") if test else ("train", "validation")
+        files = [str(self.data(seed) / f"{part}.npz") for part in parts]
+        return [
+            "pretrain_vision_classify.py", *VIT.split(), "--num-layers", str(LAYERS),
+            "--pipeline-model-parallel-size", "2", "--pretrained-checkpoint", str(self.pretrained),
+            "--data-path", *files,
+        ]  # fmt: skip
+
+    def batches(self, seed: int) -> int:
+        import numpy
+
+        return math.ceil(len(numpy.load(self.data(seed) / "train.npz")["labels"]) / 64)
+
+
+class TextStudy(Study):
+    @property
+    def vocabulary(self) -> list[str]:
+        return ["--vocab-file", str(self.folder / "data" / "vocab.txt")]
+
+    def prepare(self) -> None:
+        if (self.pretrained / "latest_checkpointed_iteration.txt").exists():
+            return
+        if self.options.reviews is None:
+            raise ValueError("--reviews is needed: the archive that examples/reviews.py names")
+        data = self.folder / "data"
+        python("examples/reviews.py", str(self.options.reviews.resolve()), "--folder", str(data))
+        corpus = str(data / "corpus.jsonl")
+        python("examples/quickstart/train_wordpiece.py", corpus, str(data / "vocab.txt"), "--vocab-size", "2048")
+        python(
+            "tools/preprocess_data.py", "--input", corpus, "--output-prefix", str(data / "corpus"), "--split-sentences",
+            "--tokenizer-type", "BertWordPieceLowerCase", *self.vocabulary,
+        )  # fmt: skip
+        launch(
+            ["pretrain_bert.py", *BERT.split(), *self.vocabulary, "--num-layers", str(LAYERS), "--train-iters", "600",
+             "--lr", "1e-3", "--pipeline-model-parallel-size", "2", "--data-path", str(data / "corpus_text_sentence"),
+             "--split", "98,2,0", "--eval-iters", "0", "--save", str(self.pretrained)],
+            self.folder / "pretraining.log",
+        )  # fmt: skip
+
+    def command(self, seed: int, *, test: bool) -> list[str]:
+        data = self.folder / "data"
+        tested = ["--test-data", str(data / "test.jsonl")] if test else []
+        return [
+            "finetune_bert.py", *BERT.split(), *self.vocabulary, "--num-layers", str(LAYERS), "--lr", "3e-4",
+            "--pipeline-model-parallel-size", "2", "--pretrained-checkpoint", str(self.pretrained),
+            "--train-data", str(data / "train.jsonl"), "--valid-data", str(data / "validation.jsonl"), *tested,
+        ]  # fmt: skip
+
+    def batches(self, seed: int) -> int:
+        return math.ceil(len((self.folder / "data" / "train.jsonl").read_text().splitlines()) / 64)
+
+
+STUDIES = {
+    "vit": lambda options: VisionStudy(options, epochs=40, epochs_of_interval=4),
+    "bert": lambda options: TextStudy(options, epochs=6, epochs_of_interval=1),
+}
+
+
+def python(*words: str) -> None:
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def launch(words: list[str], log: Path) -> None:
+    """A training program on two processes; what it says goes to `log`, which is shown if it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    with open(log, "w") as stream:
+        ended = subprocess.run(job, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(words)}\n{log.read_text()[-4000:]}\nthe run failed; {log}")
+
+
+def read_run(metrics: Path) -> dict:
+    """Of a metrics file: `seconds` of batches and changes, `validation` [(seconds until then, accuracy)], `test` and
+    `changes` [(iteration, frozen layers, ranks, replicas, seconds)]."""
+    seconds, validation, test, changes = 0.0, [], None, []
+    for record in read_metrics(str(metrics)):
+        if "iteration_time_ms" in record:
+            seconds += record["iteration_time_ms"] / 1000
+        elif "frozen_layers" in record:
+            seconds += record["change_seconds"]
+            names = ("iteration", "frozen_layers", "pipeline_ranks", "replicas", "change_seconds")
+            changes.append([record[name] for name in names])
+        elif "validation_accuracy" in record:
+            validation.append([seconds, record["validation_accuracy"]])
+        elif "test_accuracy" in record:
+            test = record["test_accuracy"]
+    return {"seconds": seconds, "validation": validation, "test": test, "changes": changes}
+
+
+def choose(study: Study) -> tuple[float, dict]:
+    """The alpha, and what each run of the choice found on the validation data."""
+    tried: dict[str, list[float]] = {}
+    for alpha in (0.0, *ALPHAS):
+        name = "frozen" if alpha else "dense"
+        found = [study.arm(name, seed, alpha, test=False)["validation"][-1][1] for seed in TRIED_SEEDS]
+        tried[f"{alpha:g}"] = found
+        print(f"validation, alpha {alpha:g}: {fmean(found):.4f}", file=sys.stderr, flush=True)
+    good = [alpha for alpha in ALPHAS if fmean(tried[f"{alpha:g}"]) >= fmean(tried["0"]) - TOLERANCE]
+    return (max(good) if good else min(ALPHAS)), tried
+
+
+def measure(options: argparse.Namespace) -> dict:
+    study = STUDIES[options.model](options)
+    study.folder.mkdir(parents=True, exist_ok=True)
+    study.prepare()
+    alpha, tried = (options.alpha, {}) if options.alpha else choose(study)
+    order = random.Random(0)
+    runs: dict[str, list[dict]] = {name: [] for name in ARMS}
+    for seed in range(options.seeds):
+        for name in order.sample(ARMS, len(ARMS)):
+            runs[name].append(study.arm(name, seed, alpha, test=True))
+            last = runs[name][-1]
+            print(f"seed {seed}, {name}: {last['seconds']:.1f} s, {last['test']:.4f}", file=sys.stderr, flush=True)
+    return {"model": options.model, "epochs": study.epochs, "alpha": alpha, "tried": tried, "runs": runs}
+
+
+ARMS = ("dense", "frozen", "all")
+
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""97.5% quantile by number of values."""
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and the half of its 95% interval."""
+    if len(values) < 2:
+        return f"{values[0]:+.2f}"
+    return f"{fmean(values):+.2f} ± {STUDENT[len(values)] * stdev(values) / math.sqrt(len(values)):.2f}"
+
+
+def reached(run: dict, accuracy: float) -> float | None:
+    """Seconds until the validation accuracy first is as good."""
+    return next((seconds for seconds, found in run["validation"] if found >= accuracy), None)
+
+
+def show(result: dict, console: Console) -> None:
+    dense = result["runs"]["dense"]
+    if result["tried"]:
+        tried = ", ".join(f"{alpha}: {fmean(found):.4f}" for alpha, found in result["tried"].items())
+        console.print(f"validation accuracy by alpha (0: dense), two other seeds: {tried}", highlight=False)
+    console.print(f"{result['model']}: {result['epochs']} epochs, alpha {result['alpha']}, {len(dense)} seeds")
+    table = Table(*("", "seconds", "sooner", "test accuracy", "lower, points", "reaches dense's", "frozen at the end"))
+    for name, runs in result["runs"].items():
+        pairs = list(zip(dense, runs, strict=True))
+        sooner = [one["seconds"] / other["seconds"] for one, other in pairs]
+        lower = [100 * (one["test"] - other["test"]) for one, other in pairs]
+        times = [
+            (reached(one, one["validation"][-1][1]), reached(other, one["validation"][-1][1])) for one, other in pairs
+        ]
+        ratios = [other / one for one, other in times if other is not None]
+        table.add_row(
+            name, f"{median(each['seconds'] for each in runs):.1f}",
+            f"{median(sooner):.2f} ({min(sooner):.2f}-{max(sooner):.2f})",
+            f"{fmean(each['test'] for each in runs):.4f}", interval(lower) if name != "dense" else "",
+            f"{median(ratios):.2f} ({len(ratios)} of {len(runs)})" if ratios else "never",
+            ", ".join(str(each["changes"][-1][1] if each["changes"] else 0) for each in runs),
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", choices=STUDIES)
+    parser.add_argument("--reviews", type=Path, help="the archive for the BERT")
+    parser.add_argument("--output", type=Path, default=Path("outputs/freeze_study"))
+    parser.add_argument("--seeds", type=int, default=5, choices=range(1, 11), metavar="1-10")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--alpha", type=float, help="do not choose, take this one")
+    parser.add_argument("--show", type=Path, nargs="+", help="results of earlier calls")
+    options = parser.parse_args()
+    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    if options.show is None:
+        if options.model is None:
+            parser.error("name a model, or results to --show")
+        try:
+            results = [measure(options)]
+        except ValueError as error:
+            parser.error(str(error))
+        (options.output / f"{options.model}.json").write_text(json.dumps(results[0], indent=1) + "\n")
+    else:
+        results = [json.loads(path.read_text()) for path in options.show]
+    for result in results:
+        show(result, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
