@@ -11,9 +11,10 @@ dense    p=2, flush
 frozen   the same stages, --freeze-training
 all      with --elastic-pipeline and --activation-cache, too
 
-First each alpha is tried on two seeds that are not used again, and no run is given test data: the greatest alpha whose
-validation accuracy, their mean, is at most a point below dense is taken. Then each seed trains all three arms, in
-an order that changes, and reads its test data once, at the end. A seed of the ViT also shares out the images anew.
+First each way of freezing (epochs before it begins, and alpha) is tried with everything, on seeds that are not used
+again, and no run is given test data: of those whose validation accuracy, the mean, is at most a point below dense the
+soonest is taken. Then each seed trains all three arms, in an order that changes, and reads its test data once, at the
+end. A seed of the ViT also shares out the images anew.
 
 seconds   of batches and changes: what training takes. Evaluations and the launch come on top for all alike
 sooner    seconds of dense over those of the arm, within a seed
@@ -42,9 +43,7 @@ from rich.table import Table
 from megatron.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-ALPHAS = (0.2, 0.33, 0.5)
 TOLERANCE = 0.01
-TRIED_SEEDS = (101, 102)
 LAYERS = 8
 
 COMMON = (
@@ -65,6 +64,10 @@ BERT = (
 class Study:
     """One model: its data, its pretraining, and how it is fine-tuned."""
 
+    ways: tuple[tuple[int, float], ...]
+    """To be tried: epochs before the first interval, and alpha."""
+    tried_seeds: tuple[int, ...]
+
     def __init__(self, options: argparse.Namespace, *, epochs: int, epochs_of_interval: int) -> None:
         self.options = options
         self.folder = options.output.resolve() / options.model
@@ -84,16 +87,17 @@ class Study:
         """Of an epoch, rounded up."""
         raise NotImplementedError
 
-    def arm(self, name: str, seed: int, alpha: float, *, test: bool) -> dict:
+    def arm(self, name: str, seed: int, way: tuple[int, float], *, test: bool) -> dict:
         """One run; its seconds, accuracies and changes."""
         flags = [*self.command(seed, test=test), "--seed", str(seed), "--epochs", str(self.epochs)]
-        interval = self.epochs_of_interval * self.batches(seed)
+        epoch, (start, alpha) = self.batches(seed), way
         cache = self.folder / "cache"
         if name != "dense":
-            flags += ["--freeze-training", "--freeze-alpha", str(alpha), "--freeze-interval", str(interval)]
+            flags += ["--freeze-training", "--freeze-alpha", str(alpha), "--freeze-start", str(start * epoch)]
+            flags += ["--freeze-interval", str(self.epochs_of_interval * epoch)]
         if name == "all":
             flags += ["--elastic-pipeline", "--activation-cache", str(cache)]
-        metrics = self.folder / "metrics" / f"{name}-{seed}-{alpha}.jsonl"
+        metrics = self.folder / "metrics" / f"{name}-{seed}-{start}-{alpha}.jsonl"
         metrics.parent.mkdir(exist_ok=True)
         metrics.unlink(missing_ok=True)
         start = time.perf_counter()
@@ -103,6 +107,9 @@ class Study:
 
 
 class VisionStudy(Study):
+    ways = (6, 0.33), (6, 0.5), (10, 0.5)
+    tried_seeds = 101, 102
+
     def prepare(self) -> None:
         if (self.pretrained / "latest_checkpointed_iteration.txt").exists():
             return
@@ -137,6 +144,9 @@ class VisionStudy(Study):
 
 
 class TextStudy(Study):
+    ways = (1, 0.33), (1, 0.5), (2, 0.5)
+    tried_seeds = (101,)
+
     @property
     def vocabulary(self) -> list[str]:
         return ["--vocab-file", str(self.folder / "data" / "vocab.txt")]
@@ -175,7 +185,7 @@ class TextStudy(Study):
 
 
 STUDIES = {
-    "vit": lambda options: VisionStudy(options, epochs=40, epochs_of_interval=4),
+    "vit": lambda options: VisionStudy(options, epochs=24, epochs_of_interval=2),
     "bert": lambda options: TextStudy(options, epochs=6, epochs_of_interval=1),
 }
 
@@ -213,31 +223,38 @@ def read_run(metrics: Path) -> dict:
     return {"seconds": seconds, "validation": validation, "test": test, "changes": changes}
 
 
-def choose(study: Study) -> tuple[float, dict]:
-    """The alpha, and what each run of the choice found on the validation data."""
-    tried: dict[str, list[float]] = {}
-    for alpha in (0.0, *ALPHAS):
-        name = "frozen" if alpha else "dense"
-        found = [study.arm(name, seed, alpha, test=False)["validation"][-1][1] for seed in TRIED_SEEDS]
-        tried[f"{alpha:g}"] = found
-        print(f"validation, alpha {alpha:g}: {fmean(found):.4f}", file=sys.stderr, flush=True)
-    good = [alpha for alpha in ALPHAS if fmean(tried[f"{alpha:g}"]) >= fmean(tried["0"]) - TOLERANCE]
-    return (max(good) if good else min(ALPHAS)), tried
+def choose(study: Study) -> tuple[tuple[int, float], dict]:
+    """The way to freeze, and what each run of the choice came to: [[seconds, validation accuracy], ...] by way."""
+    tried: dict[str, list] = {}
+    for way in (None, *study.ways):
+        runs = [study.arm("all" if way else "dense", seed, way or (0, 0.0), test=False) for seed in study.tried_seeds]
+        found = [(run["seconds"], run["validation"][-1][1]) for run in runs]
+        tried[named(way)] = found
+        print(f"validation, {named(way)}: {fmean(each[1] for each in found):.4f}", file=sys.stderr, flush=True)
+    least = fmean(each[1] for each in tried[named(None)]) - TOLERANCE
+    good = [way for way in study.ways if fmean(each[1] for each in tried[named(way)]) >= least]
+    if not good:
+        return max(study.ways, key=lambda way: fmean(each[1] for each in tried[named(way)])), tried
+    return min(good, key=lambda way: fmean(each[0] for each in tried[named(way)])), tried
+
+
+def named(way: tuple[int, float] | None) -> str:
+    return "dense" if way is None else f"from epoch {way[0]} on, alpha {way[1]:g}"
 
 
 def measure(options: argparse.Namespace) -> dict:
     study = STUDIES[options.model](options)
     study.folder.mkdir(parents=True, exist_ok=True)
     study.prepare()
-    alpha, tried = (options.alpha, {}) if options.alpha else choose(study)
+    way, tried = choose(study) if options.way is None else ((int(options.way[0]), options.way[1]), {})
     order = random.Random(0)
     runs: dict[str, list[dict]] = {name: [] for name in ARMS}
     for seed in range(options.seeds):
         for name in order.sample(ARMS, len(ARMS)):
-            runs[name].append(study.arm(name, seed, alpha, test=True))
+            runs[name].append(study.arm(name, seed, way, test=True))
             last = runs[name][-1]
             print(f"seed {seed}, {name}: {last['seconds']:.1f} s, {last['test']:.4f}", file=sys.stderr, flush=True)
-    return {"model": options.model, "epochs": study.epochs, "alpha": alpha, "tried": tried, "runs": runs}
+    return {"model": options.model, "epochs": study.epochs, "way": way, "tried": tried, "runs": runs}
 
 
 ARMS = ("dense", "frozen", "all")
@@ -261,9 +278,12 @@ def reached(run: dict, accuracy: float) -> float | None:
 def show(result: dict, console: Console) -> None:
     dense = result["runs"]["dense"]
     if result["tried"]:
-        tried = ", ".join(f"{alpha}: {fmean(found):.4f}" for alpha, found in result["tried"].items())
-        console.print(f"validation accuracy by alpha (0: dense), two other seeds: {tried}", highlight=False)
-    console.print(f"{result['model']}: {result['epochs']} epochs, alpha {result['alpha']}, {len(dense)} seeds")
+        for name, found in result["tried"].items():
+            seconds, accuracy = (fmean(each[place] for each in found) for place in (0, 1))
+            console.print(
+                f"tried on {len(found)} other seeds: {name}: {seconds:.1f} s, {accuracy:.4f} of validation data"
+            )
+    console.print(f"{result['model']}: {result['epochs']} epochs, frozen {named(result['way'])}, {len(dense)} seeds")
     table = Table(*("", "seconds", "sooner", "test accuracy", "lower, points", "reaches dense's", "frozen at the end"))
     for name, runs in result["runs"].items():
         pairs = list(zip(dense, runs, strict=True))
@@ -290,7 +310,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/freeze_study"))
     parser.add_argument("--seeds", type=int, default=5, choices=range(1, 11), metavar="1-10")
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--alpha", type=float, help="do not choose, take this one")
+    parser.add_argument("--way", type=float, nargs=2, metavar=("EPOCHS", "ALPHA"), help="do not choose, take this one")
     parser.add_argument("--show", type=Path, nargs="+", help="results of earlier calls")
     options = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)

@@ -71,6 +71,20 @@ class Arrangement:
         return found
 
 
+def batch_size(args: argparse.Namespace, arrangement: Arrangement) -> int:
+    """Samples of a batch of training, behind any ramp-up. Evaluations have those of the flags."""
+    if args.elastic_batch == "constant":
+        return args.global_batch_size
+    return args.global_batch_size * arrangement.data // args.first_arrangement.data
+
+
+def iterations_to_the_end(args: argparse.Namespace, *, iteration: int, consumed_samples: int) -> int:
+    """The last iteration of a run that has got so far: batches that grow use up `--train-samples` in fewer."""
+    if args.elastic_batch == "constant":
+        return args.train_iters
+    return iteration + (args.train_samples - consumed_samples) // args.batch_sizes.global_batch_size
+
+
 def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
     """Let `args` say that the job is arranged so.
 
@@ -84,8 +98,9 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
     changed.data_parallel_size = arrangement.data
     changed.micro_batch_size = arrangement.micro_batch_size
     changed.batch_sizes = replace(
-        args.batch_sizes, samples_per_microbatch=arrangement.micro_batch_size * arrangement.data
-    )
+        args.batch_sizes, samples_per_microbatch=arrangement.micro_batch_size * arrangement.data,
+        global_batch_size=batch_size(args, arrangement),
+    )  # fmt: skip
     is_first = arrangement == args.first_arrangement
     changed.frozen_stages = None if is_first else arrangement.stages
     schedule, sizes = pipeline_schedule(changed), set(changed.batch_sizes.all_num_microbatches())

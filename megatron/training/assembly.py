@@ -22,6 +22,7 @@ from megatron.pipeline.runtime.megatron_stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
 from megatron.training import provisional
 from megatron.training.arguments.classification import CLASSIFIERS
+from megatron.training.arrangement import iterations_to_the_end
 from megatron.training.checkpoint.ownership import OwnerMark
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
@@ -162,6 +163,9 @@ def _build(
         elasticity.load_state_dict(args.recorded_changes)
     choose_kernel(place.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
+    args.train_iters = iterations_to_the_end(
+        args, iteration=position.iteration, consumed_samples=position.consumed_train_samples
+    )
     engine = build_engine(args, place, position)
     _describe(args, reporter, place.stages, position)
     cache = PrefixCache(args, datasets[0]) if args.activation_cache is not None else None

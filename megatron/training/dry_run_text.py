@@ -145,7 +145,7 @@ def _change_lines(result: DryRun) -> list[str]:
     return [
         f"iteration {each.iteration}: {each.arrangement.num_frozen} of {result.args.num_layers} layers frozen, "
         f"pipeline {each.arrangement.pipeline} x data {each.arrangement.data}, layers by rank {each.arrangement}; the "
-        f"fullest rank {each.num_bytes / GIB:.2f} GiB"
+        f"fullest rank {each.num_bytes / GIB:.2f} GiB, while it changes {each.bytes_in_change / GIB:.2f} GiB"
         for each in result.changes
     ]
 
@@ -162,7 +162,12 @@ def to_dict(result: DryRun) -> dict:
         "verdict": verdict and {"word": verdict.word, "rank": verdict.rank, "spare_gib": verdict.spare_gib},
         "placement": {**result.placement.to_dict(), "lines": result.placement_lines},
         "changes": [
-            {"iteration": each.iteration, "bytes": each.num_bytes, **each.arrangement.state_dict()}
+            {
+                "iteration": each.iteration,
+                "bytes": each.num_bytes,
+                "bytes_in_change": each.bytes_in_change,
+                **each.arrangement.state_dict(),
+            }
             for each in result.changes
         ],
         "notes": result.notes,

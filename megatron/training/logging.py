@@ -283,7 +283,12 @@ class Reporter:
         if not self.writes:
             return
         after = change.after
-        values = {"frozen_layers": after.num_frozen, "pipeline_ranks": after.pipeline, "replicas": after.data}
+        values = {
+            "frozen_layers": after.num_frozen,
+            "pipeline_ranks": after.pipeline,
+            "replicas": after.data,
+            "microbatch_samples": after.micro_batch_size,
+        }
         took = {
             "change_seconds": change.seconds,
             "change_bytes": change.num_bytes,

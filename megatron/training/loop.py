@@ -15,6 +15,7 @@ import torch
 
 from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
+from megatron.training.arrangement import iterations_to_the_end
 from megatron.training.assembly import Run
 from megatron.training.by_products import ByProduct
 from megatron.training.checkpoint.errors import CheckpointError
@@ -235,6 +236,9 @@ class Loop:
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
             elasticity.note_change(change.seconds)
+            self.args.train_iters = iterations_to_the_end(
+                self.args, iteration=run.iteration, consumed_samples=run.consumed_samples
+            )
             self._serve_from_cache()
             run.reporter.change(run.iteration, change, elasticity.outlook)
         self._feed()

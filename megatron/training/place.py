@@ -6,6 +6,7 @@ moves from the one to the other as it does through a checkpoint.
 
 import argparse
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -63,10 +64,20 @@ class Place:
     memory: ActivationMemory | None
 
 
-def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -> Place:
+def build_place(
+    args: argparse.Namespace,
+    parts: Parts,
+    *,
+    draws: bool = True,
+    allocating: Callable[[], AbstractContextManager] = nullcontext,
+) -> Place:
     """The place of this rank in the pipeline of `args`. Collective.
 
-    `draws`: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
+    Args:
+        draws: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
+        allocating: what surrounds, as often on each rank, what needs memory and no other rank, so that a rank without
+            enough of it can tell the others.
+
     Raises ValueError for what the user can mend.
     """
     schedule, model = pipeline_schedule(args), _model(args)
@@ -76,13 +87,15 @@ def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -
     on_host = schedule.residency is not None
     require_room(args, schedule, layers)
     own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    chunks = build_chunks(parts.model_provider, model, stages=own, layers=layers, on_host=on_host)
-    for stage, chunk in zip(own, chunks, strict=True):
-        chunk.requires_grad_(stage >= schedule.num_frozen)
-    chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=on_host)
+    with allocating():
+        chunks = build_chunks(parts.model_provider, model, stages=own, layers=layers, on_host=on_host)
+        for stage, chunk in zip(own, chunks, strict=True):
+            chunk.requires_grad_(stage >= schedule.num_frozen)
+        chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=on_host)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
-    optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
-    scheduler = config.param_scheduler(args, optimizer)
+    with allocating():  # behind a collective, with which it begins
+        optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
+        scheduler = config.param_scheduler(args, optimizer)
     counts = args.moves_activations or args.log_saved_activations
     memory = ActivationMemory(backend.device()) if counts else None
     options = {
@@ -91,8 +104,12 @@ def build_place(args: argparse.Namespace, parts: Parts, *, draws: bool = True) -
         "timeout": timedelta(minutes=args.distributed_timeout_minutes),
     }
     if trained:
+        if schedule.residency is None:
+            options["allocating"] = allocating
         update = make_update(args, schedule, trained, optimizer, scheduler, **options)
     else:
+        with allocating():  # nothing, beside ranks that do
+            pass
         update = MegatronFrozenUpdate(
             chunks, optimizer, scheduler, weights=schedule.weights,
             num_layers=args.num_layers if args.freeze_training else 0, **options,

@@ -12,18 +12,19 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.elastic.cache import measure, reading_pays
+from megatron.elastic.cache import Seconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner import TrainingState
 from megatron.planner.activations import Activations
-from megatron.planner.memory import estimate_memory
+from megatron.planner.memory import RankMemory, estimate_memory
 from megatron.planner.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.training import plan
+from megatron.training.arguments.rules_classification import num_samples
 from megatron.training.arguments.rules_run import pipeline_schedule
-from megatron.training.arrangement import Arrangement, arrange
+from megatron.training.arrangement import Arrangement, arrange, batch_size
 from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
 from megatron.training.proving import prove
 
@@ -36,14 +37,13 @@ class Outlook:
     after: float
 
 
-def bytes_of_ranks(args: argparse.Namespace) -> float:
-    """Of the fullest rank of a job arranged as `args` say, as the planner counts."""
+def memory_of_ranks(args: argparse.Namespace) -> tuple[RankMemory, ...]:
+    """By rank of a pipeline of a job arranged as `args` say, as the planner counts."""
     _, demand = prove(args, pipeline_schedule(args))
-    memory = estimate_memory(
+    return estimate_memory(
         plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
         layers=args.arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
     )  # fmt: skip
-    return max(each.total for each in memory)
 
 
 class Shaping:
@@ -57,35 +57,43 @@ class Shaping:
         self._args = args
         self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
-        self._by_hand = args.elastic_schedule
+        self._by_hand, self._microbatches = args.elastic_schedule, args.elastic_micro_batch_size
         self._num_intervals = 0
-        self._read: float | None = None  # seconds of a sample
+        self._disk: Seconds | None = None
+        self._epoch: int | None = None  # samples
         self._most_bytes: float | None = None
         self.seconds_of_change = 0.0
 
     def measure(self, engine: PipelineEngine) -> None:
         """Learn what layers take from what the engine traced. Collective, drained."""
         now = self._args.arrangement
-        self._times.note(now.stages, seconds_of_stages(engine), cached=now.cached)
+        found = {
+            stage: (forward / now.micro_batch_size, backward / now.micro_batch_size)
+            for stage, (forward, backward) in seconds_of_stages(engine).items()
+        }
+        self._times.note(now.stages, found, cached=now.cached)
 
     def decide(self, now: Arrangement, *, batches_left: int) -> tuple[Arrangement, Outlook]:
         """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with."""
         self._num_intervals += 1
         present = self._as_it_is(now)
-        before = self._seconds(present) or 0.0
+        before = self._expected(present, batches_left) or 0.0
+        insists = self._by_hand is not None
+        if self._microbatches is not None:
+            now = replace(now, micro_batch_size=_of_interval(self._microbatches, self._num_intervals))
+            insists |= now.micro_batch_size != present.micro_batch_size
         ways = [replace(now, cached=False), *([replace(now, cached=True)] if self._is_to_be_cached(now) else [])]
         found = [
             (each, seconds)
             for way in ways
             for each in self._candidates(way)
-            if (seconds := self._seconds(each)) is not None
+            if (seconds := self._expected(each, batches_left)) is not None
         ]
         if self._by_hand is not None:
-            size = self._by_hand[min(self._num_intervals, len(self._by_hand)) - 1]
+            size = _of_interval(self._by_hand, self._num_intervals)
             found = [each for each in found if each[0].pipeline == size]
         else:
             found = [each for each in found if self._bytes(each[0]) <= self._limit()]
-        insists = self._by_hand is not None
         if self._args.activation_cache_use == "always" and any(each.cached for each, _ in found):
             found, insists = [each for each in found if each[0].cached], True
         if not found:
@@ -107,17 +115,35 @@ class Shaping:
         if args.activation_cache_use == "always":
             return True
         computing = sum(self._times.forward[: now.num_frozen])
-        return reading_pays(self._read_seconds(), computing)
+        return reading_pays(self._disk_seconds().read, computing)
 
-    def _read_seconds(self) -> float:
-        """Of a microbatch, as measured on the cache's disk."""
+    def _disk_seconds(self) -> Seconds:
+        """Of a sample, as measured on the cache's disk."""
         args = self._args
-        if self._read is None:
+        if self._disk is None:
             setting = plan.activation_setting(args)
             width = args.hidden_size * setting.residual_bytes
             share = args.tensor_model_parallel_size if args.sequence_parallel else 1
-            self._read = measure(args.activation_cache, args.seq_length * width // share).read
-        return self._read * args.micro_batch_size
+            self._disk = measure(args.activation_cache, args.seq_length * width // share)
+        return self._disk
+
+    def _expected(self, arrangement: Arrangement, batches_left: int) -> float | None:
+        """As `_seconds`, the mean over the batches until more layers may freeze, or the run ends. Of a cache that
+        begins anew the first epoch finds nothing: it computes and writes.
+        """
+        args = self._args
+        reading, now = self._seconds(arrangement), args.arrangement
+        goes_on = replace(arrangement, pipeline=now.pipeline, data=now.data, layers_of_rank=now.layers_of_rank) == now
+        if reading is None or not arrangement.cached or goes_on:
+            return reading
+        if self._epoch is None:
+            self._epoch = num_samples(args, "train")
+        batches = batches_left
+        if arrangement.num_frozen < args.num_layers - 1 and args.freeze_training:
+            batches = min(batches_left, args.freeze_interval)
+        epoch = -(-self._epoch // batch_size(args, arrangement))
+        missing = min(1.0, epoch / max(1, batches))
+        return missing * (self._seconds(arrangement, num_stored=0) or reading) + (1 - missing) * reading
 
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
         """One for each number of ranks that the job can be arranged in."""
@@ -182,22 +208,34 @@ class Shaping:
             return None
         return args
 
-    def _seconds(self, arrangement: Arrangement) -> float | None:
-        """Of a batch, simulated; None where the job cannot be arranged so."""
+    def _seconds(self, arrangement: Arrangement, *, num_stored: int | None = None) -> float | None:
+        """Simulated, of as many samples as a batch has now; None where the job cannot be arranged so.
+
+        `num_stored`: as of `pipelines`, where the arrangement is cached.
+        """
         args = self._arranged(arrangement)
         if args is None:
             return None
-        cached = arrangement.cached
-        read = self._read_seconds() if cached else None
-        layers = Layers(tuple(self._times.forward), tuple(self._times.backward), read=read)
+        cached, samples = arrangement.cached, arrangement.micro_batch_size
+        disk = self._disk_seconds() if cached else None
+        forward, backward = (
+            tuple(samples * each for each in times) for times in (self._times.forward, self._times.backward)
+        )
+        layers = Layers(
+            forward, backward, read=disk.read * samples if disk else None, write=disk.put * samples if disk else 0.0
+        )
         first, *others = arrangement.layers_of_rank
         found = pipelines(
             layers, arrangement.num_frozen, world=arrangement.pipeline * arrangement.data,
             num_microbatches=max(args.batch_sizes.all_num_microbatches()) * arrangement.data,
-            preset=args.pipeline_schedule, cached=cached,
+            preset=args.pipeline_schedule, cached=cached, num_stored=num_stored,
             layers_of_rank=(first - (arrangement.num_frozen if cached else 0), *others),
         )  # fmt: skip
-        return found[0].seconds if found else None
+        return (
+            found[0].seconds * batch_size(args, self._args.arrangement) / batch_size(args, arrangement)
+            if found
+            else None
+        )
 
     def _limit(self) -> float:
         if self._most_bytes is None:
@@ -205,7 +243,7 @@ class Shaping:
         return self._most_bytes
 
     def _bytes(self, arrangement: Arrangement) -> float:
-        return bytes_of_ranks(self._arranged(arrangement))
+        return max(each.total for each in memory_of_ranks(self._arranged(arrangement)))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers."""
@@ -220,3 +258,8 @@ class Shaping:
         self._num_intervals = int(state["num_intervals"])
         self._times.forward, self._times.backward = list(state["forward"]), list(state["backward"])
         self.seconds_of_change = float(state["seconds_of_change"])
+
+
+def _of_interval(numbers: tuple[int, ...], interval: int) -> int:
+    """The number of a list by hand for the interval 1, 2, ...; the last stays."""
+    return numbers[min(interval, len(numbers)) - 1]

@@ -1,6 +1,9 @@
 """A pipeline that shrinks while it trains, against one that stays as it is."""
 
+import re
+
 import pytest
+import torch
 
 from tests.training.run_case import BASE, joined_weights, train
 
@@ -55,6 +58,60 @@ def test_a_stop_between_changes_goes_on_as_if_there_was_none(tmp_path):
         parts += batches(train(4, f"{ELASTIC} {SHRINKS} {save} --exit-interval {last}"))
     numbers = [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in parts]
     assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
+
+
+def equal(stays: list[dict], shrinks: list[dict]) -> None:
+    """But for the order in which replicas and microbatches are added up."""
+    for one, other in zip(batches(stays), batches(shrinks), strict=True):
+        assert other["consumed_samples"] == one["consumed_samples"]
+        assert other["learning_rate"] == one["learning_rate"]
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def test_the_microbatch_grows():
+    """Without dropout, which is drawn by microbatch."""
+    flags = ELASTIC.replace("0.1", "0")
+    sizes = "--elastic-micro-batch-size 1,2,2"
+    equal(train(4, flags), train(4, f"{flags} {SHRINKS} {sizes}"))
+
+
+def test_the_batch_grows_with_the_replicas(tmp_path):
+    """As in a pipeline that stays, and is told these batches; and over stops, one right behind a decision."""
+    flags = re.sub(r"--train-iters \d+", "", ELASTIC)
+    flags += " --train-samples 128 --lr-decay-style linear --lr-warmup-samples 16"
+    grows = f"{flags} {SHRINKS} --elastic-batch grow"
+    whole = train(4, grows)
+    assert [each["consumed_samples"] for each in batches(whole)] == [8, 16, 24, 32, 48, 64, 96, 128]
+    equal(train(4, f"{flags} --global-batch-size 32 --step-batch-size-schedule 0:8 512:16 1024:32"), whole)
+    parts, save = [], f"--save {tmp_path} --load {tmp_path} --save-interval 100"
+    for last in (4, 5, 100):
+        parts += batches(train(4, f"{grows} {save} --exit-interval {last}"))
+    numbers = [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in parts]
+    assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "freezes", "pipelines", "warning"),
+    [
+        ("no_memory_for_chunks", "0,2,3", "4,2,1", "nothing changes at iteration 2: OutOfMemoryError: tried to"),
+        pytest.param(
+            "no_memory_for_gradients", "0,2,3", "4,2,1", "nothing changes at iteration 2: OutOfMemoryError: 80 GiB",
+            marks=pytest.mark.full,
+        ),
+        ("a_rule_that_fails", "0,1,2", "4,4,2", "nothing is decided at iteration 2: ZeroDivisionError: division by"),
+    ],
+)  # fmt: skip
+def test_after_a_fault_of_one_rank_the_run_goes_on(fault, freezes, pipelines, warning):
+    """As it was, with a warning, and what is decided next comes about."""
+    found = train(4, f"{ELASTIC} {SHRINKS}", watch=f"tests.training.elastic_faults:{fault}")
+    flags = ELASTIC.replace("1,2,3", freezes)
+    expected = train(4, f"{flags} --elastic-pipeline --elastic-schedule {pipelines}")
+    assert any(f"warning: {warning}" in line for line in found[-1]["lines"])
+    numbers = [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(found)]
+    assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(expected)]
+    weights = joined_weights(expected)
+    assert all(torch.equal(value, weights[name]) for name, value in joined_weights(found).items())
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - upd
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -84,6 +85,8 @@ class MegatronWeightUpdate:
         gauges: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of all
             ranks come with the batch's report. The same names on all ranks.
         layers: whose gradient norms come with the batch's report; None: no layer's.
+        allocating: what surrounds the allocations, which lie before the first collective; a rank that fails there can
+            tell the others.
 
     Raises:
         ValueError: a configuration that this update cannot drive exactly.
@@ -105,6 +108,7 @@ class MegatronWeightUpdate:
         timeout: timedelta | None = None,
         gauges: Mapping[str, Callable[[], float]] | None = None,
         layers: LayersOfParameters | None = None,
+        allocating: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
@@ -118,15 +122,16 @@ class MegatronWeightUpdate:
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
         self._check(chunks)
         self._prediction: MegatronPrediction | None = None
-        if rule.predicts:
-            self._prediction = MegatronPrediction(
-                chunks, self._inner, lambda: self._reduction, reduce_partial=reduce_partial, uniform=uniform
-            )
-            self.versions = self._prediction.versions
-        else:
-            self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
+        with allocating():
+            if rule.predicts:
+                self._prediction = MegatronPrediction(
+                    chunks, self._inner, lambda: self._reduction, reduce_partial=reduce_partial, uniform=uniform
+                )
+                self.versions = self._prediction.versions
+            else:
+                self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
+            self._gradients = GradientBuffers(chunks)
         self._copy_newest = steps_parameters_in_place(self._inner)
-        self._gradients = GradientBuffers(chunks)
         self._streams = streams_of(backend.device())
         self._timeout = timeout or DEFAULT_TIMEOUT
         self._groups = ChainGroups.create(timeout=self._timeout)

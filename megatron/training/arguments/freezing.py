@@ -52,8 +52,7 @@ GROUP = Group(
         switch(
             "--elastic-pipeline",
             "Decide then, too, how many ranks the pipeline has, up to as many as at first, and which layers each: by "
-            "measured times, simulated, in no more memory than a rank had at first. The other ranks become replicas; "
-            "the batch stays.",
+            "measured times, simulated, in no more memory than a rank had at first. The other ranks become replicas.",
         ),
         option(
             "--elastic-cut",
@@ -69,6 +68,20 @@ GROUP = Group(
             None,
             "How many ranks the pipeline has behind interval 1, 2, ..., such as 4,2,1, whatever was measured; the last "
             "number stays.",
+        ),
+        option(
+            "--elastic-batch",
+            str,
+            "constant",
+            "constant: a batch has as many samples whatever the number of replicas. grow: as many for each replica, as "
+            "in PipeTransformer; the learning rate stays, and the run ends behind --train-samples.",
+            choices=("constant", "grow"),
+        ),
+        option(
+            "--elastic-micro-batch-size",
+            str,
+            None,
+            "Samples of a microbatch behind interval 1, 2, ..., such as 2,4,8; the last number stays.",
         ),
     ),
 )

@@ -18,7 +18,7 @@ def flags(args: argparse.Namespace) -> None:
     """The flags fit together.
 
     Fills `changes`: whether the pipeline may change while it trains; `arrangement`, and `frozen_stages`: the pipeline's
-    once it has changed, None until then; `elastic_schedule`: numbers.
+    once it has changed, None until then; `elastic_schedule` and `elastic_micro_batch_size`: numbers.
     """
     args.frozen_stages = args.arrangement = None
     args.changes = args.freeze_training or args.elastic_pipeline
@@ -40,6 +40,10 @@ def flags(args: argparse.Namespace) -> None:
         raise ValueError(f"{asked} needs --freeze-interval, the iterations between two decisions")
     if args.elastic_schedule is not None:
         args.elastic_schedule = _sizes(args)
+    if args.elastic_micro_batch_size is not None:
+        args.elastic_micro_batch_size = _micro_batch_sizes(args)
+    if args.elastic_batch == "grow":
+        _grows(args)
     if args.freeze_schedule is not None and "freeze_rule" not in args.given:
         args.freeze_rule = "schedule"
     if args.freeze_schedule is not None and "freeze_alpha" in args.given:
@@ -80,6 +84,34 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
     return sizes
 
 
+def _micro_batch_sizes(args: argparse.Namespace) -> tuple[int, ...]:
+    """Of --elastic-micro-batch-size."""
+    text = args.elastic_micro_batch_size
+    try:
+        found = tuple(map(int, text.split(",")))
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--elastic-micro-batch-size {text} is no list of numbers of samples; give such as 2,4,8"
+        ) from None
+    return found
+
+
+def _grows(args: argparse.Namespace) -> None:
+    """What a batch that grows needs."""
+    if args.train_samples is None:
+        raise ValueError(
+            "--elastic-batch grow changes how many iterations a run has; say its end with --train-samples, not "
+            "--train-iters or --epochs"
+        )
+    if args.rampup_batch_size is not None or args.step_batch_size_schedule is not None:
+        raise ValueError(
+            "--elastic-batch grow cannot be combined with --rampup-batch-size or --step-batch-size-schedule, which say "
+            "the batch themselves; leave one of them out"
+        )
+
+
 def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
     """What cannot be combined, in the words of its flags."""
     preset, name = PRESETS[args.pipeline_schedule], f"--pipeline-schedule {args.pipeline_schedule}"
@@ -116,7 +148,15 @@ def make_rule(args: argparse.Namespace) -> FreezeRule:
 
 
 def schedules(args: argparse.Namespace) -> None:
-    """Wherever the frozen prefix ends, the schedule accepts every batch size of the run."""
+    """Wherever the frozen prefix ends, the schedule accepts every batch size of the run; and microbatches of each size
+    divide each batch, with the replicas of the beginning at least."""
+    for each in args.elastic_micro_batch_size or ():
+        for batch in args.batch_sizes.all_sizes():
+            if batch % (each * args.data_parallel_size):
+                raise ValueError(
+                    f"--elastic-micro-batch-size: {each} samples in each of {args.data_parallel_size} replicas do not "
+                    f"divide a batch of {batch}; give numbers that divide {batch // args.data_parallel_size}"
+                )
     if not args.freeze_training:
         return
     try:

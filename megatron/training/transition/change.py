@@ -61,6 +61,8 @@ class Change:
             f"{self.before.data}) | layers by rank: {self.after} | state: {self.num_bytes / 2**20:.1f} MiB, "
             f"{self.bytes_moved / 2**20:.1f} from other ranks | change took {self.seconds:.2f} s"
         )
+        if self.after.micro_batch_size != self.before.micro_batch_size:
+            text += f" | microbatch: {self.after.micro_batch_size} (before {self.before.micro_batch_size})"
         if outlook is not None and outlook.before > 0:
             text += f" | predicted seconds of a batch: {outlook.after:.4g} ({outlook.before:.4g} without another cut)"
         return text
@@ -82,14 +84,16 @@ def change_place(run: Run, wanted: Arrangement) -> Change:
     groups = parallel_groups.set_aside() if regroups else None
     if regroups:
         make_groups(run.args)
-    place, problem = build_place(run.args, run.parts, draws=False), None
+    place, problem = None, None
     try:
+        place = build_place(run.args, run.parts, draws=False, allocating=agreed)
         _require_same_program(place.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
         moved = hand_over(state, _parts(place), iteration=run.iteration)
     except CheckpointError as error:  # whose frames hold the new place until this block ends
         problem = str(error)
     if problem is not None:
-        place.update.close()
+        if place is not None:
+            place.update.close()
         del place
         _collect()
         if regroups:
