@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 
 output="${OUTPUT:-outputs/elastic}"
-epochs="${EPOCHS:-12}"
+epochs="${EPOCHS:-20}"
 
 prepare_environment datasets lmdb
 install_project
@@ -28,7 +28,7 @@ train() { # NAME RANKS DATA FLAGS...
     python -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_vision_classify.py \
         --pipeline-model-parallel-size "$ranks" --num-layers 8 --hidden-size 64 --ffn-hidden-size 128 \
         --num-attention-heads 4 --img-h 8 --img-w 8 --num-channels 1 --patch-dim 2 --num-classes 5 \
-        --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 8 --global-batch-size 64 --lr 1e-3 \
+        --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 32 --lr 1e-3 \
         --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.05 --epochs "$epochs" --num-workers 0 \
         --log-interval 20 --untie-embeddings-and-output-weights \
         --data-path "$data/train.npz" "$data/validation.npz" "$data/test.npz" --metrics-file "$output/$name.jsonl" "$@"
@@ -37,7 +37,7 @@ train() { # NAME RANKS DATA FLAGS...
 rm -rf "$output/checkpoints" "$output/cache"
 train pretraining 2 "$output/0-4" --save "$output/checkpoints"
 train elastic 4 "$output/5-9" --pretrained-checkpoint "$output/checkpoints" \
-    --freeze-training --freeze-interval 24 --freeze-schedule 3,5,6 \
+    --freeze-training --freeze-start 90 --freeze-interval 72 --freeze-schedule 3,5,6 \
     --elastic-pipeline --elastic-schedule 4,2,1 --activation-cache "$output/cache"
 train dense 4 "$output/5-9" --pretrained-checkpoint "$output/checkpoints"
 

@@ -101,6 +101,12 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
         args.batch_sizes, samples_per_microbatch=arrangement.micro_batch_size * arrangement.data,
         global_batch_size=batch_size(args, arrangement),
     )  # fmt: skip
+    per_microbatch = changed.batch_sizes.samples_per_microbatch
+    if args.global_batch_size % per_microbatch:
+        raise ValueError(
+            f"an evaluation's batch of {args.global_batch_size} samples is not divisible by micro batch size x data "
+            f"parallel size ({per_microbatch})"
+        )
     is_first = arrangement == args.first_arrangement
     changed.frozen_stages = None if is_first else arrangement.stages
     schedule, sizes = pipeline_schedule(changed), set(changed.batch_sizes.all_num_microbatches())
@@ -108,6 +114,16 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
         schedule.validate(num_microbatches)
     changed.moves_activations = any(schedule.evicting_ranks((each,)) for each in sizes)
     vars(args).update(vars(changed))
+
+
+def as_at_first(args: argparse.Namespace) -> dict[str, int]:
+    """The arguments that `arrange` has changed, as the flags gave them."""
+    first = args.first_arrangement
+    return {
+        "pipeline_model_parallel_size": first.pipeline,
+        "data_parallel_size": first.data,
+        "micro_batch_size": first.micro_batch_size,
+    }
 
 
 @contextmanager
@@ -144,13 +160,22 @@ def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any]
         return first
     with reading_changes(args):
         wanted, asked_for = (Arrangement.from_state(recorded[name]) for name in ("wanted", "first"))
-        if sum(wanted.layers_of_rank) != args.num_layers:
-            raise ValueError(f"{sum(wanted.layers_of_rank)} layers are shared out, and the model has {args.num_layers}")
+        if sum(wanted.layers_of_rank) != sum(asked_for.layers_of_rank):
+            raise ValueError(f"{wanted.layers_of_rank} are fewer or more layers than {asked_for.layers_of_rank}")
     if wanted.num_frozen and not args.freeze_training:
         raise CheckpointError(
             f"--load {args.load}: {wanted.num_frozen} layers of the checkpoint are frozen, and their optimizer state "
             "is gone; add --freeze-training, or --finetune to begin anew with its weights"
         )
+    if sum(wanted.layers_of_rank) != args.num_layers:
+        return first  # of another model; loading says in what it differs
+    unchanged = first.with_frozen(wanted.num_frozen)
     if asked_for != first or (wanted.pipeline != first.pipeline and not args.elastic_pipeline):
-        return first.with_frozen(wanted.num_frozen)
+        return unchanged
+    if wanted.cached and args.activation_cache is None:
+        return unchanged
+    try:
+        arrange(argparse.Namespace(**vars(args)), wanted)
+    except ValueError:  # the flags ask for other batches, or another schedule
+        return unchanged
     return wanted

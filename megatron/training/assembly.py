@@ -23,6 +23,7 @@ from megatron.pipeline.runtime.trace import CudaClock, HostClock, Tracer
 from megatron.training import provisional
 from megatron.training.arguments.classification import CLASSIFIERS
 from megatron.training.arrangement import iterations_to_the_end
+from megatron.training.checkpoint.agreement import agreed
 from megatron.training.checkpoint.ownership import OwnerMark
 from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.training.data import Field, FieldsProvider, MicrobatchIterator, gpt_fields
@@ -32,7 +33,7 @@ from megatron.training.models import num_parameters
 from megatron.training.optimizer_kernel import choose_kernel
 from megatron.training.outputs import prepare_outputs
 from megatron.training.place import Parts, Place, Update, build_place
-from megatron.training.prefix_cache import PrefixCache
+from megatron.training.prefix_cache import PrefixCache, require_cache
 from megatron.training.throughput import flops_per_sample
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 
@@ -153,6 +154,9 @@ def _build(
 ) -> Run:
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
     args.padded_vocab_size = 0 if tokenizer is None else padded_vocab_size(args, tokenizer)
+    if args.activation_cache is not None:
+        with agreed():
+            require_cache(args)
     parts = Parts(partial(model_provider, args), forward_step, loss_names(args))
     reporter = Reporter(args)
     datasets = datasets_provider(args, tokenizer)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.training.arrangement import as_at_first
 from megatron.training.checkpoint import arguments, directory
 from megatron.training.checkpoint.agreement import agreed, on_rank_zero
 from megatron.training.checkpoint.errors import CheckpointError
@@ -81,6 +82,7 @@ def save_checkpoint(
             iteration=position.iteration,
             consumed_train_samples=position.consumed_train_samples,
             consumed_valid_samples=position.consumed_valid_samples,
+            **({} if getattr(args, "arrangement", None) is None else as_at_first(args)),
         ),
         "checkpoint_version": FORMAT_VERSION,
         "iteration": position.iteration,

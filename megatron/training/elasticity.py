@@ -58,6 +58,7 @@ class Elasticity:
         if self._freezing is not None:
             self._freezing.decide()
             wanted = wanted.with_frozen(self._freezing.num_frozen)
+            wanted.stages  # noqa: B018 - raises ValueError where a rule freezes what cannot be frozen
         if self._shaping is not None:
             wanted, outlook = self._shaping.decide(wanted, batches_left=self._args.train_iters - iteration)
         self.wanted = wanted

@@ -33,7 +33,7 @@ class Freezing:
         To be asked on one rank, which tells the others what it has by then (`state_dict`): last bits of the norms
         depend on the layout of the job, and a rule of a user's own may do anything.
         """
-        self.num_frozen = max(self.num_frozen, self._rule.decide(self._norms.take()))
+        self.num_frozen = max(self.num_frozen, int(self._rule.decide(self._norms.take())))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers."""

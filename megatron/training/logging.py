@@ -279,6 +279,7 @@ class Reporter:
 
     def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
         """Record that the pipeline has changed behind an iteration, and what was expected of it."""
+        self._interval.saved_activation_bytes = ()  # of other ranks than those to come
         self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
         if not self.writes:
             return

@@ -214,6 +214,10 @@ class Loop:
         except CheckpointError as error:
             run.elasticity.take_back()
             run.reporter.say(f"warning: nothing is decided at iteration {run.iteration}: {error}")
+        else:
+            outlook = run.elasticity.outlook
+            if outlook is not None and outlook.missed is not None:
+                run.reporter.say(f"warning: at iteration {run.iteration} {outlook.missed}; the pipeline stays as it is")
 
     def _serve_from_cache(self) -> None:
         run = self.run

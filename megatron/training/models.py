@@ -156,11 +156,13 @@ def build_chunks(
 
 
 def wrap_for_training(
-    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig, *, on_host: bool = False
-) -> list[DistributedDataParallel]:
+    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig, *, on_host: bool = False,
+    draws: bool = True,
+) -> list[DistributedDataParallel]:  # fmt: skip
     """Give each chunk megatron.core's gradient buffers, and all replicas the same weights.
 
-    `on_host`: weights live there, and no gradients on the device but those that backwards add to.
+    `on_host`: weights live there, and no gradients on the device but those that backwards add to. `draws`: False where
+    weights come from elsewhere; then no other rank is needed.
     """
     if on_host:  # replicas have drawn the same weights
         return [RelayChunk(chunk.config, ddp_config, chunk) for chunk in chunks]
@@ -168,7 +170,7 @@ def wrap_for_training(
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    for chunk in wrapped:
+    for chunk in wrapped if draws else ():
         chunk.broadcast_params()
     return wrapped
 

@@ -80,7 +80,7 @@ def build_place(
 
     Raises ValueError for what the user can mend.
     """
-    schedule, model = pipeline_schedule(args), _model(args)
+    schedule, model = pipeline_schedule(args), model_config(args)
     if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
         model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
     layers = plan.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
@@ -91,7 +91,7 @@ def build_place(
         chunks = build_chunks(parts.model_provider, model, stages=own, layers=layers, on_host=on_host)
         for stage, chunk in zip(own, chunks, strict=True):
             chunk.requires_grad_(stage >= schedule.num_frozen)
-        chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=on_host)
+        chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=on_host, draws=draws)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
     with allocating():  # behind a collective, with which it begins
         optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
@@ -125,7 +125,7 @@ def build_place(
     return Place(schedule, chunks, optimizer, scheduler, update, stages, memory)
 
 
-def _model(args: argparse.Namespace) -> TransformerConfig:
+def model_config(args: argparse.Namespace) -> TransformerConfig:
     """The model's configuration, as of the pipeline that the flags ask for: they may say how that is cut."""
     if args.arrangement is None:
         return config.transformer_config(args)

@@ -6,8 +6,12 @@ same.
 """
 
 import argparse
+import hashlib
+import json
+import logging
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -17,11 +21,15 @@ from torch import Tensor
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from megatron.elastic.cache import ActivationCache, Counts, Generation, weights_digest
+from megatron.elastic.cache import ActivationCache, Counts, Generation, require_usable, weights_digest
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.training.checkpoint.agreement import control_group
+from megatron.training.place import model_config
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
+_ABOUT_STAGES = ("pipeline", "timers", "microbatch")
 
 
 class PrefixCache:
@@ -42,15 +50,19 @@ class PrefixCache:
         if not (arrangement.cached and first.is_frozen and first.index == 0):
             self.close()
             return
-        generation = self._generation(first, arrangement.num_frozen)
-        if self._cache is None:
-            self._cache = ActivationCache(
-                Path(self._args.activation_cache), generation, most_bytes=int(self._args.activation_cache_gib * GIB)
-            )
-        elif self._cache.generation != generation:
-            self._cache.deepen(generation)
-            self._cache.forget_older()
         first.output_cache = self
+        generation = self._generation(first, arrangement.num_frozen)
+        try:
+            if self._cache is None:
+                self._cache = ActivationCache(
+                    Path(self._args.activation_cache), generation, most_bytes=_limit(self._args)
+                )
+            elif self._cache.generation != generation:
+                self._cache.deepen(generation)
+                self._cache.forget_older()
+        except (OSError, ValueError) as error:
+            logger.warning("--activation-cache: rank %d goes on without: %s", self._args.rank, error)
+            self.close()
 
     def _generation(self, stage: MegatronStage, depth: int) -> Generation:
         args, spec = self._args, stage.output_spec
@@ -65,24 +77,29 @@ class PrefixCache:
             microbatch_rows=args.micro_batch_size,
             padding=f"to {args.seq_length}",
             threads=torch.get_num_threads(),
-            kernels=f"{args.transformer_impl} {args.attention_backend} {backend.device().type} {args.bf16} {args.fp16}",
+            kernels=f"{args.transformer_impl} {args.attention_backend} {_device()} {digest_of_config(args)}",
             data=f"{args.architecture} {args.data_digest}",
         )
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """As `OutputCache`."""
-        found = self._cache.get(_numbers(batch))
-        if any(each is None for each in found):
-            return None
-        return torch.stack(found, dim=1).to(backend.device(), non_blocking=True)
+        """As `OutputCache`. Where one tensor rank has not all of it, all compute, since they do that together."""
+        found = [None] if self._cache is None else self._cache.get(_numbers(batch))
+        has_all = all(each is not None for each in found)
+        if self._args.tensor_model_parallel_size > 1:
+            have_all = torch.tensor([int(has_all)], device=backend.device())
+            group = parallel_state.get_tensor_model_parallel_group()
+            dist.all_reduce(have_all, op=dist.ReduceOp.MIN, group=group)
+            has_all = bool(have_all.item())
+        return torch.stack(found, dim=1).to(backend.device(), non_blocking=True) if has_all else None
 
     def write(self, batch: dict[str, Tensor], output: Tensor) -> None:
         """As `OutputCache`."""
-        self._cache.put(_numbers(batch), output.unbind(dim=1))
+        if self._cache is not None:
+            self._cache.put(_numbers(batch), output.unbind(dim=1))
 
     def read_ahead(self, data: Iterator) -> None:
         """As `OutputCache`: the microbatch that `data` yields next."""
-        if self._dataset is None:
+        if self._dataset is None or self._cache is None:
             return
         size = self._args.micro_batch_size
         begin = data.next_sample + size * parallel_state.get_data_parallel_rank()
@@ -114,6 +131,32 @@ class PrefixCache:
         if self._cache is not None:
             self._cache.close()
             self._cache, self._told = None, Counts()
+
+
+def require_cache(args: argparse.Namespace) -> None:
+    """Raises ValueError where --activation-cache cannot be used on this node."""
+    require_usable(Path(args.activation_cache), most_bytes=_limit(args))
+
+
+def digest_of_config(args: argparse.Namespace) -> str:
+    """Of all that megatron.core's configuration of the model says, but for how it is cut into stages."""
+    said = {}
+    for each in fields(model_config(args)):
+        value = getattr(model_config(args), each.name)
+        if not any(word in each.name for word in _ABOUT_STAGES):
+            is_plain = isinstance(value, bool | int | float | str | list | tuple | dict | torch.dtype | Enum | None)
+            said[each.name] = str(value) if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _limit(args: argparse.Namespace) -> int:
+    return int(args.activation_cache_gib * GIB)
+
+
+def _device() -> str:
+    if not backend.is_cuda():
+        return backend.device().type
+    return f"{torch.cuda.get_device_name()} CUDA {torch.version.cuda} cuDNN {torch.backends.cudnn.version()}"
 
 
 def _numbers(batch: dict[str, Tensor]) -> list[int]:

@@ -1,9 +1,9 @@
 """Which pipeline a run goes on with: how many ranks in it, and how many layers each has.
 
-Candidates are the divisors of the ranks up to as many as the pipeline had at first, the rest being replicas; the batch
-stays, so each replica takes fewer microbatches. Each is cut by measured times, simulated, and weighed by the planner
-with the most memory that a rank had at first as its limit. The fastest is taken if it repays what a change costs in
-what is left of the run.
+Candidates are the divisors of the ranks up to as many as the pipeline had at first, the rest being replicas. The batch
+stays, so each replica takes fewer microbatches, or it grows with them (`--elastic-batch`). Each is cut by measured
+times, simulated, and weighed by the planner with the most memory that a rank had at first as its limit. The fastest is
+taken if it repays what a change costs in what is left of the run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron.planner.memory import RankMemory, estimate_memory
 from megatron.planner.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.training import plan
 from megatron.training.arguments.rules_classification import num_samples
+from megatron.training.arguments.rules_freezing import of_interval
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.arrangement import Arrangement, arrange, batch_size
 from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
@@ -31,10 +32,12 @@ from megatron.training.proving import prove
 
 @dataclass(frozen=True)
 class Outlook:
-    """Simulated seconds of a batch: as it would go on, and as it was decided."""
+    """Simulated seconds of a batch: as it would go on, and as it was decided; `missed`: what was asked for by hand and
+    cannot be, or None."""
 
     before: float
     after: float
+    missed: str | None = None
 
 
 def memory_of_ranks(args: argparse.Namespace) -> tuple[RankMemory, ...]:
@@ -80,7 +83,7 @@ class Shaping:
         before = self._expected(present, batches_left) or 0.0
         insists = self._by_hand is not None
         if self._microbatches is not None:
-            now = replace(now, micro_batch_size=_of_interval(self._microbatches, self._num_intervals))
+            now = replace(now, micro_batch_size=of_interval(self._microbatches, self._num_intervals))
             insists |= now.micro_batch_size != present.micro_batch_size
         ways = [replace(now, cached=False), *([replace(now, cached=True)] if self._is_to_be_cached(now) else [])]
         found = [
@@ -90,14 +93,16 @@ class Shaping:
             if (seconds := self._expected(each, batches_left)) is not None
         ]
         if self._by_hand is not None:
-            size = _of_interval(self._by_hand, self._num_intervals)
+            size = of_interval(self._by_hand, self._num_intervals)
             found = [each for each in found if each[0].pipeline == size]
         else:
             found = [each for each in found if self._bytes(each[0]) <= self._limit()]
         if self._args.activation_cache_use == "always" and any(each.cached for each, _ in found):
             found, insists = [each for each in found if each[0].cached], True
         if not found:
-            return present, Outlook(before, before)
+            asked = f"a pipeline of {size} ranks and " if self._by_hand is not None else ""
+            asked += f"microbatches of {now.micro_batch_size} samples"
+            return present, Outlook(before, before, f"{asked} cannot be arranged" if insists else None)
         wanted, after = min(found, key=lambda each: (each[1], each[0].pipeline, each[0].cached))
         if not insists and (before - after) * batches_left <= self.seconds_of_change:
             return present, Outlook(before, before)
@@ -258,8 +263,3 @@ class Shaping:
         self._num_intervals = int(state["num_intervals"])
         self._times.forward, self._times.backward = list(state["forward"]), list(state["backward"])
         self.seconds_of_change = float(state["seconds_of_change"])
-
-
-def _of_interval(numbers: tuple[int, ...], interval: int) -> int:
-    """The number of a list by hand for the interval 1, 2, ...; the last stays."""
-    return numbers[min(interval, len(numbers)) - 1]

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests import workers
 from tests.training.run_case import BASE, joined_weights, train
 
 ELASTIC = (
@@ -48,6 +49,19 @@ def test_equals_a_pipeline_that_stays(flags):
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert (value - after[name]).abs().max() <= 1e-4 * loose, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel --use-distributed-optimizer --bf16"])
+def test_with_tensor_ranks(flags):
+    """Two of them in each of two pipeline ranks, which become replicas of one."""
+    flags = f"{ELASTIC} {flags} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    stays, shrinks = train(4, flags), train(4, f"{flags} --elastic-pipeline --elastic-schedule 2,1")
+    assert changes(shrinks) == [(1, 2, 1), (2, 1, 2), (3, 1, 2)]
+    loose = 50 if "--bf16" in flags else 1
+    for one, other in zip(batches(stays), batches(shrinks), strict=True):
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5 * loose)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 * loose)
 
 
 def test_a_stop_between_changes_goes_on_as_if_there_was_none(tmp_path):
@@ -112,6 +126,33 @@ def test_after_a_fault_of_one_rank_the_run_goes_on(fault, freezes, pipelines, wa
     assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(expected)]
     weights = joined_weights(expected)
     assert all(torch.equal(value, weights[name]) for name, value in joined_weights(found).items())
+
+
+def test_evaluations_keep_their_batch():
+    """A batch that grows does not let replicas take more than there is in an evaluation's."""
+    flags = re.sub(r"--train-iters \d+", "", ELASTIC) + " --train-samples 64 --micro-batch-size 4 --eval-interval 4"
+    with pytest.raises(workers.WorkerError, match=r"ask for 4 replicas that take 4 samples at a time"):
+        train(4, f"{flags} --elastic-pipeline --elastic-schedule 1 --elastic-batch grow")
+    found = train(4, f"{flags} --elastic-pipeline --elastic-batch grow --eval-iters 1")
+    assert all(replicas <= 2 for _, _, replicas in changes(found))
+
+
+def test_resumed_by_other_flags(tmp_path):
+    """A checkpoint's arrangement that these flags do not allow gives way to theirs; what is frozen stays so."""
+    save = f"--save {tmp_path} --load {tmp_path}"
+    train(4, f"{ELASTIC} {SHRINKS} {save} --exit-interval 6")
+    flags = f"{ELASTIC} --elastic-pipeline --elastic-schedule 4 --load {tmp_path} --global-batch-size 6 --train-iters 7"
+    flags += " --override-opt_param-scheduler"
+    found = train(4, flags)
+    assert changes(found) == [] and len(batches(found)) == 1
+    assert any("pipeline 4" in line for line in found[-1]["lines"])
+
+
+def test_peaks_of_activations_over_a_change():
+    """A line of the log that begins with four ranks and ends with two."""
+    flags = f"{ELASTIC} {SHRINKS} --log-saved-activations --log-interval 3"
+    found = train(4, flags)
+    assert len(batches(found)) == 8 and changes(found)[-1] == (3, 1, 4)
 
 
 @pytest.mark.full

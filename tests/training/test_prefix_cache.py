@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from tests import workers
 from tests.training.run_case import train
 
 BASE = (
@@ -24,10 +25,10 @@ def images(tmp_path_factory) -> Path:
     return path
 
 
-def run(num_ranks: int, images: Path, flags: str) -> tuple[list[tuple[float, float]], list[list[int]]]:
+def run(num_ranks: int, images: Path, flags: str, **options: str) -> tuple[list[tuple[float, float]], list[list[int]]]:
     """(loss, accuracy) of each batch, and of each line about the cache samples read, not found, written."""
     results = train(
-        num_ranks, f"--train-data-path {images} {flags}", program="pretrain_vision_classify", base=BASE
+        num_ranks, f"--train-data-path {images} {flags}", program="pretrain_vision_classify", base=BASE, **options
     )  # fmt: skip
     batches = [(each["loss"], each["accuracy"]) for each in results[-1]["records"] if "grad_norm" in each]
     found = [re.search(r"(\d+) samples read .* (\d+) not found, (\d+) written", line) for line in results[-1]["lines"]]
@@ -60,6 +61,38 @@ def test_equals_training_that_computes(num_ranks, flags, images, tmp_path):
     again, counts = run(num_ranks, images, f"{flags} {cached(tmp_path)}")
     assert again == computed
     assert counts[-1][1:] == [0, 0]
+
+
+def test_tensor_ranks_compute_together_what_one_of_them_has_not(images, tmp_path):
+    """Values of one rank are gone, so both compute, though the other one finds its own."""
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"
+    computed, _ = run(2, images, flags)
+    forgets = {"watch": "tests.training.forgetful_cache:of_the_second_rank"}
+    found, counts = run(2, images, f"{flags} {cached(tmp_path)}", **forgets)
+    assert found == computed
+    assert counts[-1][0] > 0 and counts[-1][1] > 26 - 8, "one rank reads in the second epoch at this depth"
+
+
+def test_what_the_model_computes_is_in_the_key(images, tmp_path):
+    """Nothing is learned, so weights are the same, and data are; but a layer computes something else."""
+    run(2, images, f"--lr 1e-300 {cached(tmp_path)}")
+    flags = "--lr 1e-300 --layernorm-epsilon 1e-2"
+    computed, _ = run(2, images, flags)
+    other, counts = run(2, images, f"{flags} {cached(tmp_path)}")
+    assert other == computed and counts[1][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--activation-cache {file}/cache", "cannot be the folder of a cache"),
+        ("--activation-cache {folder} --activation-cache-gib 0.0005", "holds nothing; allow 1048576 and more"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused_at_the_start(images, tmp_path, flags, said):
+    (tmp_path / "file").touch()
+    with pytest.raises(workers.WorkerError, match=said):
+        run(2, images, flags.format(file=tmp_path / "file", folder=tmp_path / "cache"))
 
 
 def tensor_ranks(flags: str) -> int:

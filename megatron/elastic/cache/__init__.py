@@ -13,6 +13,7 @@ measured          counts, medians, and whether reading pays
 """
 
 from megatron.elastic.cache.activation_cache import ActivationCache
+from megatron.elastic.cache.folder import require_usable
 from megatron.elastic.cache.generation import Generation, weights_digest
 from megatron.elastic.cache.measured import Counts, Measured, reading_pays
 from megatron.elastic.cache.probe import Seconds, measure
@@ -25,5 +26,6 @@ __all__ = [
     "Seconds",
     "measure",
     "reading_pays",
+    "require_usable",
     "weights_digest",
 ]

@@ -73,12 +73,8 @@ def open_folder(folder: Path | str, most_bytes: int, warn: Warn) -> Environment:
         ValueError: lmdb is missing, the limit is too small, or the folder cannot be one of a cache.
         OSError, lmdb.Error: the disk is full, or has another fault.
     """
-    require_lmdb()
-    if most_bytes < FEWEST_BYTES:
-        raise ValueError(f"a cache of at most {most_bytes} bytes holds nothing; allow {FEWEST_BYTES} and more")
+    root = require_usable(folder, most_bytes=most_bytes)
     most_bytes = most_bytes // _STEP_BYTES * _STEP_BYTES
-    root = Path(folder).absolute()
-    _require_usable(root)
     environment = share(root / _NAME, lambda: _Opening(root, most_bytes, warn).open())
     if environment.most_bytes != most_bytes:
         warn("limit", f"the cache in {root} is in use with a limit of {environment.most_bytes} bytes, which stays")
@@ -214,7 +210,12 @@ def _alone(root: Path, patience: float) -> Iterator[None]:
         lock.release()
 
 
-def _require_usable(root: Path) -> None:
+def require_usable(folder: Path | str, *, most_bytes: int) -> Path:
+    """Its absolute path. Raises as `open_folder`, before there is anything to keep."""
+    require_lmdb()
+    if most_bytes < FEWEST_BYTES:
+        raise ValueError(f"a cache of at most {most_bytes} bytes holds nothing; allow {FEWEST_BYTES} and more")
+    root = Path(folder).absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
         FileLock(root / "opening.lock").release()
@@ -230,6 +231,7 @@ def _require_usable(root: Path) -> None:
             f"{root} cannot be the folder of a cache, since it lies on a remote file system ({kind}), where processes "
             "do not see each other's locks and pages; name one on a disk of the node"
         )
+    return root
 
 
 def _file_system(path: Path) -> str:

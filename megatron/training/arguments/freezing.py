@@ -74,7 +74,7 @@ GROUP = Group(
             str,
             "constant",
             "constant: a batch has as many samples whatever the number of replicas. grow: as many for each replica, as "
-            "in PipeTransformer; the learning rate stays, and the run ends behind --train-samples.",
+            "in PipeTransformer; the learning rate goes by samples, and the run ends behind --train-samples.",
             choices=("constant", "grow"),
         ),
         option(

@@ -148,15 +148,14 @@ def make_rule(args: argparse.Namespace) -> FreezeRule:
 
 
 def schedules(args: argparse.Namespace) -> None:
-    """Wherever the frozen prefix ends, the schedule accepts every batch size of the run; and microbatches of each size
-    divide each batch, with the replicas of the beginning at least."""
-    for each in args.elastic_micro_batch_size or ():
-        for batch in args.batch_sizes.all_sizes():
-            if batch % (each * args.data_parallel_size):
-                raise ValueError(
-                    f"--elastic-micro-batch-size: {each} samples in each of {args.data_parallel_size} replicas do not "
-                    f"divide a batch of {batch}; give numbers that divide {batch // args.data_parallel_size}"
-                )
+    """Wherever the frozen prefix ends, the schedule accepts every batch size of the run; and so many ranks and so large
+    microbatches as are listed divide each batch."""
+    if args.elastic_pipeline and args.decrease_batch_size_if_needed:
+        raise ValueError(
+            "--elastic-pipeline: --decrease-batch-size-if-needed would let the batch shrink with the pipeline; leave "
+            "it out, and give a batch that microbatches and replicas divide"
+        )
+    _lists_by_hand(args)
     if not args.freeze_training:
         return
     try:
@@ -169,6 +168,27 @@ def schedules(args: argparse.Namespace) -> None:
         raise ValueError(f"--freeze-training: {error}") from error
     finally:
         args.frozen_stages = None
+
+
+def of_interval(numbers: tuple[int, ...], interval: int) -> int:
+    """The number of a list for the interval 1, 2, ...; the last stays."""
+    return numbers[min(interval, len(numbers)) - 1]
+
+
+def _lists_by_hand(args: argparse.Namespace) -> None:
+    """Of --elastic-schedule and --elastic-micro-batch-size."""
+    pipelines, microbatches = args.elastic_schedule, args.elastic_micro_batch_size
+    num_ranks = args.pipeline_model_parallel_size * args.data_parallel_size
+    for interval in range(1, max(len(pipelines or ()), len(microbatches or ())) + 1):
+        size = args.pipeline_model_parallel_size if pipelines is None else of_interval(pipelines, interval)
+        samples = args.micro_batch_size if microbatches is None else of_interval(microbatches, interval)
+        for batch in args.batch_sizes.all_sizes():
+            if batch % (samples * num_ranks // size):
+                raise ValueError(
+                    f"behind interval {interval} --elastic-schedule and --elastic-micro-batch-size ask for "
+                    f"{num_ranks // size} replicas that take {samples} samples at a time, which do not divide a batch "
+                    f"of {batch}; give others, or batches of a multiple of {samples * num_ranks // size}"
+                )
 
 
 def _all_borders(num_ranks: int) -> Iterator[Stages]:
