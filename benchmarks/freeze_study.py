@@ -145,7 +145,7 @@ class VisionStudy(Study):
 
 
 class TextStudy(Study):
-    ways = (1, 0.33), (1, 0.5)
+    ways = (1, 0.33), (2, 0.5)
     tried_seeds = (101,)
     num_samples = 3000
 
@@ -179,7 +179,7 @@ class TextStudy(Study):
         data = self.folder / "data"
         tested = ["--test-data", str(data / "test.jsonl")] if test else []
         return [
-            "finetune_bert.py", *BERT.split(), *self.vocabulary, "--num-layers", str(LAYERS), "--lr", "3e-4",
+            "finetune_bert.py", *BERT.split(), *self.vocabulary, "--num-layers", str(LAYERS), "--lr", "1e-3",
             "--pipeline-model-parallel-size", "2", "--pretrained-checkpoint", str(self.pretrained),
             "--train-data", str(data / "tuning.jsonl"), "--valid-data", str(data / "validation.jsonl"), *tested,
         ]  # fmt: skip

@@ -184,9 +184,12 @@ class _Waits:
         yield from self._awaited_in_lanes(rank, position)
 
     def _before(self, rank: int, position: int) -> Iterator[_Cause]:
-        """What held the rank until it came to a position: the computation before, or a SEND without overlap."""
+        """What held the rank until it came to a position: the computation before, a SEND without overlap, or one that
+        waited until those before it were read."""
         for earlier in range(position - 1, -1, -1):
             instruction = self.rows[rank][earlier]
+            if instruction.kind in SENDS:
+                yield from self._before_read(instruction)
             if instruction.kind in BUSY:
                 computed = self._computed(rank, earlier)
                 yield computed if self.overlap or self.sends else self._held(computed)
@@ -199,6 +202,17 @@ class _Waits:
                     posted, posted + held, rank, instruction, lambda place=earlier: self._before(rank, place)
                 )  # fmt: skip
                 return
+
+    def _before_read(self, instruction: Instruction) -> Iterator[_Cause]:
+        """What held the RECV for which a SEND of a stage without gradients waits."""
+        bound, source = self.graph.most_unread(instruction.stage), instruction.stage
+        if bound is None or instruction.kind is not Kind.SEND_F:
+            return
+        channel = instruction.kind, source, self.graph.peer_of(instruction)
+        number = self.channel_place[(*channel, instruction.microbatch)] - bound
+        if number >= 0 and self._crosses(channel):
+            receive = channel[0].row.other_end, channel[2], source, self.sent[channel][number]
+            yield from self._before(*self.ends_of[receive])
 
     def _held(self, computed: _Cause) -> _Cause:
         """Of a program without transfers: the computation, and the sending of what it made."""

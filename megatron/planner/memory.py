@@ -10,7 +10,7 @@ context and other communicators hold, is not.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megatron.pipeline.moves import pair_of
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.stages import stages_by_rank
 from megatron.planner.activations import Activations, ActivationSetting
 from megatron.planner.architecture import Architecture
@@ -107,6 +107,7 @@ def estimate_memory(
     workspace_by = {kind: activations.workspace(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
     saved, workspace = [saved_by[kind] for kind in kinds], [workspace_by[kind] for kind in kinds]
     boundary = activations.boundary
+    one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
@@ -123,7 +124,9 @@ def estimate_memory(
         # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
         sides = _num_sides(stages, demand.rank_of_stage)
         unread = demand.unread[rank] if demand.num_frozen else 0
-        moving = max(saved[stage] for stage in stages) if demand.evicts[rank] else 0.0
+        trained = [stage for stage in stages if stage >= demand.num_frozen]
+        moving = max((saved[stage] for stage in trained), default=0.0) if demand.evicts[rank] else 0.0
+        in_a_forward = one_layer if len(trained) < len(stages) else 0.0
         copies = 0.0
         if demand.predicts[rank]:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
@@ -135,7 +138,7 @@ def estimate_memory(
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions),
             activations=_saved_on_rank(rank, saved, demand),
-            workspace=max(copies, *(workspace[stage] for stage in stages)),
+            workspace=max(copies, in_a_forward, *(workspace[stage] for stage in trained)),
             transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
             communicators=communicators[rank],
         )
@@ -161,7 +164,7 @@ def estimate_memory(
                 layers=tuple(layers[stage] for stage in stages),
                 num_parameters=count,
                 saved_microbatches=demand.saved_on_rank[rank],
-                bytes_per_microbatch=max(saved[stage] for stage in stages),
+                bytes_per_microbatch=max((saved[stage] for stage in trained), default=0.0),
                 parts=parts,
                 host=host,
             )
@@ -193,12 +196,12 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
 
     Those that came from the pair have the size of that stage. The largest are counted first.
     """
-    sizes = []
+    sizes, pairs = [], Pairs(demand.rank_of_stage, demand.num_frozen)
     for stage in demand.stages_of(rank):
         peak = demand.saved_microbatches[stage]
         sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
         if demand.accepts[rank]:
-            sizes.append((saved[pair_of(stage, len(saved))], peak))
+            sizes.append((saved[pairs.of_stage(stage)], peak))
     total, left = 0.0, demand.saved_on_rank[rank]
     for size, peak in sorted(sizes, reverse=True):
         taken = min(peak, left)

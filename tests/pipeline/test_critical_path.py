@@ -95,7 +95,22 @@ CASES = (
     ("interleaved", 8, (8,), {"num_virtual_stages": 2, "balance": True}),
     ("bpipe", 5, (6, 6), {"num_frozen": 1}),
     ("2bw", 5, (6, 6), {"num_frozen": 1, "rank_of_stage": (0, 0, 1, 2, 3), "balance": True}),
+    ("flush", 2, (9, 9), {"num_frozen": 1, "data_parallel": True}),
+    ("flush", 4, (7, 9), {"num_frozen": 3, "data_parallel": True}),
 )
+
+
+@pytest.mark.parametrize("num_frozen", [1, 2, 3])
+def test_a_send_that_waits_until_it_is_read(num_frozen):
+    """A prefix fills its bound during a long reduction; then the batch waits for it, and so for the reduction that let
+    the first of its outputs be read."""
+    num_stages = num_frozen + 1
+    program = build("flush", num_stages, (40, 40), num_frozen=num_frozen, data_parallel=True)
+    forward = [0.5] * (num_frozen - 1) + [1.0, 0.4]
+    costs = Costs(forward=forward, backward=[0.4] * num_stages, reduce_grad=[10.0] * num_stages)
+    path = path_of(program, costs)
+    assert sum(span.end - span.start for span in path) == pytest.approx(simulate(program, costs).end)
+    assert Kind.REDUCE_GRAD in {span.instruction.kind for span in path}
 
 
 @settings(max_examples=40, deadline=None)

@@ -176,3 +176,22 @@ def test_planner_needs_no_torch():
         "import sys, megatron.planner; sys.exit(bool({'torch', 'megatron.core', 'numpy', 'rich'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_pair_behind_a_frozen_stage_has_the_size_of_its_partner():
+    """Stages of 1 (frozen), 2, 2, 2, 1 layers on four ranks: the last accepts what the first trained one saves."""
+    layers = (1, 2, 2, 2, 1)
+    choices = {"rank_of_stage": (0, 0, 1, 2, 3), "num_frozen": 1}
+    memory = estimate("bpipe", layers, **choices)
+    activations = Activations(SHAPE, ActivationSetting(micro_batch_size=1))
+    of_the_pair = activations.saved(2, is_first=False, is_last=False)
+    assert memory[-1].parts.activations == memory[-1].saved_microbatches * of_the_pair  # the largest are counted first
+
+
+def test_a_frozen_stage_needs_no_workspace_of_a_backward():
+    """Under whole-stage recompute a trained stage of 6 layers holds them all at once, a frozen one a layer."""
+    recompute = Recompute(whole_stage=True)
+    trained = estimate("flush", (6, 2), recompute=recompute)
+    frozen = estimate("flush", (6, 2), recompute=recompute, num_frozen=1)
+    assert frozen[0].parts.workspace == pytest.approx(trained[0].parts.workspace / 6, rel=0.05)
+    assert frozen[0].bytes_per_microbatch == 0 and frozen[0].parts.activations == 0

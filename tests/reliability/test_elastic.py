@@ -70,16 +70,11 @@ def killed_and_resumed(directory, losses: dict[int, float], seconds: float) -> N
     _goes_on(directory, losses, told)
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on(undisturbed, tmp_path):
+@pytest.mark.full
+@pytest.mark.parametrize("moment", range(30))
+def test_a_killed_rank_is_named_and_the_run_goes_on(undisturbed, tmp_path, moment):
     """kill -9 of a rank at a random moment: all others end within 10 s and name it, and the job, started anew, goes on
     with the bits of one that nobody killed."""
-    killed_and_resumed(tmp_path, *undisturbed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("moment", range(29))
-def test_killed_again_and_again(undisturbed, tmp_path, moment):
-    """The same at other moments."""
     killed_and_resumed(tmp_path, *undisturbed)
 
 

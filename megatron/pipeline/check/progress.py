@@ -115,7 +115,7 @@ class Execution:
         """What a SEND waits for, and a RECV brings, where the sender is forward-only."""
         edge, width = self.compact.program.graph.edges[transfer.edge], self.compact.num_microbatches
         bound = self.compact.program.graph.most_unread(edge.source)
-        if bound is None or self.compact.program.forward_only:
+        if bound is None:
             return
         if transfer.edge not in self.receives:
             self.receives[transfer.edge] = len(self.arrived), bound

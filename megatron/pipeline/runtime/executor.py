@@ -301,11 +301,15 @@ class Executor:
 
     def _send_output(self, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
-        if stage in self._most_unread:
-            self._channels.wait_until_read(instruction, self._most_unread[stage] - 1)
-            self._waited()
+        self._wait_until_read(instruction)
         self._channels.post_send(Kind.SEND_F, stage, microbatch, self._outputs.pop((stage, microbatch)))
         self._stages[stage].free_output(self._microbatches[microbatch])
+
+    def _wait_until_read(self, instruction: Instruction) -> None:
+        """Where the stage gets no gradient: until few of the outputs that it has sent are unread."""
+        if instruction.stage in self._most_unread:
+            self._channels.wait_until_read(instruction, self._most_unread[instruction.stage] - 1)
+            self._waited()
 
     def _send_input_grad(self, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch

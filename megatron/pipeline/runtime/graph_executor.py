@@ -101,6 +101,7 @@ class GraphExecutor(Executor):
 
     def _send_output(self, instruction: Instruction) -> None:
         stage, peer = instruction.stage, self._graph.peer_of(instruction)
+        self._wait_until_read(instruction)
         tensors = self._handed_on.pop((stage, peer, instruction.microbatch))
         self._send(instruction, self._stages[stage].edges[peer].activations, tensors)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.edges import StageGraph
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.schedules.placements import round_robin
@@ -111,6 +110,13 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
         )
 
 
+def _is_frozen_chain(schedule: Schedule) -> bool:
+    """Whether the edges are those that a frozen prefix gives a chain."""
+    return [(edge.source, edge.target, edge.gradient) for edge in schedule.edges] == [
+        (stage, stage + 1, stage >= schedule.num_frozen) for stage in range(schedule.num_stages - 1)
+    ]
+
+
 def validate_frozen(schedule: Schedule) -> None:
     """Raises ValueError where a schedule's choices do not go with a frozen prefix."""
     if not 0 < schedule.num_frozen < schedule.num_stages:
@@ -131,7 +137,7 @@ def validate_frozen(schedule: Schedule) -> None:
         (schedule.residency is not None, "weights on the host", "come and go for updates that a frozen stage has not"),
         (schedule.tied_embeddings, "tied embeddings", "would freeze the head with the input"),
         (
-            bool(schedule.edges) and not StageGraph.of(schedule.num_stages, schedule.edges).num_frozen,
+            bool(schedule.edges) and not _is_frozen_chain(schedule),
             "a graph of stages",
             "says itself which of them get gradients",
         ),

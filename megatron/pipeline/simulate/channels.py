@@ -101,7 +101,7 @@ class Channels:
                 )
                 self.needed[tensor][taker] += (channel,)
                 if transfers and crosses:
-                    channel.most_unread = None if program.forward_only else graph.most_unread(maker)
+                    channel.most_unread = graph.most_unread(maker)
                     for kind, stage, peer in ((SEND_OF[tensor], maker, taker), (RECEIVE_OF[tensor], taker, maker)):
                         named = graph.named_peer(Instruction(kind, stage), peer)
                         self.posted[kind][stage] |= {named: channel, peer: channel}

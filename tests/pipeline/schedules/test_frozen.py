@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.costs import Costs
+from megatron.pipeline.edges import Edge
 from megatron.pipeline.instruction import Instruction, Kind
 from megatron.pipeline.program import Program
 from megatron.pipeline.schedules import Schedule
@@ -142,6 +143,10 @@ def test_waiting_for_what_is_unread_may_be_a_deadlock(late: int):
         ({"weights": "2bw-provisional"}, "predict for stages that are trained"),
         ({"tied_embeddings": True}, "would freeze the head with the input"),
         ({"num_frozen": 4}, "4 of 4 stages cannot be frozen: one has to be trained; give 0 to 3"),
+        (
+            {"edges": (Edge(0, 1, gradient=False), Edge(0, 2, gradient=False), Edge(1, 2, gradient=False), Edge(2, 3))},
+            "a graph of stages says itself which of them get gradients",
+        ),
         ({"rank_of_stage": (0, 0, 1, 2)}, "each rank has one that is frozen, one that is trained"),
     ],
 )
