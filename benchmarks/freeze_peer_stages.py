@@ -31,6 +31,17 @@ def freeze(chunk: torch.nn.Module, args, depth: int) -> None:
         layer.requires_grad_(layer.layer_number > depth)
 
 
+def forward_step(data_iterator, model):
+    """Megatron's contract, with a mean for each microbatch: the schedule counts tokens in whole numbers."""
+    output, loss_function = program.forward_step(data_iterator, model)
+
+    def mean(logits: torch.Tensor):
+        total, number, report = loss_function(logits)
+        return total / number, report
+
+    return output, mean
+
+
 class Core:
     """megatron.core's forward_backward_pipelining_without_interleaving, as Megatron-LM's training step calls it."""
 
@@ -47,7 +58,7 @@ class Core:
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         numbers = self.schedule(
-            forward_step_func=program.forward_step, data_iterator=self.data, model=[self.chunk],
+            forward_step_func=forward_step, data_iterator=self.data, model=[self.chunk],
             num_microbatches=num_microbatches, seq_length=self.args.seq_length,
             micro_batch_size=self.args.micro_batch_size,
         )  # fmt: skip
