@@ -119,8 +119,6 @@ def assumptions(setting: Setting) -> list[dict]:
         ("the same, and what is cached stays on the device",
          replace(setting, on_host=False, layers=replace(layers, saved_bytes=0.0)), True),
         ("the static cut that takes least", replace(setting, limit=least_static(setting)), False),
-        ("as training does: a first epoch computes all frozen layers, which stay on the device",
-         replace(setting, on_host=False, reads_older=False), False),
         ("four times the seconds of a read", replace(setting, layers=replace(layers, read=4 * (layers.read or 0.0))),
          False),
         ("memory without end", replace(setting, limit=math.inf), False),

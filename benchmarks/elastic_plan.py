@@ -56,8 +56,6 @@ class Setting:
         on_host: what is cached needs no weights on the device.
         limit: bytes of a rank.
         rebuild, move: of a transition: engine and groups, and the state where layers change their ranks.
-        reads_older: the first epoch at a depth reads at the depth before, as the paper does, and computes the layers in
-            between. Training here computes all of them.
     """
 
     layers: Layers
@@ -72,7 +70,6 @@ class Setting:
     limit: float
     rebuild: float
     move: float
-    reads_older: bool = True
 
     def static(self) -> Pipeline:
         """The pipeline that a run begins with.
@@ -144,7 +141,7 @@ def plan(arm: Arm, setting: Setting) -> list[Phase]:
             )
             phases += _phases(chosen, setting, begin, intervals, now)
             now = chosen[1]
-            num_stored = num_frozen if now.cached and setting.reads_older else num_stored
+            num_stored = num_frozen if now.cached else num_stored
         begin += intervals
     return phases
 

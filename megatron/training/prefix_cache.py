@@ -2,7 +2,7 @@
 
 Whichever rank holds the frozen layers asks for each sample of a microbatch; where all are there, they are the stage's
 output. A microbatch of which a sample is missing is computed as a whole, as without a cache, so that the bits are the
-same.
+same. Where more layers froze since, it is computed from what the depth before has put out.
 """
 
 import argparse
@@ -43,23 +43,25 @@ class PrefixCache:
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
         self._told = Counts()
+        self._depth = 0  # at which outputs are kept now; on all ranks, as any may come to have the first stage
 
     def serve(self, stages: list[MegatronStage]) -> None:
         """The run goes on with these stages: read and write for the first, if that is asked for, from now on."""
         arrangement, first = self._args.arrangement, stages[0]
+        before, self._depth = self._depth, arrangement.num_frozen if arrangement.cached else 0
         if not (arrangement.cached and first.is_frozen and first.index == 0):
             self.close()
             return
         first.output_cache = self
         generation = self._generation(first, arrangement.num_frozen)
+        older = self._generation(first, before) if 0 < before < arrangement.num_frozen else None
         try:
             if self._cache is None:
                 self._cache = ActivationCache(
-                    Path(self._args.activation_cache), generation, most_bytes=_limit(self._args)
+                    Path(self._args.activation_cache), generation, older=older, most_bytes=_limit(self._args)
                 )
             elif self._cache.generation != generation:
                 self._cache.deepen(generation)
-                self._cache.forget_older()
         except (OSError, ValueError) as error:
             logger.warning("--activation-cache: rank %d goes on without: %s", self._args.rank, error)
             self.close()
@@ -67,8 +69,9 @@ class PrefixCache:
     def _generation(self, stage: MegatronStage, depth: int) -> Generation:
         args, spec = self._args, stage.output_spec
         model = unwrap_model(stage.model)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
         return Generation(
-            weights=weights_digest([*model.named_parameters(), *model.named_buffers()]),
+            weights=weights_digest((name, tensor) for name, tensor in tensors if _layer(name) < depth),
             depth=depth,
             dtype=spec.dtype,
             shape=(spec.shape[0], *spec.shape[2:]),
@@ -83,7 +86,16 @@ class PrefixCache:
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
         """As `OutputCache`. Where one tensor rank has not all of it, all compute, since they do that together."""
-        found = [None] if self._cache is None else self._cache.get(_numbers(batch))
+        return self._joined([None] if self._cache is None else self._cache.get(_numbers(batch)))
+
+    def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
+        """As `OutputCache`. Between two layers the residual may be wider than between two stages."""
+        older = None if self._cache is None or self._args.fp32_residual_connection else self._cache.older
+        hidden = self._joined([None] if older is None else self._cache.get_older(_numbers(batch)))
+        return None if hidden is None else (hidden, older.depth)
+
+    def _joined(self, found: list[Tensor | None]) -> Tensor | None:
+        """A microbatch, if all tensor ranks have all samples of it."""
         has_all = all(each is not None for each in found)
         if self._args.tensor_model_parallel_size > 1:
             have_all = torch.tensor([int(has_all)], device=backend.device())
@@ -114,7 +126,8 @@ class PrefixCache:
         total = {name: sum(getattr(each, name) for each in gathered) for name in asdict(own)}
         return (
             f"activation cache: {total['hits']} samples read ({total['prefetched']} ahead), {total['misses']} not "
-            f"found, {total['written']} written, {total['not_written']} not written, {total['damaged']} damaged; "
+            f"found ({total['older_hits']} at the depth before), {total['written']} written, "
+            f"{total['not_written']} not written, {total['damaged']} damaged; "
             f"{total['bytes_read'] / 2**20:.1f} MiB read"
         )
 
@@ -157,6 +170,12 @@ def _device() -> str:
     if not backend.is_cuda():
         return backend.device().type
     return f"{torch.cuda.get_device_name()} CUDA {torch.version.cuda} cuDNN {torch.backends.cudnn.version()}"
+
+
+def _layer(name: str) -> int:
+    """Of a parameter's name in a prefix: the number of its layer from 0 on, and less for what stands in front."""
+    words = name.split(".")
+    return int(words[words.index("layers") + 1]) if "layers" in words else -1
 
 
 def _numbers(batch: dict[str, Tensor]) -> list[int]:

@@ -134,7 +134,7 @@ class Shaping:
 
     def _expected(self, arrangement: Arrangement, batches_left: int) -> float | None:
         """As `_seconds`, the mean over the batches until more layers may freeze, or the run ends. Of a cache that
-        begins anew the first epoch finds nothing: it computes and writes.
+        begins anew the first epoch finds nothing, or what the depth before has put out: it computes and writes.
         """
         args = self._args
         reading, now = self._seconds(arrangement), args.arrangement
@@ -148,7 +148,9 @@ class Shaping:
             batches = min(batches_left, args.freeze_interval)
         epoch = -(-self._epoch // batch_size(args, arrangement))
         missing = min(1.0, epoch / max(1, batches))
-        return missing * (self._seconds(arrangement, num_stored=0) or reading) + (1 - missing) * reading
+        goes_deeper = now.cached and now.micro_batch_size == arrangement.micro_batch_size
+        first = self._seconds(arrangement, num_stored=min(now.num_frozen, arrangement.num_frozen) if goes_deeper else 0)
+        return missing * (first or reading) + (1 - missing) * reading
 
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
         """One for each number of ranks that the job can be arranged in."""

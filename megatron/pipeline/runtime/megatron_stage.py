@@ -29,6 +29,7 @@ from megatron.pipeline.runtime.captured_activations import CapturedActivations, 
 from megatron.pipeline.runtime.dropout import SeededDropout
 from megatron.pipeline.runtime.megatron_frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.megatron_place import at_stage
+from megatron.pipeline.runtime.megatron_prefix import without_first_layers
 from megatron.pipeline.runtime.megatron_relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.runtime.stage import EVALUATION_BATCH, Eviction, Microbatch, TensorSpec
@@ -67,6 +68,9 @@ class OutputCache(Protocol):
         """The output for a microbatch as the data iterator yields it, [sequence, microbatch, hidden]; None where it has
         to be computed.
         """
+
+    def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
+        """The output of the first layers of the stage, and how many these are; None where all has to be computed."""
 
     def write(self, batch: dict[str, Tensor], output: Tensor) -> None: ...
 
@@ -257,7 +261,10 @@ class MegatronStage:
         batch = next(self.data_iterator)
         output = self.output_cache.read(batch)
         if output is None:
-            output = self._run(microbatch, _Saved(None), iter([batch]), record=True)
+            older = self.output_cache.read_older(batch)
+            hidden, num_layers = older or (None, 0)
+            with without_first_layers(self.model, num_layers) if older else nullcontext():
+                output = self._run(microbatch, _Saved(hidden), iter([batch]), record=True)
             self.output_cache.write(batch, output)
         self.output_cache.read_ahead(self.data_iterator)
         return output
