@@ -7,8 +7,10 @@ activations as often as it has an EVICT. Under a schedule without flushes the ba
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron.pipeline.instruction import Kind
+from megatron.pipeline.moves import Pairs
 from megatron.pipeline.schedules import Schedule
 
 
@@ -18,11 +20,12 @@ class Counts:
 
     Attributes:
         num_microbatches: of the batch.
-        num_virtual_stages: stages on each rank; what a rank moves of a microbatch is of one of them.
+        num_virtual_stages: stages that are trained on each rank; what a rank moves of a microbatch is of one of them.
         activations: tensors that it and the next rank send each other, each way: activations one way and as many
-            gradients back. The last rank's next is the first one.
+            gradients back; where frozen stages get none, the mean of both ways. The last rank's next is the first one.
         evictions: microbatches that it moves to its pair; as many come back.
         ends: the ranks of the first and the last stage; None: the first and the last rank.
+        pair_of_rank: which rank's stages are paired with its own; None: p-1-s.
     """
 
     num_microbatches: int
@@ -30,6 +33,7 @@ class Counts:
     activations: tuple[int, ...]
     evictions: tuple[int, ...]
     ends: tuple[int, int] | None = None
+    pair_of_rank: tuple[int, ...] | None = None
 
     @property
     def evictors(self) -> tuple[int, ...]:
@@ -41,28 +45,31 @@ def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
     """What the ranks of `schedule` send in a batch.
 
     Raises:
-        ValueError: a batch that it cannot run, a frozen prefix, or as `exchanged`.
+        ValueError: a batch that it cannot run, or as `exchanged`.
     """
-    if schedule.num_frozen:
-        raise ValueError(
-            f"the first {schedule.num_frozen} stages are frozen, and ranks are placed by what a pipeline that trains "
-            "all its stages sends; give the schedule without num_frozen"
-        )
     if schedule.weights.drains:
         rows = schedule.build((num_microbatches,)).rows
     else:
         rows = schedule.build_periodic(num_microbatches).period
-    placement, sends = schedule.rank_of_stage, Counter()
-    for rank, row in enumerate(rows):
-        stages = (instruction.stage for instruction in row if instruction.kind is Kind.SEND_F)
-        sends.update((rank, placement[stage + 1]) for stage in stages)
+    placement, sends, pairs = schedule.rank_of_stage, Counter(), None
+    for instruction in chain(*rows):
+        if instruction.kind in _FIRST_OF_EDGE:
+            first = instruction.stage + _FIRST_OF_EDGE[instruction.kind]
+            sends[placement[first], placement[first + 1]] += 0.5
+    if schedule.num_frozen and schedule.balance:
+        pairs = tuple(map(Pairs(placement, schedule.num_frozen).of_rank, range(schedule.num_ranks)))
     return Counts(
         num_microbatches=num_microbatches,
-        num_virtual_stages=schedule.num_virtual_stages,
+        num_virtual_stages=1 if schedule.num_frozen else schedule.num_virtual_stages,
         activations=exchanged(sends, schedule.num_ranks),
         evictions=tuple(sum(instruction.kind is Kind.EVICT for instruction in row) for row in rows),
         ends=ends_of(placement),
+        pair_of_rank=pairs,
     )
+
+
+_FIRST_OF_EDGE = {Kind.SEND_F: 0, Kind.SEND_B: -1}
+"""From the stage that sends to the lower one of the two."""
 
 
 def exchanged(sent: Mapping[tuple[int, int], float], num_ranks: int) -> tuple[float, ...]:

@@ -11,8 +11,9 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
     standard         stage 0  1  2  3
     pair-adjacent    stage 0  3  1  2
 
-Ranks are given once, when a job starts, by the pairs of its first program. Where layers are frozen later, other ranks
-are paired (`megatron.pipeline.moves.Pairs`), and the mapping stays: their moves may then cross nodes.
+Ranks are given once, when a job starts, by the pairs of its first program. Where the pipeline changes later, they stay,
+and what they stand for is decided anew (`megatron.placement.degrees`). Behind frozen layers other ranks are paired
+(`megatron.pipeline.moves.Pairs`), and their moves may cross nodes.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ An all-reduce of n ranks goes round a ring: each member sends 2(n-1)/n of the by
 followed by an all-gather (sequence parallelism, distributed optimizer) sends the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -47,6 +47,7 @@ class Traffic:
         tensor: by stage, the sum of what a rank all-reduces with the ranks that share its layers.
         embedding: what the ranks in `ends` all-reduce; 0 where embeddings are not tied.
         ends: who has the first and the last stage of the model; None: the first and the last rank.
+        pair_of_rank: by stage, the other one of its pair; None: p-1-s.
     """
 
     pipeline: tuple[float, ...]
@@ -55,6 +56,7 @@ class Traffic:
     tensor: tuple[float, ...]
     embedding: float
     ends: tuple[int, int] | None = None
+    pair_of_rank: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +79,8 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
             )
     for stage, num_bytes in enumerate(traffic.pair):
         if num_bytes:
-            yield PointToPoint(
-                kind=Kind.PAIR, first_stage=stage, second_stage=pair_of(stage, num_stages), bytes_each_way=num_bytes
-            )
+            pair = pair_of(stage, num_stages) if traffic.pair_of_rank is None else traffic.pair_of_rank[stage]
+            yield PointToPoint(kind=Kind.PAIR, first_stage=stage, second_stage=pair, bytes_each_way=num_bytes)
     first, last = (0, num_stages - 1) if traffic.ends is None else traffic.ends
     if traffic.embedding and first != last:  # an all-reduce of two: each sends 2(2-1)/2 of the bytes
         yield PointToPoint(kind=Kind.EMBEDDING, first_stage=first, second_stage=last, bytes_each_way=traffic.embedding)
@@ -99,6 +100,7 @@ def estimate_traffic(
     scope: RecomputeScope = RecomputeScope.NONE,
     tied_embeddings: bool = True,
     gradient_bytes: int = 4,
+    trained_layers: Sequence[int] | None = None,
 ) -> Traffic:
     """The traffic of one iteration on a GPT with feed-forward width 4h.
 
@@ -109,6 +111,8 @@ def estimate_traffic(
         scope: what is recomputed; decides how much a pair moves and how often layers communicate.
         tied_embeddings: the last stage holds the embedding too.
         gradient_bytes: of an element of a gradient when it is reduced.
+        trained_layers: how many each rank of a pipeline trains; None: all, in even parts. The embedding is frozen with
+            the first layer.
 
     Raises:
         ValueError: a vocabulary below 1.
@@ -121,24 +125,28 @@ def estimate_traffic(
     ends = counts.ends or (0, p - 1)
     activation = shape.element_bytes * shape.activation_elements
     sent, saved = activation / (t if shape.sequence_parallel else 1), saved_activation_bytes(shape, scope)
-    layers = shape.num_layers / p
+    even = shape.num_layers / p
+    layers = [even] * p if trained_layers is None else list(trained_layers)
+    embeddings = ends if sum(layers) == shape.num_layers else ends[1:]
     per_layer = 12 * shape.hidden_size**2 + 13 * shape.hidden_size
     embedding = vocabulary_size * shape.hidden_size / t
     # Two all-reduces in a layer's forward, two in its backward, two more where the forward is run again.
     num_reductions = 6 if scope is RecomputeScope.LAYER else 4
-    reduced = counts.num_microbatches * layers * num_reductions * activation if t > 1 else 0.0
+    reduced = counts.num_microbatches * even * num_reductions * activation if t > 1 else 0.0
     return Traffic(
         pipeline=tuple(count * sent for count in counts.activations),
-        pair=tuple(count * saved for count in counts.evictions),
+        pair=tuple(count * saved * own / even for count, own in zip(counts.evictions, layers, strict=True)),
         data=tuple(
-            gradient_bytes * (layers * per_layer / t + _num_ends(rank, ends, p) * embedding) for rank in range(p)
+            gradient_bytes * (layers[rank] * per_layer / t + _num_ends(rank, embeddings, p) * embedding)
+            for rank in range(p)
         ),
         tensor=(reduced,) * p,
         embedding=gradient_bytes * embedding if tied_embeddings and ends[0] != ends[1] else 0.0,
         ends=counts.ends,
+        pair_of_rank=counts.pair_of_rank,
     )
 
 
-def _num_ends(rank: int, ends: tuple[int, int], num_ranks: int) -> int:
+def _num_ends(rank: int, ends: tuple[int, ...], num_ranks: int) -> int:
     """How often a rank holds the embedding; where there is one rank, both ends share it."""
     return 1 if num_ranks == 1 else ends.count(rank)

@@ -29,6 +29,7 @@ class Arrangement:
         layers_of_rank: of the pipeline.
         num_frozen: layers in front.
         cached: what they put out is read from a cache; then they are all on the first rank.
+        pipelines_in_a_row: the ranks of a pipeline follow each other, and not the replicas of a stage.
     """
 
     pipeline: int
@@ -37,10 +38,16 @@ class Arrangement:
     layers_of_rank: tuple[int, ...]
     num_frozen: int = 0
     cached: bool = False
+    pipelines_in_a_row: bool = False
 
     @property
     def stages(self) -> Stages:
         return stages_of(self.layers_of_rank, self.num_frozen)
+
+    @property
+    def ranks(self) -> tuple[int, int, bool]:
+        """All that process groups depend on."""
+        return self.pipeline, self.data, self.pipelines_in_a_row
 
     def with_frozen(self, num_frozen: int) -> Arrangement:
         """The same with so many layers frozen."""

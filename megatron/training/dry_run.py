@@ -16,8 +16,8 @@ import sys
 
 from megatron.pipeline.check import ProgramError
 from megatron.placement.bandwidth import saved_activation_bytes
-from megatron.placement.degrees import Degrees
 from megatron.placement.hosts import Process
+from megatron.placement.mapping import inverse
 from megatron.placement.pairs import count_crossing
 from megatron.placement.report import PlacementReport, make_report
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
@@ -30,7 +30,7 @@ from megatron.training.config import optimizer_config, transformer_config
 from megatron.training.dry_run_text import DryRun, print_dry_run, to_dict
 from megatron.training.logging import packages_not_here
 from megatron.training.missing import choose_vocabulary, missing_checkpoint, missing_data
-from megatron.training.placement import decide, evictors, model_shape, recompute_scope
+from megatron.training.placement import decide, degrees_of, evictors, model_shape, recompute_scope
 from megatron.training.planned_changes import planned_changes
 from megatron.training.proving import prove
 
@@ -86,7 +86,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         layers=layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
         counts_communicators=plan.uses_nccl(args) and hosting is None, hosting=hosting,
     )  # fmt: skip
-    placement, lines = place(args)
+    placement, lines, processes = place(args)
     return DryRun(
         args=args,
         schedule=schedule,
@@ -97,7 +97,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         placement_lines=lines,
         notes=notes,
         warnings=warnings,
-        changes=planned_changes(args, layers) if args.changes else [],
+        changes=planned_changes(args, layers, processes) if args.changes else [],
         hosted=hosting and dry_run_hosted.hosted_run(args, schedule, hosting, memory, layers, placement),
     )
 
@@ -128,15 +128,13 @@ def _judge(args: argparse.Namespace, memory: tuple[RankMemory, ...]) -> Verdict 
 # --- placement
 
 
-def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str]]:
-    """Who would sit where, and lines about traffic between nodes. Raises ValueError."""
+def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str], list[Process]]:
+    """Who would sit where, lines about traffic between nodes, and the processes by rank. Raises ValueError."""
     given = load_topology(args.rank_topology) if args.rank_topology else None
     nodes = _nodes(args.world_size, given, args.dry_run_gpus_per_node)
     processes = [Process(node.name, slot) for node in nodes for slot in range(node.gpus)]
     ranks, lines = decide(args, processes)
-    degrees = Degrees(
-        tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size, data=args.data_parallel_size
-    )
+    degrees = degrees_of(args)
     # Without traffic the report has no times, so where no topology is given its bandwidths are never read.
     bandwidth = given.bandwidth if given else Bandwidth(within_node=1, between_nodes=1)
     topology, moving = Topology(nodes=nodes, bandwidth=bandwidth), evictors(args)
@@ -147,7 +145,7 @@ def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str]]:
             f"pairs move {num_bytes / 1e9:.3g} GB for a microbatch; the bandwidth that hides it is that over the time "
             "of a forward (BPipe, appendix B): give --rank-topology with teraflops_per_gpu to compare"
         )
-    return report, lines
+    return report, lines, [processes[slot] for slot in inverse(ranks)]
 
 
 def _nodes(world_size: int, topology: Topology | None, gpus_per_node: int) -> tuple[Node, ...]:

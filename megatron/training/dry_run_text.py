@@ -144,8 +144,9 @@ def _memory_lines(result: DryRun) -> list[str]:
 def _change_lines(result: DryRun) -> list[str]:
     return [
         f"iteration {each.iteration}: {each.arrangement.num_frozen} of {result.args.num_layers} layers frozen, "
-        f"pipeline {each.arrangement.pipeline} x data {each.arrangement.data}, layers by rank {each.arrangement}; the "
-        f"fullest rank {each.num_bytes / GIB:.2f} GiB, while it changes {each.bytes_in_change / GIB:.2f} GiB"
+        f"pipeline {each.arrangement.pipeline} x data {each.arrangement.data}, layers by rank {each.arrangement}"
+        f"{', the ranks of a pipeline in a row' * each.arrangement.pipelines_in_a_row}; the fullest rank "
+        f"{each.num_bytes / GIB:.2f} GiB, while it changes {each.bytes_in_change / GIB:.2f} GiB"
         for each in result.changes
     ]
 

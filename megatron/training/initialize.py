@@ -89,11 +89,12 @@ def make_groups(args: argparse.Namespace) -> None:
 
     Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.megatron_place`.
     """
-    rank_of_stage = pipeline_schedule(args).rank_of_stage
+    rank_of_stage, arrangement = pipeline_schedule(args).rank_of_stage, args.arrangement
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if arrangement is not None and arrangement.pipelines_in_a_row else "tp-cp-ep-dp-pp",
         get_embedding_ranks=lambda ranks: embedding_ranks(ranks, rank_of_stage),
         get_position_embedding_ranks=lambda ranks: [ranks[rank_of_stage[0]]],
     )

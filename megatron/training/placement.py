@@ -5,8 +5,8 @@ decides and answers, so that all follow one decision whatever their nodes see. T
 LOCAL_RANK, and with it the device, stays. The store stays where it is, with torchrun's agent or the process of physical
 rank 0, wherever logical rank 0 goes.
 
-It is decided once, by the pairs of a pipeline that trains all its stages. Where stages are frozen later, others are
-paired, and the ranks stay.
+Where the pipeline changes while it trains, processes keep these ranks, and `pipelines_in_a_row` decides anew what they
+stand for: whether the ranks of a pipeline stand in a row or the replicas of a stage.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
@@ -38,7 +38,7 @@ from megatron.placement.pairs import (
     fits_under_forward,
     pair_transfers,
 )
-from megatron.placement.topology import Topology, load_topology
+from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.placement.traffic import Traffic, estimate_traffic
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.entry import OnThisRank, SameEverywhere, wait_for_readers
@@ -47,6 +47,8 @@ HOST_NAME = "PIPELINE_HOST_NAME"
 """Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
 
 _FP32, _HALF = 4, 2  # bytes of an element
+_NOTHING_BUT_THE_NETWORK = Bandwidth(within_node=1e12, between_nodes=1.0)
+_ROUNDING = 1e-9
 _VOCABULARY = 50_304  # GPT-2's, padded, where no --vocab-size says it: tokenizers are read after the group has formed
 
 
@@ -114,9 +116,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
     slots = find_slots(processes, topology)
     if topology is not None:
         topology = topology.restricted(dict(slots.nodes))
-    degrees = Degrees(
-        tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size, data=args.data_parallel_size
-    )
+    degrees = degrees_of(args)
     traffic = None if topology is None else estimated_traffic(args, degrees)
     mapping = _mapping(args, degrees, slots, topology, traffic)
     lines = _describe(args, mapping, degrees, slots)
@@ -127,6 +127,15 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
         if balances_activations(args):
             lines += _judge_bandwidth(args, mapping, degrees, topology)
     return list(slots.logical_ranks(mapping)), lines
+
+
+def degrees_of(args: argparse.Namespace) -> Degrees:
+    """Of the job as it is arranged now."""
+    return Degrees(
+        tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size,
+        pipelines_in_a_row=args.arrangement is not None and args.arrangement.pipelines_in_a_row,
+    )  # fmt: skip
 
 
 def balances_activations(args: argparse.Namespace) -> bool:
@@ -166,7 +175,7 @@ def model_shape(args: argparse.Namespace, degrees: Degrees) -> ModelShape:
         micro_batch_size=args.micro_batch_size,
         pipeline=degrees.pipeline,
         tensor=degrees.tensor,
-        num_virtual_stages=pipeline_schedule(args).num_virtual_stages,
+        num_virtual_stages=1 if args.frozen_stages is not None else pipeline_schedule(args).num_virtual_stages,
         sequence_parallel=args.sequence_parallel,
         element_bytes=_element_bytes(args),
     )
@@ -177,10 +186,42 @@ def estimated_traffic(args: argparse.Namespace, degrees: Degrees) -> Traffic:
     counts = count_transfers(pipeline_schedule(args), max(args.batch_sizes.all_num_microbatches()))
     return estimate_traffic(
         model_shape(args, degrees), degrees, counts,
-        vocabulary_size=args.vocab_size or _VOCABULARY, scope=recompute_scope(args),
+        vocabulary_size=_vocabulary_size(args), scope=recompute_scope(args),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else _element_bytes(args),
+        trained_layers=None if args.frozen_stages is None else args.frozen_stages.trained_layers,
     )  # fmt: skip
+
+
+def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -> bool:
+    """Whether transfers take less if the ranks of each pipeline stand in a row, and not the replicas of each stage.
+
+    Without `--rank-topology`: whether fewer bytes cross a node.
+
+    Args:
+        args: of a job that is arranged as it is to go on.
+        processes: by rank.
+    """
+    topology = load_topology(args.rank_topology) if args.rank_topology else None
+    slots = find_slots(processes, topology)
+    if topology is None:
+        nodes = tuple(Node(name=name, gpus=count) for name, count in slots.nodes)
+        topology = Topology(nodes=nodes, bandwidth=_NOTHING_BUT_THE_NETWORK)
+    else:
+        topology = topology.restricted(dict(slots.nodes))
+    traffic = estimated_traffic(args, degrees_of(args))
+    replicas, pipelines = (
+        placement_cost(
+            slots.process_of_slot, replace(degrees_of(args), pipelines_in_a_row=each), traffic, topology
+        ).total_seconds
+        for each in (False, True)
+    )
+    return pipelines < replicas * (1 - _ROUNDING)
+
+
+def _vocabulary_size(args: argparse.Namespace) -> int:
+    known = getattr(args, "padded_vocab_size", None)
+    return args.vocab_size or _VOCABULARY if known is None else max(1, known)  # 0: of images
 
 
 def _element_bytes(args: argparse.Namespace) -> int:

@@ -6,13 +6,14 @@ measured times, this is a guess.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.placement.hosts import Process
 from megatron.planner.memory import RankMemory
 from megatron.training.arguments.rules_freezing import make_rule
 from megatron.training.arrangement import Arrangement, arrange, iterations_to_the_end
+from megatron.training.placement import degrees_of
 from megatron.training.shaping import Shaping, memory_of_ranks
 
 _MOST_CHANGES = 64
@@ -29,15 +30,20 @@ class PlannedChange:
     bytes_in_change: float
 
 
-def planned_changes(args: argparse.Namespace, layers: Sequence[int]) -> list[PlannedChange]:
-    """The changes of a run of `args`, a pipeline of stages with so many `layers` at first."""
+def planned_changes(
+    args: argparse.Namespace, layers: Sequence[int], processes: Sequence[Process] = ()
+) -> list[PlannedChange]:
+    """The changes of a run of `args`, a pipeline of stages with so many `layers` at first.
+
+    `processes`: by rank; none: they are on one node.
+    """
     args = argparse.Namespace(**vars(args))
     args.first_arrangement = now = Arrangement(
         args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers)
     )
     arrange(args, now)
     rule = make_rule(args) if args.freeze_training else None
-    shaping = Shaping(args) if args.elastic_pipeline else None
+    shaping = Shaping(args, processes) if args.elastic_pipeline else None
     least_at_the_end = tuple(float(layer) for layer in range(args.num_layers, 0, -1))
     found = []
     iteration, samples = args.freeze_start, args.batch_sizes.samples_after(args.freeze_start)
@@ -51,23 +57,20 @@ def planned_changes(args: argparse.Namespace, layers: Sequence[int]) -> list[Pla
         if shaping is not None:
             wanted, _ = shaping.decide(wanted, batches_left=args.train_iters - iteration)
         if wanted != now:
-            before = memory_of_ranks(args)
+            before = _of_processes(args)
             arrange(args, wanted)
-            after = memory_of_ranks(args)
-            found.append(PlannedChange(iteration, wanted, max(each.total for each in after), _in_change(before, after)))
+            after = _of_processes(args)
+            in_change = max(map(sum, zip(map(_state, before), map(_state, after), strict=True)))
+            found.append(PlannedChange(iteration, wanted, max(each.total for each in after), in_change))
             args.train_iters = iterations_to_the_end(args, iteration=iteration, consumed_samples=samples)
             now = wanted
     return found
 
 
-def _in_change(before: Sequence[RankMemory], after: Sequence[RankMemory]) -> float:
-    """The most state that a process holds: what it had in its old pipeline and what it gets in the new one. Replicas of
-    a stage have ranks in a row, so of n ranks' pipelines process k of m is at n k / m."""
-    num_processes = math.lcm(len(before), len(after))
-    return max(
-        _state(before[len(before) * process // num_processes]) + _state(after[len(after) * process // num_processes])
-        for process in range(num_processes)
-    )
+def _of_processes(args: argparse.Namespace) -> list[RankMemory]:
+    """What each process has in its pipeline."""
+    ranks, degrees = memory_of_ranks(args), degrees_of(args)
+    return [ranks[degrees.coordinates(process).stage] for process in range(degrees.world_size)]
 
 
 def _state(memory: RankMemory) -> float:

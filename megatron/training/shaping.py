@@ -9,14 +9,18 @@ taken if it repays what a change costs in what is left of the run.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron.elastic.cache import Seconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import PRESETS
+from megatron.placement.hosts import Process
 from megatron.planner import TrainingState
 from megatron.planner.activations import Activations
 from megatron.planner.memory import RankMemory, estimate_memory
@@ -26,7 +30,9 @@ from megatron.training.arguments.rules_classification import num_samples
 from megatron.training.arguments.rules_freezing import of_interval
 from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.arrangement import Arrangement, arrange, batch_size
+from megatron.training.checkpoint.agreement import control_group
 from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
+from megatron.training.placement import pipelines_in_a_row, this_process
 from megatron.training.proving import prove
 
 
@@ -52,12 +58,15 @@ def memory_of_ranks(args: argparse.Namespace) -> tuple[RankMemory, ...]:
 class Shaping:
     """The shape of one run's pipeline.
 
+    Args:
+        processes: by rank; none: they are asked when they measure.
+
     Attributes:
         seconds_of_change: what the last change took; 0 until there was one.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    def __init__(self, args: argparse.Namespace, processes: Sequence[Process] = ()) -> None:
+        self._args, self._processes = args, tuple(processes)
         self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._by_hand, self._microbatches = args.elastic_schedule, args.elastic_micro_batch_size
@@ -68,7 +77,11 @@ class Shaping:
         self.seconds_of_change = 0.0
 
     def measure(self, engine: PipelineEngine) -> None:
-        """Learn what layers take from what the engine traced. Collective, drained."""
+        """Learn what layers take from what the engine traced, and who sits where. Collective, drained."""
+        if not self._processes:
+            found: list = [None] * self._args.world_size
+            dist.all_gather_object(found, this_process(), group=control_group())
+            self._processes = tuple(found)
         now = self._args.arrangement
         found = {
             stage: (forward / now.micro_batch_size, backward / now.micro_batch_size)
@@ -106,7 +119,17 @@ class Shaping:
         wanted, after = min(found, key=lambda each: (each[1], each[0].pipeline, each[0].cached))
         if not insists and (before - after) * batches_left <= self.seconds_of_change:
             return present, Outlook(before, before)
-        return wanted, Outlook(before, after)
+        return self._ordered(wanted, present), Outlook(before, after)
+
+    def _ordered(self, wanted: Arrangement, present: Arrangement) -> Arrangement:
+        """The same with the rank mapping decided anew, where there are other groups of ranks."""
+        if (wanted.pipeline, wanted.data) == (present.pipeline, present.data):
+            return wanted
+        wanted = replace(wanted, pipelines_in_a_row=False)
+        if min(wanted.pipeline, wanted.data) == 1 or len({each.host for each in self._processes}) < 2:
+            return wanted
+        is_better = pipelines_in_a_row(self._arranged(wanted), self._processes)
+        return replace(wanted, pipelines_in_a_row=is_better)
 
     def _as_it_is(self, now: Arrangement) -> Arrangement:
         """No other cut. A cache goes on if it can: what froze since has to lie on the first rank, too."""

@@ -11,22 +11,23 @@ SIZE = st.integers(1, 6)
 
 
 @settings(deadline=None)
-@given(SIZE, SIZE, SIZE)
-def test_coordinates_and_ranks_are_inverse(tensor, pipeline, data):
+@given(SIZE, SIZE, SIZE, st.booleans())
+def test_coordinates_and_ranks_are_inverse(tensor, pipeline, data, in_a_row):
     """Every rank has its own place, and every place its rank."""
-    degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
+    degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, pipelines_in_a_row=in_a_row)
     places = [degrees.coordinates(rank) for rank in range(degrees.world_size)]
     assert len(set(places)) == degrees.world_size
     assert [degrees.rank(tensor=p.tensor, data=p.data, stage=p.stage) for p in places] == list(range(len(places)))
 
 
-def groups_of_megatron(*, sizes):
-    """By degrees: the tensor, data and pipeline groups that megatron.core's default order gives."""
+def groups_of_megatron(*, sizes, order=None):
+    """By degrees: the tensor, data and pipeline groups that an order of megatron.core's gives; None: its default."""
     import inspect
 
     from megatron.core import parallel_state
 
-    order = inspect.signature(parallel_state.initialize_model_parallel).parameters["order"].default
+    if order is None:
+        order = inspect.signature(parallel_state.initialize_model_parallel).parameters["order"].default
     found = {}
     for tensor, pipeline, data in sizes:
         generator = parallel_state.RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order=order)
@@ -34,12 +35,13 @@ def groups_of_megatron(*, sizes):
     return found
 
 
-def test_order_is_that_of_megatron_core():
+@pytest.mark.parametrize("order", [None, "tp-cp-ep-pp-dp"])
+def test_order_is_that_of_megatron_core(order):
     """Its groups are exactly the ranks that agree in the other two coordinates, in the order of the third."""
     sizes = [(1, 4, 1), (2, 4, 2), (4, 2, 3), (3, 5, 2)]
-    (found,) = workers.run(1, "tests.placement.test_degrees:groups_of_megatron", sizes=sizes)
+    (found,) = workers.run(1, "tests.placement.test_degrees:groups_of_megatron", sizes=sizes, order=order)
     for (tensor, pipeline, data), groups in found.items():
-        degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
+        degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, pipelines_in_a_row=order is not None)
         for name, own in (("tp", "tensor"), ("dp", "data"), ("pp", "stage")):
             expected = {}
             for rank in range(degrees.world_size):

@@ -108,10 +108,25 @@ def test_single_tensor_rank_reduces_nothing():
 
 
 def test_bad_numbers_are_refused():
-    """No microbatch, no vocabulary, or stages that are not all trained, of which others are paired."""
-    with pytest.raises(ValueError, match="the first 1 stages are frozen, and ranks are placed by what a pipeline that"):
-        count_transfers(Schedule.preset("bpipe", num_stages=5, num_frozen=1), 8)
+    """No microbatch, or no vocabulary."""
     with pytest.raises(ValueError, match="0 microbatches"):
         count_transfers(Schedule.preset("flush", num_stages=4), 0)
     with pytest.raises(ValueError, match="vocabulary of 0"):
         estimate_traffic(SHAPE, DEGREES, COUNTS, vocabulary_size=0)
+
+
+def test_behind_a_frozen_prefix():
+    """Rank 0 is frozen and rank 1 half: no gradient comes back to either stage, and the ranks that train are paired."""
+    schedule = Schedule.preset("bpipe", num_stages=7, num_frozen=2, rank_of_stage=(0, 1, 1, 2, 3, 4, 5))
+    counts = count_transfers(schedule, 8)
+    assert counts.activations == (4, 8, 8, 8, 8, 0)
+    assert counts.pair_of_rank == (0, 5, 4, 3, 2, 1)
+    assert counts.evictors == schedule.evicting_ranks((8,)) == (1,)
+    shape = ModelShape(**{**vars(SHAPE), "num_layers": 12, "pipeline": 6})
+    degrees, trained = Degrees(tensor=2, pipeline=6, data=2), (0, 1, 2, 2, 2, 2)
+    traffic = estimate_traffic(shape, degrees, counts, vocabulary_size=100, trained_layers=trained)
+    a_layer = saved_activation_bytes(shape, RecomputeScope.NONE) / 2
+    assert [(edge.first_stage, edge.second_stage, edge.bytes_each_way) for edge in point_to_point(traffic)
+            if edge.kind is Kind.PAIR] == [(1, 5, counts.evictions[1] * a_layer)]  # fmt: skip
+    weights = (12 * 16**2 + 13 * 16) / 2
+    assert traffic.data == (*(4 * layers * weights for layers in trained[:-1]), 4 * (2 * weights + 800))

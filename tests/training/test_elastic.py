@@ -170,3 +170,34 @@ def test_thirty_changes_leave_nothing_behind():
         assert late["files"] - early["files"] <= 10
         assert late["threads"] - early["threads"] <= 5
         assert late["bytes"] - early["bytes"] <= 40 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("batch", "flags", "pipelines"),
+    [
+        (16, "", [[0, 2], [1, 3]]),
+        (256, "", [[0, 1], [2, 3]]),
+        pytest.param(256, "--pipeline-schedule 2bw --use-distributed-optimizer", [[0, 1], [2, 3]],
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_on_two_hosts(batch, flags, pipelines, tmp_path):
+    """Of 4 ranks two pipelines: with few microbatches gradients are more than what stages send, so replicas stay on a
+    host; with many a pipeline does. Either way nothing else is another; and stopped and resumed."""
+    flags = f"{ELASTIC} --elastic-pipeline --elastic-schedule 2 --global-batch-size {batch} --train-iters 5 {flags}"
+    flags += " --micro-batch-size 4"
+    expected, hosts = train(4, flags), {"watch": "tests.training.elastic_hosts:two_hosts"}
+    found = train(4, flags, **hosts)
+    assert changes(found) == changes(expected) == [(1, 2, 2), (2, 2, 2)]
+    assert sorted({tuple(each["watched"]) for each in found}) == [tuple(each) for each in pipelines]
+    told = [line for line in found[-1]["lines"] if "pipeline changed" in line]
+    assert all(("| the ranks of a pipeline in a row |" in line) == (batch == 256) for line in told)
+    save = f"--save {tmp_path} --load {tmp_path} --save-interval 100"
+    parts = [*batches(train(4, f"{flags} {save} --exit-interval 3", **hosts)), *batches(train(4, f"{flags} {save}"))]
+
+    def numbers(records: list[dict]) -> list[tuple]:
+        return [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in records]
+
+    assert numbers(batches(found)) == numbers(batches(expected)) == numbers(parts)
+    weights = joined_weights(expected)
+    assert all(torch.equal(value, weights[name]) for name, value in joined_weights(found).items())

@@ -61,6 +61,8 @@ class Change:
             f"{self.before.data}) | layers by rank: {self.after} | state: {self.num_bytes / 2**20:.1f} MiB, "
             f"{self.bytes_moved / 2**20:.1f} from other ranks | change took {self.seconds:.2f} s"
         )
+        if self.after.pipelines_in_a_row:
+            text += " | the ranks of a pipeline in a row"
         if self.after.micro_batch_size != self.before.micro_batch_size:
             text += f" | microbatch: {self.after.micro_batch_size} (before {self.before.micro_batch_size})"
         if outlook is not None and outlook.before > 0:
@@ -80,7 +82,7 @@ def change_place(run: Run, wanted: Arrangement) -> Change:
         arrange(run.args, wanted)
     _end_engine(run)
     state = hold_run(_parts(first), iteration=run.iteration)
-    regroups = (wanted.pipeline, wanted.data) != (before.pipeline, before.data)
+    regroups = wanted.ranks != before.ranks
     groups = parallel_groups.set_aside() if regroups else None
     if regroups:
         make_groups(run.args)
