@@ -2,8 +2,8 @@
 
 Candidates are the divisors of the ranks up to as many as the pipeline had at first, the rest being replicas. The batch
 stays, so each replica takes fewer microbatches, or it grows with them (`--elastic-batch`). Each is cut by measured
-times, simulated, and weighed by the planner with the most memory that a rank had at first as its limit. The fastest is
-taken if it repays what a change costs in what is left of the run.
+times, simulated with measured links, and weighed by the planner with the most memory that a rank had at first as its
+limit. The fastest is taken if it repays what a change costs in what is left of the run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron.training.arguments.rules_run import pipeline_schedule
 from megatron.training.arrangement import Arrangement, arrange, batch_size
 from megatron.training.checkpoint.agreement import control_group
 from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
+from megatron.training.link_times import LinkTimes, measure_links
 from megatron.training.placement import pipelines_in_a_row, this_process
 from megatron.training.proving import prove
 
@@ -67,6 +68,7 @@ class Shaping:
 
     def __init__(self, args: argparse.Namespace, processes: Sequence[Process] = ()) -> None:
         self._args, self._processes = args, tuple(processes)
+        self._links: LinkTimes | None = None
         self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._by_hand, self._microbatches = args.elastic_schedule, args.elastic_micro_batch_size
@@ -77,11 +79,13 @@ class Shaping:
         self.seconds_of_change = 0.0
 
     def measure(self, engine: PipelineEngine) -> None:
-        """Learn what layers take from what the engine traced, and who sits where. Collective, drained."""
+        """Learn what layers take from what the engine traced, who sits where, and how far apart. Collective, drained."""
         if not self._processes:
             found: list = [None] * self._args.world_size
             dist.all_gather_object(found, this_process(), group=control_group())
             self._processes = tuple(found)
+        if self._links is None and self._args.elastic_pipeline:
+            self._links = measure_links(self._gradient_bytes(self._args))
         now = self._args.arrangement
         found = {
             stage: (forward / now.micro_batch_size, backward / now.micro_batch_size)
@@ -147,13 +151,20 @@ class Shaping:
 
     def _disk_seconds(self) -> Seconds:
         """Of a sample, as measured on the cache's disk."""
-        args = self._args
         if self._disk is None:
-            setting = plan.activation_setting(args)
-            width = args.hidden_size * setting.residual_bytes
-            share = args.tensor_model_parallel_size if args.sequence_parallel else 1
-            self._disk = measure(args.activation_cache, args.seq_length * width // share)
+            self._disk = measure(self._args.activation_cache, self._output_bytes())
         return self._disk
+
+    def _output_bytes(self) -> int:
+        """Of a sample, between two stages."""
+        args = self._args
+        width = args.hidden_size * plan.activation_setting(args).residual_bytes
+        return args.seq_length * width // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+    def _gradient_bytes(self, args: argparse.Namespace) -> float:
+        """Of a layer."""
+        own = layer_parameters(plan.architecture(args), args.tensor_model_parallel_size)
+        return plan.training_state(args).gradients(own, num_buffers=1)
 
     def _expected(self, arrangement: Arrangement, batches_left: int) -> float | None:
         """As `_seconds`, the mean over the batches until more layers may freeze, or the run ends. Of a cache that
@@ -251,9 +262,12 @@ class Shaping:
         forward, backward = (
             tuple(samples * each for each in times) for times in (self._times.forward, self._times.backward)
         )
+        links, sent = self._links or LinkTimes(), samples * self._output_bytes()
         layers = Layers(
-            forward, backward, read=disk.read * samples if disk else None, write=disk.put * samples if disk else 0.0
-        )
+            forward, backward, read=disk.read * samples if disk else None, write=disk.put * samples if disk else 0.0,
+            occupation=links.of_transfer(sent), latency=links.message, norm=links.of_message(args.world_size),
+            reduce=links.of_reduction(self._gradient_bytes(args)),
+        )  # fmt: skip
         first, *others = arrangement.layers_of_rank
         found = pipelines(
             layers, arrangement.num_frozen, world=arrangement.pipeline * arrangement.data,
