@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -145,10 +146,15 @@ def build_chunks(
         own = config_of_stage(config, stage, layers)
         with at_stage(stage, num_stages, builds=True):
             model = provider_of(own)(stage == 0, stage == num_stages - 1)
+            seen = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["pp"])
         for parameter in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         model.to(backend.device())
-        chunks.append(Float16Module(own, model) if own.fp16 or own.bf16 else model)
+        if own.fp16 or own.bf16:
+            model = Float16Module(own, model)
+            if model.pg_collection is None:  # else it asks the rank, and not the stage, whether it is the last
+                model.pg_collection = seen
+        chunks.append(model)
         if on_host:
             to_host_memory(chunks[-1])
     copy_tied_embeddings(chunks)

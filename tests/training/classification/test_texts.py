@@ -161,6 +161,25 @@ def test_feature_trains_on_two_stages(name):
     assert sum(losses[iteration] for iteration in (4, 5, 6)) / 3 < losses[1]
 
 
+SIXTEEN_BITS = (
+    pytest.param("--bf16", marks=pytest.mark.full),
+    pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.full),
+)
+
+
+@pytest.mark.parametrize("flags", SIXTEEN_BITS)
+def test_stages_on_the_last_rank_that_are_not_the_last(flags):
+    """In 16 bits, what a frozen stage beside the last one puts out, or one of several that are trained, stays so: two
+    ranks have the numbers of one.
+    """
+    freezes = (
+        f"{flags} --untie-embeddings-and-output-weights --freeze-training --freeze-interval 2 --freeze-schedule 1,3"
+    )
+    assert numbers(train_texts(2, freezes)) == numbers(train_texts(1, freezes))
+    turns = train_texts(2, f"{flags} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule interleaved")
+    assert numbers(turns) == numbers(train_texts(1, flags))
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

@@ -149,6 +149,22 @@ def test_feature_trains_on_two_stages(name):
     assert losses[6] < losses[1]
 
 
+SIXTEEN_BITS = ("--bf16", pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.full))
+
+
+@pytest.mark.parametrize("flags", SIXTEEN_BITS)
+def test_stages_on_the_last_rank_that_are_not_the_last(flags):
+    """In 16 bits, what a frozen stage beside the last one puts out, or one of several that are trained, stays so: two
+    ranks have the numbers of one.
+    """
+    freezes = (
+        f"{flags} --untie-embeddings-and-output-weights --freeze-training --freeze-interval 2 --freeze-schedule 1,3"
+    )
+    assert numbers(train_vision(2, freezes)) == numbers(train_vision(1, freezes))
+    turns = train_vision(2, f"{flags} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule interleaved")
+    assert numbers(turns) == numbers(train_vision(1, flags))
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
