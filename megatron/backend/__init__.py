@@ -11,6 +11,7 @@ asks this module for its device, its process-group backend, its memory and its r
 
 from megatron.backend.device import (
     device,
+    device_bytes,
     device_rng_state,
     is_cuda,
     manual_seed,
@@ -26,6 +27,7 @@ from megatron.backend.install import install, is_installed
 __all__ = [
     "available_host_bytes",
     "device",
+    "device_bytes",
     "device_rng_state",
     "install",
     "is_cuda",

@@ -3,6 +3,7 @@
 import os
 import resource
 
+import psutil
 import torch
 
 _STATUS_FILE = "/proc/self/status"
@@ -68,6 +69,11 @@ def peak_memory_bytes() -> int:
     except OSError:
         pass  # not Linux: the portable figure below
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_bytes() -> int:
+    """All memory of the device. On a CPU: that of the host, which its processes share."""
+    return torch.cuda.get_device_properties(device()).total_memory if is_cuda() else psutil.virtual_memory().total
 
 
 def reset_peak_memory() -> None:

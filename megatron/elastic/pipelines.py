@@ -162,6 +162,15 @@ def pipelines(
     return found
 
 
+def most_saved(preset: str, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    """Microbatches that a rank has saved at most, with a frozen prefix or without: frozen ranks in front leave the
+    others as far from the end as they were.
+    """
+    schedule = Schedule.preset(preset, num_stages=num_ranks)
+    full = num_microbatches if schedule.runs(num_microbatches) else max(num_microbatches, num_ranks)
+    return schedule.max_saved_microbatches((full,) * _BATCHES)
+
+
 def stages_of(layers: Layers, pipeline: Pipeline) -> list[Stage]:
     """The stages, first to last, with what they take: no rank has more than one that is frozen and one that is
     trained.
@@ -208,10 +217,7 @@ def _cut(
     if cached:
         work[0] += _seconds_of_prefix(layers, num_frozen, num_stored)
         first_bytes = _bytes_of_prefix(layers, num_frozen, num_stored, on_host)
-    # As many as without a prefix: frozen ranks in front leave the others as far from the end as they were.
-    schedule = Schedule.preset(preset, num_stages=num_ranks)
-    full = num_microbatches if schedule.runs(num_microbatches) else max(num_microbatches, num_ranks)
-    saved = schedule.max_saved_microbatches((full,) * _BATCHES)
+    saved = most_saved(preset, num_ranks, num_microbatches)
 
     def fits(rank: int, begin: int, end: int) -> bool:
         frozen = sum(each < num_frozen for each in places[begin:end])

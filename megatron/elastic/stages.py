@@ -44,8 +44,13 @@ def stages_of(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
     """The stages of ranks with so many layers each, of which the first `num_frozen` layers are frozen.
 
     Raises:
-        ValueError: all layers are frozen, or fewer than none.
+        ValueError: a rank has no layer, all layers are frozen, or fewer than none.
     """
+    if min(layers_of_rank) < 1:
+        raise ValueError(
+            f"the ranks of the pipeline have {', '.join(map(str, layers_of_rank))} layers, and where layers freeze or "
+            "the pipeline changes each needs one; cut it otherwise, or over fewer ranks"
+        )
     num_layers = sum(layers_of_rank)
     if not 0 <= num_frozen < num_layers:
         raise ValueError(f"{num_frozen} of {num_layers} layers cannot be frozen; give 0 to {num_layers - 1}")

@@ -96,8 +96,8 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
     """Let `args` say that the job is arranged so.
 
     Raises:
-        ValueError: batches cannot be shared out to so many replicas, or the schedule does not run so few microbatches;
-            `args` are as before.
+        ValueError: a rank has no layer, batches cannot be shared out to so many replicas, or the schedule does not run
+            so few microbatches; `args` are as before.
     """
     changed = argparse.Namespace(**vars(args))
     changed.arrangement = arrangement
@@ -114,8 +114,8 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
             f"an evaluation's batch of {args.global_batch_size} samples is not divisible by micro batch size x data "
             f"parallel size ({per_microbatch})"
         )
-    is_first = arrangement == args.first_arrangement
-    changed.frozen_stages = None if is_first else arrangement.stages
+    stages, is_first = arrangement.stages, arrangement == args.first_arrangement
+    changed.frozen_stages = None if is_first else stages
     schedule, sizes = pipeline_schedule(changed), set(changed.batch_sizes.all_num_microbatches())
     for num_microbatches in sizes:
         schedule.validate(num_microbatches)

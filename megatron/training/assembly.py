@@ -6,6 +6,7 @@ loop needs comes back as one record.
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -160,7 +161,9 @@ def _build(
     parts = Parts(partial(model_provider, args), forward_step, loss_names(args))
     reporter = Reporter(args)
     datasets = datasets_provider(args, tokenizer)
+    began = time.perf_counter()
     place = build_place(args, parts)
+    seconds_of_place = time.perf_counter() - began
     position = _load(args, place, reporter) or CheckpointPosition()
     elasticity = Elasticity(args) if args.changes else None
     if elasticity is not None and args.recorded_changes is not None:
@@ -170,7 +173,10 @@ def _build(
     args.train_iters = iterations_to_the_end(
         args, iteration=position.iteration, consumed_samples=position.consumed_train_samples
     )
+    began = time.perf_counter()
     engine = build_engine(args, place, position)
+    if elasticity is not None:  # a change does the same again
+        elasticity.expect_change(seconds_of_place + time.perf_counter() - began)
     _describe(args, reporter, place.stages, position)
     cache = PrefixCache(args, datasets[0]) if args.activation_cache is not None else None
     if cache is not None:

@@ -8,8 +8,10 @@ has got round to it.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
+from megatron import backend
 from megatron.pipeline.runtime.stage import BatchReport
 from megatron.training.arrangement import Arrangement, reading_changes
 from megatron.training.checkpoint.agreement import on_rank_zero
@@ -31,7 +33,9 @@ class Elasticity:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._freezing = Freezing(args) if args.freeze_training else None
-        self._shaping = Shaping(args) if args.elastic_pipeline or args.activation_cache is not None else None
+        self._shaping = None
+        if args.elastic_pipeline or args.activation_cache is not None:
+            self._shaping = Shaping(args, device_bytes=_device_bytes(args))
         self.wanted: Arrangement = args.arrangement
         self.outlook: Outlook | None = None
 
@@ -48,7 +52,7 @@ class Elasticity:
     def decide(self, run: Run) -> None:
         """End an interval: fill `wanted`. Collective, drained."""
         if self._shaping is not None:
-            self._shaping.measure(run.engine)
+            self._shaping.measure(run.engine, run.cache)
         state, outlook = on_rank_zero(lambda: self._decide(run.iteration))
         self._load(state)
         self.outlook = outlook
@@ -67,6 +71,11 @@ class Elasticity:
     def note_change(self, seconds: float) -> None:
         """A change has taken so long."""
         if self._shaping is not None:
+            self._shaping.seconds_of_change = seconds
+
+    def expect_change(self, seconds: float) -> None:
+        """One will take so long, where there was none yet that could say."""
+        if self._shaping is not None and not self._shaping.seconds_of_change:
             self._shaping.seconds_of_change = seconds
 
     def take_back(self) -> None:
@@ -96,3 +105,9 @@ class Elasticity:
         with reading_changes(self._args):
             self._load(state)
         self.wanted = self._args.arrangement
+
+
+def _device_bytes(args: argparse.Namespace) -> float:
+    """Of one rank's device; on a CPU its part of the host."""
+    sharing = 1 if backend.is_cuda() else int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    return backend.device_bytes() / sharing

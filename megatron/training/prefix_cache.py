@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from megatron.elastic.cache import ActivationCache, Counts, Generation, require_usable, weights_digest
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
+from megatron.training.arguments.rules_classification import num_samples
 from megatron.training.checkpoint.agreement import control_group
 from megatron.training.place import model_config
 
@@ -43,6 +44,7 @@ class PrefixCache:
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
         self._told = Counts()
+        self._unread = 0  # samples until each has been asked for at this depth
         self._depth = 0  # at which outputs are kept now; on all ranks, as any may come to have the first stage
 
     def serve(self, stages: list[MegatronStage]) -> None:
@@ -62,6 +64,7 @@ class PrefixCache:
                 )
             elif self._cache.generation != generation:
                 self._cache.deepen(generation)
+            self._unread = 2 * num_samples(self._args, "train")  # a whole epoch lies within, wherever this one stands
         except (OSError, ValueError) as error:
             logger.warning("--activation-cache: rank %d goes on without: %s", self._args.rank, error)
             self.close()
@@ -86,6 +89,7 @@ class PrefixCache:
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
         """As `OutputCache`. Where one tensor rank has not all of it, all compute, since they do that together."""
+        self._forget_older(self._args.micro_batch_size * self._args.data_parallel_size)
         return self._joined([None] if self._cache is None else self._cache.get(_numbers(batch)))
 
     def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
@@ -104,6 +108,12 @@ class PrefixCache:
             has_all = bool(have_all.item())
         return torch.stack(found, dim=1).to(backend.device(), non_blocking=True) if has_all else None
 
+    def _forget_older(self, num_read: int) -> None:
+        """Give up the depth before, once each sample has been asked for at this one."""
+        if self._unread > 0 >= self._unread - num_read and self._cache is not None:
+            self._cache.forget_older()
+        self._unread -= num_read
+
     def write(self, batch: dict[str, Tensor], output: Tensor) -> None:
         """As `OutputCache`."""
         if self._cache is not None:
@@ -117,6 +127,16 @@ class PrefixCache:
         begin = data.next_sample + size * parallel_state.get_data_parallel_rank()
         if begin + size <= len(self._dataset):
             self._cache.prefetch([self._dataset.sample_id(index) for index in range(begin, begin + size)])
+
+    def seconds(self) -> tuple[float, float] | None:
+        """What reading and writing a sample takes, on the slowest rank; None where neither was done. Collective."""
+        own = None if self._cache is None else self._cache.measured
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own and (own.read_seconds, own.write_seconds), group=control_group())
+        known = [each for each in found if each is not None and None not in each]
+        if not known:
+            return None
+        return max(read for read, _ in known), max(write for _, write in known)
 
     def describe(self) -> str:
         """One line about all ranks, since they were asked last. Collective."""

@@ -9,19 +9,19 @@ limit. The fastest is taken if it repays what a change costs in what is left of 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron.elastic.cache import Seconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
-from megatron.elastic.pipelines import Layers, pipelines
+from megatron.elastic.pipelines import Layers, most_saved, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.hosts import Process
-from megatron.planner import TrainingState
 from megatron.planner.activations import Activations
 from megatron.planner.memory import RankMemory, estimate_memory
 from megatron.planner.parameters import embedding_parameters, head_parameters, layer_parameters
@@ -33,8 +33,11 @@ from megatron.training.arrangement import Arrangement, arrange, batch_size
 from megatron.training.checkpoint.agreement import control_group
 from megatron.training.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
 from megatron.training.link_times import LinkTimes, measure_links
-from megatron.training.placement import pipelines_in_a_row, this_process
+from megatron.training.placement import degrees_of, pipelines_in_a_row, this_process
 from megatron.training.proving import prove
+
+if TYPE_CHECKING:
+    from megatron.training.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,32 @@ def memory_of_ranks(args: argparse.Namespace) -> tuple[RankMemory, ...]:
     )  # fmt: skip
 
 
+def state_bytes(memory: RankMemory) -> float:
+    """Of a rank's weights, gradients and optimizer, without activations."""
+    return memory.parts.weights + memory.parts.gradients + memory.parts.optimizer
+
+
+def bytes_of_processes(args: argparse.Namespace) -> list[float]:
+    """The state that each process of the job has in its pipeline."""
+    ranks, degrees = memory_of_ranks(args), degrees_of(args)
+    return [state_bytes(ranks[degrees.coordinates(each).stage]) for each in range(degrees.world_size)]
+
+
 class Shaping:
     """The shape of one run's pipeline.
 
     Args:
         processes: by rank; none: they are asked when they measure.
+        device_bytes: of a rank's device, which holds the state of before and that of after while it changes.
 
     Attributes:
-        seconds_of_change: what the last change took; 0 until there was one.
+        seconds_of_change: what the last change took; until there was one, what it is expected to.
     """
 
-    def __init__(self, args: argparse.Namespace, processes: Sequence[Process] = ()) -> None:
-        self._args, self._processes = args, tuple(processes)
+    def __init__(
+        self, args: argparse.Namespace, processes: Sequence[Process] = (), *, device_bytes: float = math.inf
+    ) -> None:
+        self._args, self._processes, self._device_bytes = args, tuple(processes), device_bytes
         self._links: LinkTimes | None = None
         self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
@@ -78,8 +95,11 @@ class Shaping:
         self._most_bytes: float | None = None
         self.seconds_of_change = 0.0
 
-    def measure(self, engine: PipelineEngine) -> None:
-        """Learn what layers take from what the engine traced, who sits where, and how far apart. Collective, drained."""
+    def measure(self, engine: PipelineEngine, cache: PrefixCache | None = None) -> None:
+        """Learn what layers take from what the engine traced, who sits where, and how far apart. Collective, drained.
+
+        `cache`: what the run's reading and writing have taken.
+        """
         if not self._processes:
             found: list = [None] * self._args.world_size
             dist.all_gather_object(found, this_process(), group=control_group())
@@ -92,6 +112,9 @@ class Shaping:
             for stage, (forward, backward) in seconds_of_stages(engine).items()
         }
         self._times.note(now.stages, found, cached=now.cached)
+        taken = cache.seconds() if now.cached and cache is not None else None
+        if taken is not None and self._disk is not None:
+            self._disk = replace(self._disk, read=taken[0], write=taken[1])
 
     def decide(self, now: Arrangement, *, batches_left: int) -> tuple[Arrangement, Outlook]:
         """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with."""
@@ -113,7 +136,7 @@ class Shaping:
             size = of_interval(self._by_hand, self._num_intervals)
             found = [each for each in found if each[0].pipeline == size]
         else:
-            found = [each for each in found if self._bytes(each[0]) <= self._limit()]
+            found = [each for each in found if self._has_room(each[0])]
         if self._args.activation_cache_use == "always" and any(each.cached for each, _ in found):
             found, insists = [each for each in found if each[0].cached], True
         if not found:
@@ -121,9 +144,23 @@ class Shaping:
             asked += f"microbatches of {now.micro_batch_size} samples"
             return present, Outlook(before, before, f"{asked} cannot be arranged" if insists else None)
         wanted, after = min(found, key=lambda each: (each[1], each[0].pipeline, each[0].cached))
-        if not insists and (before - after) * batches_left <= self.seconds_of_change:
+        if not insists and (before - after) * batches_left <= self._cost_of_another_cut(present):
             return present, Outlook(before, before)
         return self._ordered(wanted, present), Outlook(before, after)
+
+    def _cost_of_another_cut(self, present: Arrangement) -> float:
+        """Seconds. Where layers freeze the run takes another place anyway, and only its state goes further."""
+        if present == self._args.arrangement:
+            return self.seconds_of_change
+        links = self._links or LinkTimes()
+        return links.of_transfer(max(map(state_bytes, memory_of_ranks(self._args))))
+
+    def _has_room(self, wanted: Arrangement) -> bool:
+        """With activations no rank takes more than one did at first, and within the change its device has room."""
+        if self._bytes(wanted) > self._limit():
+            return False
+        within = zip(bytes_of_processes(self._args), bytes_of_processes(self._arranged(wanted)), strict=True)
+        return max(map(sum, within)) <= self._device_bytes
 
     def _ordered(self, wanted: Arrangement, present: Arrangement) -> Arrangement:
         """The same with the rank mapping decided anew, where there are other groups of ranks."""
@@ -143,6 +180,8 @@ class Shaping:
         """Whether what the frozen layers put out is to be read: always, or where that is sooner."""
         args = self._args
         if args.activation_cache is None or not now.num_frozen:
+            return False
+        if self._disk_seconds().read == math.inf:  # its folder cannot be written, as was warned
             return False
         if args.activation_cache_use == "always":
             return True
@@ -180,11 +219,32 @@ class Shaping:
         batches = batches_left
         if arrangement.num_frozen < args.num_layers - 1 and args.freeze_training:
             batches = min(batches_left, args.freeze_interval)
-        epoch = -(-self._epoch // batch_size(args, arrangement))
-        missing = min(1.0, epoch / max(1, batches))
+        missing = 1.0 - self._share_that_is_read(arrangement, batches)
         goes_deeper = now.cached and now.micro_batch_size == arrangement.micro_batch_size
         first = self._seconds(arrangement, num_stored=min(now.num_frozen, arrangement.num_frozen) if goes_deeper else 0)
         return missing * (first or reading) + (1 - missing) * reading
+
+    def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
+        """Of the microbatches of so many batches from a depth's first on: those of which all samples were there.
+
+        Samples are dealt out anew in each epoch, and a node has what it has computed itself. So on n nodes a sample is
+        missing behind e epochs with a chance of (1 - 1/n)^e.
+        """
+        epoch = -(-self._epoch // batch_size(self._args, arrangement))
+        hosts = self._hosts_of_prefix(arrangement)
+        read = 0.0
+        for number in range(-(-batches // epoch)):
+            found = 1.0 - (1.0 - 1.0 / hosts) ** number
+            read += min(epoch, batches - number * epoch) * found**arrangement.micro_batch_size
+        return read / max(1, batches)
+
+    def _hosts_of_prefix(self, arrangement: Arrangement) -> int:
+        """How many nodes have a first stage."""
+        if not self._processes:
+            return 1
+        degrees = degrees_of(self._arranged(arrangement))
+        first = (each for each in range(degrees.world_size) if degrees.coordinates(each).stage == 0)
+        return len({self._processes[each].host for each in first})
 
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
         """One for each number of ranks that the job can be arranged in."""
@@ -199,7 +259,9 @@ class Shaping:
         in_front = now.num_frozen if now.cached else 0
         for size in (each for each in sizes if world % each == 0 and each <= len(work) - in_front):
             shape = replace(now, pipeline=size, data=world // size, layers_of_rank=(len(work), *(0,) * (size - 1)))
-            first, *others = self._cut(work[in_front:], shape)
+            own = work[in_front:]
+            own[0] += self._disk_seconds().read if now.cached else 0.0
+            first, *others = self._cut(own, shape)
             each = replace(shape, layers_of_rank=(in_front + first, *others))
             if self._arranged(each) is not None:
                 found.append(each)
@@ -213,12 +275,14 @@ class Shaping:
         if self._by_hand is not None:
             return cut_exactly(work, size)
         in_front = num_layers - len(work)
-        model, state = plan.architecture(self._args), self._state(shape)
-        activations = Activations(model, plan.activation_setting(self._args))
-        tensor, delay = (
-            self._args.tensor_model_parallel_size,
-            1 + (PRESETS[self._args.pipeline_schedule].policy.delay or 0),
+        like = argparse.Namespace(
+            **{**vars(self._args), "data_parallel_size": shape.data, "micro_batch_size": shape.micro_batch_size}
         )
+        model, state = plan.architecture(like), plan.training_state(like)
+        activations = Activations(model, plan.activation_setting(like))
+        tensor, delay = like.tensor_model_parallel_size, 1 + (PRESETS[like.pipeline_schedule].policy.delay or 0)
+        samples = shape.data * shape.micro_batch_size
+        held_at_once = most_saved(like.pipeline_schedule, size, max(1, batch_size(like, shape) // samples))
         layer, embedding = layer_parameters(model, tensor), embedding_parameters(model, tensor)
         head = head_parameters(model, tensor, holds_embedding=False)
 
@@ -230,15 +294,12 @@ class Shaping:
             if rank == 0 and not shape.num_frozen:
                 own += embedding
             kept = frozen * layer + (embedding if rank == 0 and shape.num_frozen else 0)
-            saved = activations.saved(max(0, trained), is_first=False, is_last=last == num_layers) * (size - rank)
+            saved = activations.saved(max(0, trained), is_first=False, is_last=last == num_layers) * held_at_once[rank]
             held = state.weights(own, num_versions=delay) + state.gradients(own, num_buffers=delay)
             held += state.optimizer(own, num_versions=delay) + kept * state.weight_bytes
             return held + saved <= self._limit()
 
         return cut_that_fits(work, size, fits) or cut_exactly(work, size)
-
-    def _state(self, shape: Arrangement) -> TrainingState:
-        return plan.training_state(argparse.Namespace(**{**vars(self._args), "data_parallel_size": shape.data}))
 
     def _arranged(self, arrangement: Arrangement) -> argparse.Namespace | None:
         """The arguments of a job that is arranged so; None where it cannot be."""

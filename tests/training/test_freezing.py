@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests import workers
 from tests.training import bert_helper
 from tests.training.freezing_cases import (
     CLOSE,
@@ -18,6 +19,7 @@ from tests.training.freezing_cases import (
     reference,
     train_watched,
 )
+from tests.training.run_case import train
 
 P124 = ((1, 1, 1), (2, 1, 1), (4, 1, 1))
 DATA_2, TENSOR_2 = ((2, 1, 2), (1, 1, 2)), ((2, 2, 1), (1, 2, 1))
@@ -157,3 +159,10 @@ def test_evaluations_use_what_is_frozen(schedule):
 
 
 assert "--freeze-interval 2" in FREEZES
+
+
+def test_a_rank_without_layers_is_refused():
+    """What is frozen is cut by layers, so the embedding or the loss alone is no place of a pipeline that changes."""
+    flags = f"{FREEZES} --num-layers 3 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|L"
+    with pytest.raises(workers.WorkerError, match="the ranks of the pipeline have 3, 0 layers, and where"):
+        train(2, flags)

@@ -60,10 +60,10 @@ def test_equals_training_that_computes(num_ranks, flags, images, tmp_path):
     # Behind 4 batches of 32 samples one layer is frozen, behind 8 two: 32 samples, then all that are left.
     assert [read + missing for read, missing, *_ in counts[1:]] == [32 * tensor_ranks(flags), 72 * tensor_ranks(flags)]
     assert all(missing > 0 and written >= 26 for _, missing, _, written in counts[1:])
-    # At the second depth the first epoch goes on from what the first has put out, but for a microbatch of each replica:
-    # of that the other order of the next epoch finds one sample at either depth.
+    # At the second depth the first epoch goes on from what the first has put out. It begins within an epoch, so some
+    # microbatches of the next one have a sample of either depth, and are computed from the first, both of them.
     (*_, older, _), (_, missing, later, _) = counts[1:]
-    assert older == 0 and missing - 4 * tensor_ranks(flags) <= later <= missing
+    assert older == 0 and missing <= later <= 2 * missing
     again, counts = run(num_ranks, images, f"{flags} {cached(tmp_path)}")
     assert again == computed
     assert counts[-1][1:] == [0, 0, 0]

@@ -123,8 +123,8 @@ class ActivationCache:
         return found
 
     def put(self, samples: Sequence[Hashable], tensors: Sequence[Tensor]) -> None:
-        """Keep these outputs, and give up the older ones of the same samples. The tensors are copied before it returns
-        (on a device: before what its stream is given next).
+        """Keep these outputs; the older ones of the same samples make way where there is no room for both. The tensors
+        are copied before it returns (on a device: before what its stream is given next).
 
         Raises:
             ValueError: a tensor is not of the generation's dtype and shape, or a name is of another kind.

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -21,9 +24,18 @@ DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _PIECE_BYTES = 1 << 24
 
 
+_PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "flash-attn-3")
+_VARIABLES = ("NVTE_", "MKL_", "ONEDNN_", "DNNL_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
+
+
 def software_of_this_process() -> str:
-    """Versions and instructions on which the last bits of CPU kernels depend."""
-    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    """Versions, instructions and variables on which the last bits of kernels depend, or which of them is taken."""
+    found = [f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"]
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    found += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES))
+    return " ".join(found)
 
 
 @dataclass(frozen=True)

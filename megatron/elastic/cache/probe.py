@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -9,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron.elastic.cache.activation_cache import ActivationCache
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.elastic.cache.generation import Generation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,12 @@ class Seconds:
     put: float
 
 
+_NEVER = Seconds(math.inf, math.inf, math.inf)
+
+
 def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num_microbatches: int = 4) -> Seconds:
     """Medians of a few microbatches of samples of `num_bytes`, in a folder of its own in `folder` that is removed. All
-    are infinite where it cannot be written.
+    are infinite, with a warning, where it cannot be written.
 
     Raises:
         ValueError: as `ActivationCache`.
@@ -51,13 +58,20 @@ def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num
         data="",
     )
     most_bytes = 4 * FEWEST_BYTES + 2 * (num_bytes + 8192) * microbatch_rows * num_microbatches
-    values = torch.randint(-(1 << 15), 1 << 15, generation.shape, dtype=torch.int16).view(torch.float16)
-    puts = []
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="measure-", dir=folder) as own,
-        ActivationCache(own, generation, most_bytes=most_bytes) as cache,
-    ):
+    draws = torch.Generator().manual_seed(0)  # of its own: who measures draws as others do
+    values = torch.randint(-(1 << 15), 1 << 15, generation.shape, dtype=torch.int16, generator=draws)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="measure-", dir=folder) as own:
+            return _measured(own, generation, values.view(torch.float16), most_bytes, num_microbatches)
+    except OSError as error:
+        logger.warning("the cache's folder %s cannot be written (%s); nothing is read from it", folder, error)
+        return _NEVER
+
+
+def _measured(folder: str, generation: Generation, values: Tensor, most_bytes: int, num_microbatches: int) -> Seconds:
+    puts, microbatch_rows = [], generation.microbatch_rows
+    with ActivationCache(folder, generation, most_bytes=most_bytes) as cache:
         for first in range(0, num_microbatches * microbatch_rows, microbatch_rows):
             begin = time.perf_counter()
             cache.put(range(first, first + microbatch_rows), [values] * microbatch_rows)
@@ -67,5 +81,5 @@ def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num
             cache.get(range(first, first + microbatch_rows))
         measured = cache.measured
         if measured.read_seconds is None or measured.write_seconds is None:
-            return Seconds(math.inf, math.inf, math.inf)
+            return _NEVER
         return Seconds(measured.read_seconds, measured.write_seconds, sorted(puts)[len(puts) // 2])

@@ -38,7 +38,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample's value, sealed when it is written; `older` is the key of the value that it replaces."""
+    """One sample's value, sealed when it is written; `older` is the key of the value that makes way for it where there
+    is no room for both."""
 
     key: bytes
     older: bytes | None
@@ -128,16 +129,16 @@ class Store:
             with self._environment.writing() as transaction:
                 used = self._used_bytes(transaction)
                 for each in entries:
-                    replaced = [key for key in (each.key, each.older) if key is not None]
-                    stored = [len(value) for key in replaced if (value := transaction.get(key)) is not None]
-                    change = self._bytes_in_pages(len(each.value)) - sum(map(self._bytes_in_pages, stored))
+                    own, older = (self._stored_bytes(transaction, key) for key in (each.key, each.older))
+                    change = self._bytes_in_pages(len(each.value)) - own
+                    if used + change > self._most_bytes >= used + change - older:
+                        transaction.delete(each.older)
+                        used -= older
                     if used + change > self._most_bytes:
                         left.append(each)
-                        continue
-                    used += change
-                    if each.older is not None:
-                        transaction.delete(each.older)
-                    transaction.put(each.key, memoryview(each.value.numpy()))
+                    else:
+                        used += change
+                        transaction.put(each.key, memoryview(each.value.numpy()))
         except lmdb.MapFullError:
             return entries, True
         return left, False
@@ -195,6 +196,11 @@ class Store:
     def _used_bytes(self, transaction: Any) -> int:
         found = transaction.stat()
         return (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"]) * self._page_bytes
+
+    def _stored_bytes(self, transaction: Any, key: bytes | None) -> int:
+        """What the value of a key takes; 0 where there is none."""
+        stored = None if key is None else transaction.get(key)
+        return 0 if stored is None else self._bytes_in_pages(len(stored))
 
     def _bytes_in_pages(self, num_bytes: int) -> int:
         """What a value takes: pages of its own, or a part of one where it is small."""

@@ -90,7 +90,7 @@ def test_another_generation_finds_nothing(change, tmp_path):
 
 
 def test_deepen(tmp_path):
-    """Old values are found as old ones until new ones replace them; what is older than that is gone."""
+    """Old values are found as old ones until they are given up; what is older than that is gone."""
     with open_cache(tmp_path) as cache:
         cache.put(SAMPLES, outputs(SAMPLES))
         cache.deepen(GENERATION)
@@ -103,14 +103,16 @@ def test_deepen(tmp_path):
         cache.put([3, 4, 50], outputs([3, 4, 50], DEEPER))
         cache.flush()
         assert same(cache.get([3, 4, 50, 5]), [*outputs([3, 4, 50], DEEPER), None])
-        assert same(cache.get_older([3, 4, 50, 5]), [None, None, None, output(5)])
-        assert cache.measured.counts.older_hits == 13
+        assert same(cache.get_older([3, 4, 50, 5]), [output(3), output(4), None, output(5)])
+        assert cache.measured.counts.older_hits == 15
         cache.deepen(DEEPEST)
         cache.flush()
         assert same(cache.get_older([3, 5]), [output(3, DEEPER), None])
+        cache.forget_older()
+        cache.flush()
+        assert cache.get_older([3, 5]) == [None, None]
     with open_cache(tmp_path, DEEPER, older=GENERATION) as cache:
-        assert same(cache.get([3, 5]), [output(3, DEEPER), None])
-        assert cache.get_older([5]) == [None]
+        assert cache.get([3, 5]) == cache.get_older([3, 5]) == [None, None]
 
 
 def test_a_job_goes_on_with_both_generations(tmp_path):
