@@ -145,9 +145,9 @@ class VisionStudy(Study):
 
 
 class TextStudy(Study):
-    ways = (2, 0.5), (3, 0.5), (4, 0.5)
+    ways = (3, 0.5), (4, 0.5)
     tried_seeds = 101, 102
-    num_samples = 3000
+    num_samples = 1500
 
     @property
     def vocabulary(self) -> list[str]:
@@ -185,7 +185,7 @@ class TextStudy(Study):
         data = self.data(seed)
         tested = ["--test-data", str(data / "test.jsonl")] if test else []
         return [
-            "finetune_bert.py", *BERT.split(), *self.vocabulary, "--num-layers", str(LAYERS), "--lr", "3e-4",
+            "finetune_bert.py", *BERT.split(), *self.vocabulary, "--num-layers", str(LAYERS), "--lr", "5e-4",
             "--pipeline-model-parallel-size", "2", "--pretrained-checkpoint", str(self.pretrained),
             "--train-data", str(data / "tuning.jsonl"), "--valid-data", str(data / "validation.jsonl"), *tested,
         ]  # fmt: skip
