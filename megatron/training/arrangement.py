@@ -157,7 +157,8 @@ def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any]
     """What a run that begins, or goes on from a checkpoint, is built as; `args.first_arrangement` is set.
 
     A checkpoint's own arrangement, where the job has as many ranks as when it was decided and the flags ask for the
-    same as then; else what the flags say. Frozen layers stay frozen.
+    same as then; else what the flags say. Frozen layers stay frozen, unless the optimizer's state is not loaded and
+    nothing is to freeze.
 
     Raises:
         CheckpointError: the checkpoint has frozen layers, and the run would train them; or what it says is damaged.
@@ -169,10 +170,13 @@ def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any]
         wanted, asked_for = (Arrangement.from_state(recorded[name]) for name in ("wanted", "first"))
         if sum(wanted.layers_of_rank) != sum(asked_for.layers_of_rank):
             raise ValueError(f"{wanted.layers_of_rank} are fewer or more layers than {asked_for.layers_of_rank}")
-    if wanted.num_frozen and not args.freeze_training:
+    if args.no_load_optim and not args.freeze_training:
+        return first
+    if wanted.num_frozen and not (args.freeze_training or args.skip_train):
         raise CheckpointError(
             f"--load {args.load}: {wanted.num_frozen} layers of the checkpoint are frozen, and their optimizer state "
-            "is gone; add --freeze-training, or --finetune to begin anew with its weights"
+            "is gone; add --freeze-training, or to train all --no-load-optim, or --finetune to begin anew with its "
+            "weights"
         )
     if sum(wanted.layers_of_rank) != args.num_layers:
         return first  # of another model; loading says in what it differs

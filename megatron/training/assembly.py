@@ -178,8 +178,10 @@ def _build(
     if elasticity is not None:  # a change does the same again
         elasticity.expect_change(seconds_of_place + time.perf_counter() - began)
     _describe(args, reporter, place.stages, position)
-    cache = PrefixCache(args, datasets[0]) if args.activation_cache is not None else None
-    if cache is not None:
+    cache = None
+    if args.activation_cache is not None:
+        with agreed():
+            cache = PrefixCache(args, datasets[0])
         cache.serve(place.stages)
     return Run(
         args, parts, place, engine, reporter,

@@ -38,6 +38,7 @@ class Elasticity:
             self._shaping = Shaping(args, device_bytes=_device_bytes(args))
         self.wanted: Arrangement = args.arrangement
         self.outlook: Outlook | None = None
+        self._num_failed = self._num_paused = 0  # changes in a row; decisions that nothing comes of
 
     def note(self, report: BatchReport) -> None:
         """Count in what the decision reads of a batch."""
@@ -56,6 +57,9 @@ class Elasticity:
         state, outlook = on_rank_zero(lambda: self._decide(run.iteration))
         self._load(state)
         self.outlook = outlook
+        if self._num_paused and self.wanted != self._args.arrangement:
+            self._num_paused -= 1
+            self.take_back()
 
     def _decide(self, iteration: int) -> tuple[dict[str, Any], Outlook | None]:
         wanted, outlook = self._args.arrangement, None
@@ -70,6 +74,7 @@ class Elasticity:
 
     def note_change(self, seconds: float) -> None:
         """A change has taken so long."""
+        self._num_failed = 0
         if self._shaping is not None:
             self._shaping.seconds_of_change = seconds
 
@@ -77,6 +82,12 @@ class Elasticity:
         """One will take so long, where there was none yet that could say."""
         if self._shaping is not None and not self._shaping.seconds_of_change:
             self._shaping.seconds_of_change = seconds
+
+    def note_failure(self) -> None:
+        """A change did not come about. Behind one that fails again nothing is tried for 1, 3, 7 ... decisions."""
+        self._num_paused = 2**self._num_failed - 1
+        self._num_failed += 1
+        self.take_back()
 
     def take_back(self) -> None:
         """What was decided did not come about."""

@@ -236,7 +236,7 @@ class Loop:
         try:
             change = change_place(run, elasticity.wanted)
         except CheckpointError as error:
-            elasticity.take_back()
+            elasticity.note_failure()
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
             elasticity.note_change(change.seconds)

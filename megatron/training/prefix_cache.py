@@ -38,9 +38,17 @@ class PrefixCache:
 
     Args:
         dataset: of training, which says what its samples are; None where this rank reads none.
+
+    Raises:
+        ValueError: the samples do not repeat, or have no numbers.
     """
 
     def __init__(self, args: argparse.Namespace, dataset: object | None) -> None:
+        if dataset is not None and not (getattr(dataset, "samples_repeat", False) and hasattr(dataset, "sample_id")):
+            raise ValueError(
+                f"--activation-cache {args.activation_cache}: {type(dataset).__name__} does not say that its samples "
+                "come again as they were (`samples_repeat`, `sample_id`), as augmented ones do not; leave the flag out"
+            )
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
         self._told = Counts()

@@ -18,8 +18,8 @@ backend.install()
 from megatron.training.checkpoint.integrity import MANIFEST
 from megatron.training.checkpoint.loader import CHECKSUMS_ENTRY
 from tests import workers
-from tests.training.freezing_cases import assert_unmoved, train_watched
-from tests.training.run_case import data_flags, joined_weights
+from tests.training.freezing_cases import FREEZES, assert_unmoved, train_watched
+from tests.training.run_case import data_flags, joined_weights, train
 
 CASES = {
     "flush": "--freeze-alpha 0.4",
@@ -159,12 +159,29 @@ def test_weights_alone(tmp_path):
     assert [each["num_frozen"] for each in anew[0]["watched"]["batches"]][:2] == [0, 0]
 
 
+def test_without_the_flags_that_froze(tmp_path):
+    """Who needs no state of the optimizer needs no flag: evaluated, the checkpoint has the loss that it has with them,
+    and trained on without that state, all layers learn."""
+    saved = train(2, f"{FREEZES} {CASES['flush']} --save {tmp_path} --exit-interval 4")
+    evaluated = f"--eval-iters 1 --skip-train --load {tmp_path}"
+    flags = f"--untie-embeddings-and-output-weights --clip-grad 0 --train-iters 7 --load {tmp_path}"
+    losses = validation_losses(train(2, f"{flags} {evaluated}"))
+    assert losses == validation_losses(train(2, f"{FREEZES} {CASES['flush']} {evaluated}")) != []
+    before = joined_weights(saved)
+    after = joined_weights(train(2, f"{flags} --no-load-optim"))
+    assert all(not torch.equal(value, after[name]) for name, value in before.items() if "layers.0" in name)
+
+
+def validation_losses(results: list[dict]) -> list[float]:
+    return [each["validation_loss"] for each in results[-1]["records"] if "validation_loss" in each]
+
+
 def test_what_is_refused(tmp_path):
     """Each in one sentence, on every rank."""
     train_watched(2, f"{CASES['flush']} --save {tmp_path} --exit-interval 4")
     freezes = "--freeze-training --freeze-interval 2"
     assert re.search(
-        r"--load .*: 2 layers of the checkpoint are frozen, .*; add --freeze-training, or --finetune",
+        r"--load .*: 2 layers of the checkpoint are frozen, .*; add --freeze-training, or to train all --no-load-optim",
         refusal(f"--load {tmp_path}"),
     )
     assert re.search(

@@ -1,11 +1,13 @@
 """Training that reads what frozen layers put out, against training that computes it."""
 
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import numpy
 import pytest
 
+from megatron.training.prefix_cache import PrefixCache
 from tests import workers
 from tests.training.run_case import train
 
@@ -113,3 +115,8 @@ def test_another_order_finds_the_same_samples(images, tmp_path):
     other, counts = run(2, images, f"{flags} {cached(tmp_path)}")
     assert other == computed
     assert counts[1][1] > 0
+
+
+def test_samples_that_do_not_say_that_they_repeat_are_refused():
+    with pytest.raises(ValueError, match="--activation-cache here: list does not say that its samples come again"):
+        PrefixCache(Namespace(activation_cache="here"), [1, 2])
