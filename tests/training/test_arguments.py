@@ -23,6 +23,7 @@ from tests.pipeline.runtime import made_up_orders
 from tests.training.arguments_helper import CPU, GPU, arguments, words
 
 ROOT = Path(__file__).parents[2]
+FREEZING = "--untie-embeddings-and-output-weights --freeze-training --freeze-interval 2"
 
 
 def test_defaults_are_megatrons():
@@ -127,6 +128,10 @@ def test_values_that_follow():
         ("--fp16 --loss-scale 0", "", "--loss-scale 0.0 must be greater than 0; leave it out for a dynamic scale"),
         ("--fp16 --min-loss-scale 100 --initial-loss-scale 10", "", "--min-loss-scale 100.0 is greater than"),
         ("--pipeline-schedule pipedream --clip-grad 0", "", "pipedream (stash) updates after every microbatch"),
+        (f"{FREEZING} --freeze-rule gradients --freeze-schedule 1,2", "", "--freeze-schedule 1,2 has no say with"),
+        (f"{FREEZING} --freeze-alpha 0.5 --freeze-schedule 1,2", "", "--freeze-alpha has no say"),
+        (f"{FREEZING} --activation-cache-gib 2", "", "--activation-cache-gib 2.0 says something about a cache"),
+        (f"{FREEZING} --activation-cache-use always", "", "add --activation-cache with its folder"),
     ],
 )
 def test_errors_are_one_sentence(extra, without, message):
@@ -135,6 +140,24 @@ def test_errors_are_one_sentence(extra, without, message):
         arguments(extra, without=without)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, first",
+    [
+        ("--freeze-interval 10", 10),
+        ("--freeze-interval 2 --freeze-start 99", 101),
+        ("--freeze-interval 9", None),
+        ("--freeze-interval 2 --freeze-start 7", None),
+        ("--freeze-interval 100 --skip-train", None),
+    ],
+)
+def test_a_run_that_ends_before_it_changes_is_noted(flags, first):
+    """What the tenth iteration decides comes too late in a run of ten."""
+    args = parse_args(words(f"{FREEZING} {flags}"))
+    notes = [each for each in validate_args(args, world_size=1) if "nothing ever changes" in each]
+    assert len(notes) == (first is not None)
+    assert all(f"the first decision comes at iteration {first}, and training ends at iteration 10" in x for x in notes)
 
 
 def numeric(*kinds):

@@ -41,12 +41,13 @@ GROUP = Group(
             "finetune_bert.py.",
             metavar="DIR",
         ),
-        option("--activation-cache-gib", number, 16.0, "The most GiB that the cache takes on a node."),
+        option("--activation-cache-gib", number, 16.0, "The most GiB that --activation-cache takes on a node."),
         option(
             "--activation-cache-use",
             str,
             "auto",
-            "auto: where reading, as measured on that disk, takes less than computing. always: whatever it takes.",
+            "When --activation-cache is read. auto: where that takes less than computing, as measured on that disk. "
+            "always: whatever it takes.",
             choices=("auto", "always"),
         ),
         switch(

@@ -9,6 +9,7 @@ from megatron.elastic.stages import Stages, stages_of
 from megatron.pipeline.schedules import PRESETS
 from megatron.training.arguments.classification import CLASSIFIERS
 from megatron.training.arguments.freezing import GROUP
+from megatron.training.arguments.ranges import flag
 from megatron.training.arguments.rules_run import pipeline_schedule
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
@@ -46,13 +47,28 @@ def flags(args: argparse.Namespace) -> None:
         _grows(args)
     if args.freeze_schedule is not None and "freeze_rule" not in args.given:
         args.freeze_rule = "schedule"
-    if args.freeze_schedule is not None and "freeze_alpha" in args.given:
-        raise ValueError("--freeze-alpha has no say where --freeze-schedule is given; leave one of them out")
+    _without_effect(args)
     if args.freeze_training:
         make_rule(args)
     if args.activation_cache is not None:
         _cache(args)
     _embeddings_and_weights(args, asked)
+
+
+def _without_effect(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag that nothing would read."""
+    if args.freeze_schedule is not None and args.freeze_rule == "gradients":
+        raise ValueError(
+            f"--freeze-schedule {args.freeze_schedule} has no say with --freeze-rule gradients; leave one of them out"
+        )
+    if args.freeze_schedule is not None and "freeze_alpha" in args.given:
+        raise ValueError("--freeze-alpha has no say where --freeze-schedule is given; leave one of them out")
+    for name in ("activation_cache_gib", "activation_cache_use"):
+        if name in args.given and args.activation_cache is None:
+            raise ValueError(
+                f"{flag(name)} {getattr(args, name)} says something about a cache, and there is none; add "
+                "--activation-cache with its folder, or leave this out"
+            )
 
 
 def _cache(args: argparse.Namespace) -> None:
@@ -156,6 +172,7 @@ def schedules(args: argparse.Namespace) -> None:
             "it out, and give a batch that microbatches and replicas divide"
         )
     _lists_by_hand(args)
+    _intervals(args)
     if not args.freeze_training:
         return
     try:
@@ -168,6 +185,19 @@ def schedules(args: argparse.Namespace) -> None:
         raise ValueError(f"--freeze-training: {error}") from error
     finally:
         args.frozen_stages = None
+
+
+def _intervals(args: argparse.Namespace) -> None:
+    """Notes a run that ends before anything can change."""
+    if not args.changes or args.skip_train:
+        return
+    first = args.freeze_start + args.freeze_interval
+    if first >= args.train_iters:
+        begins = f"--freeze-start {args.freeze_start} and " if args.freeze_start else ""
+        args.notes.append(
+            f"nothing ever changes: with {begins}--freeze-interval {args.freeze_interval} the first decision comes at "
+            f"iteration {first}, and training ends at iteration {args.train_iters}"
+        )
 
 
 def of_interval(numbers: tuple[int, ...], interval: int) -> int:
