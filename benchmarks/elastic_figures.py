@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, median_low
 
-from benchmarks.elastic_plan import ARMS, STATIC, Phase, Setting, depths, plan, seconds_of_arm
-from megatron.elastic.pipelines import Pipeline, fastest
+from benchmarks.elastic_plan import ARMS, STATIC, Arm, Phase, Setting, depths, plan, seconds_of_arm
+from megatron.elastic.pipelines import Pipeline
 
 ALPHAS = (1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
 SHOWN = ("freeze only", "freeze + AutoPipe + AutoDP", "all")
@@ -16,11 +16,11 @@ MOST_CHUNKS = 6
 """For each rank; the paper searches in p to 6p."""
 
 
-def speed_ups(setting: Setting) -> dict[str, float | None]:
-    """Of each arm over the static one; None: some stretch of it fits nowhere."""
+def speed_ups(setting: Setting, arms: Sequence[Arm] = ARMS) -> dict[str, float | None]:
+    """Of arms over the static one; None: some stretch of it fits nowhere."""
     static = seconds_of_arm(plan(STATIC, setting), setting)
     found: dict[str, float | None] = {}
-    for arm in ARMS:
+    for arm in arms:
         try:
             found[arm.name] = static / seconds_of_arm(plan(arm, setting), setting)
         except ValueError:
@@ -28,46 +28,49 @@ def speed_ups(setting: Setting) -> dict[str, float | None]:
     return found
 
 
-def by_alpha(setting: Setting) -> list[dict]:
-    """Figure 10."""
+def by_alpha(setting: Setting, own: float) -> list[dict]:
+    """Figure 10, with the alpha of the setting itself among the paper's."""
     rows = []
-    for alpha in ALPHAS:
+    for alpha in sorted({*ALPHAS, own}):
         frozen = depths(len(setting.layers.forward), alpha, len(setting.depths))
         rows.append({"alpha": alpha, "depths": list(frozen), **speed_ups(replace(setting, depths=frozen))})
     return rows
 
 
-def by_cache_from(setting: Setting) -> list[dict]:
-    """Figure 12: the cache from so many frozen layers on; and what a batch takes at so many, of which some pipeline of
-    its own is the fastest: computed, in a first epoch with nothing in the cache, and read.
+def by_static_cut(setting: Setting) -> list[dict]:
+    """All arms under the limits of memory that two cuts of the static pipeline set: the one that it has, and, of those
+    that are as even, the one that takes least.
     """
+    least = replace(setting, limit=least_static(setting))
+    return [
+        {"cut": list(each.static().layers_of_rank), "limit": each.limit, **speed_ups(each)} for each in (setting, least)
+    ]
+
+
+def by_cache_from(setting: Setting) -> list[dict]:
+    """Figure 12: the cache on from so many frozen layers, whether that pays or not; and what a batch takes at so many,
+    of which some pipeline of its own is the fastest: computed, in a first epoch with nothing in the cache, and read.
+    """
+    arms = [each for each in ARMS if each.caches]
     rows = []
     for count in range(len(setting.layers.forward)):
-        row = {"cache_from": count, **speed_ups(replace(setting, cache_from=count))}
-        for name, choices in (
-            ("computed", {}),
-            ("written", {"cached": True, "num_stored": 0}),
-            ("read", {"cached": True, "num_stored": count}),
-        ):
-            row[name] = _fastest_at(setting, count, **choices) if count or not choices else None
+        row = {"cache_from": count, **speed_ups(replace(setting, cache_from=count, is_forced=True), arms)}
+        for name, num_stored in (("computed", None), ("written", 0), ("read", count)):
+            row[name] = _fastest_at(setting, count, num_stored) if count or num_stored is None else None
         rows.append(row)
-    never = speed_ups(replace(setting, cache_from=len(setting.layers.forward)))
+    never = speed_ups(replace(setting, cache_from=len(setting.layers.forward)), arms)
     return [*rows, {"cache_from": None, **never, "computed": None, "written": None, "read": None}]
 
 
-def _fastest_at(setting: Setting, num_frozen: int, **choices) -> float | None:
-    found = [
-        pipeline
-        for num_ranks in range(1, setting.num_stages + 1)
-        if setting.num_stages % num_ranks == 0
-        for pipeline in setting.of_ranks(
-            num_ranks, num_frozen, replicates=True, on_host=bool(choices) and setting.on_host, **choices
-        )
-    ]
-    try:
-        return fastest(found, most_bytes=setting.limit).seconds
-    except ValueError:
-        return None
+def _fastest_at(setting: Setting, num_frozen: int, num_stored: int | None) -> float | None:
+    """Seconds of a batch; None: no pipeline fits."""
+    least = {each: setting.at_least(each, num_frozen, num_stored) for each in setting.shapes(replicates=True)}
+    found = math.inf
+    for shape in sorted(least, key=least.__getitem__):
+        pipeline = setting.of_shape(shape, num_frozen, num_stored) if least[shape] < found else None
+        if pipeline is not None and setting.fits(pipeline):
+            found = min(found, pipeline.seconds)
+    return None if found == math.inf else found
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def best_microbatches(setting: Setting, overhead: float) -> list[Chunks]:
                 occupation=setting.layers.occupation * setting.num_microbatches / count,
             )  # fmt: skip
             other = replace(setting, layers=layers, num_microbatches=count, limit=math.inf)
-            for pipeline in other.of_ranks(num_ranks, 0, replicates=False):
+            pipeline = other.of_shape((num_ranks, 1), 0)
+            if pipeline is not None:
                 tried[count] = other, pipeline
         seconds = {count: pipeline.seconds for count, (_, pipeline) in tried.items()}
         other, pipeline = tried[min(seconds, key=seconds.__getitem__)]
@@ -118,7 +122,6 @@ def assumptions(setting: Setting) -> list[dict]:
         ("parameters alone count", replace(setting, layers=replace(layers, saved_bytes=0.0)), True),
         ("the same, and what is cached stays on the device",
          replace(setting, on_host=False, layers=replace(layers, saved_bytes=0.0)), True),
-        ("the static cut that takes least", replace(setting, limit=least_static(setting)), False),
         ("four times the seconds of a read", replace(setting, layers=replace(layers, read=4 * (layers.read or 0.0))),
          False),
         ("memory without end", replace(setting, limit=math.inf), False),
@@ -126,7 +129,7 @@ def assumptions(setting: Setting) -> list[dict]:
         ("5 epochs an interval", replace(setting, epochs=5), False),
         ("20 batches an interval", replace(setting, batches=20), False),
         ("3,200 batches an interval", replace(setting, batches=3200), False),
-        ("transitions take no time", replace(setting, rebuild=0.0, move=0.0), False),
+        ("transitions take no time", replace(setting, rebuild=0.0, move=0.0, move_layer=0.0), False),
         ("reads and writes take no time", replace(setting, layers=replace(layers, read=0.0, write=0.0)), False),
         ("reductions take no time", replace(setting, layers=replace(layers, reduce=0.0)), False),
     ):  # fmt: skip
@@ -159,15 +162,22 @@ def _busiest(setting: Setting, pipeline: Pipeline) -> float:
     return most
 
 
-def rows_of(setting: Setting, lengths: Sequence[Chunks], runs: list[list[dict]] | None) -> dict[str, list[dict]]:
+def median_of_runs(runs: Sequence[Sequence[float]]) -> float:
+    """Of the runs' medians the middle one, and of two the lower one: no single run that was woken late decides."""
+    return median_low(median(each) for each in runs)
+
+
+def rows_of(
+    setting: Setting, alpha: float, lengths: Sequence[Chunks], runs: list[list[dict]] | None
+) -> dict[str, list[dict]]:
     """All figures; of the lengths also what was measured."""
     figure_11 = []
     for place, each in enumerate(lengths):
         row = {"p": each.num_ranks, "best": each.best, "seconds": {str(m): s for m, s in each.seconds.items()}}
         if runs:
-            row["measured"] = median(seconds for run in runs for seconds in run[place]["batches"])
+            row["measured"] = median_of_runs([run[place]["batches"] for run in runs])
         figure_11.append(row)
     return {
-        "figure_10": by_alpha(setting), "figure_11": figure_11, "figure_12": by_cache_from(setting),
-        "assumptions": assumptions(setting),
+        "static_cuts": by_static_cut(setting), "figure_10": by_alpha(setting, alpha), "figure_11": figure_11,
+        "figure_12": by_cache_from(setting), "assumptions": assumptions(setting),
     }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -41,9 +40,8 @@ def draw(rows: Sequence[dict], phases: Sequence[Phase], setting: Setting, path: 
     _steps(below, spans, [_SAMPLES / row["batch"] for row in rows], color=_COLOURS["predicted"], linewidth=2.2,
            label="predicted")  # fmt: skip
     if measured:
-        batches = [median(each for run in row["every_batch"] for each in run) for row in rows]
-        _steps(below, spans, [_SAMPLES / each for each in batches], color=_COLOURS["measured"], linewidth=1.0,
-               linestyle="--", label="measured")  # fmt: skip
+        _steps(below, spans, [_SAMPLES / row["measured_batch"] for row in rows], color=_COLOURS["measured"],
+               linewidth=1.0, linestyle="--", label="measured")  # fmt: skip
     below.set_ylim(bottom=0)
     below.set_ylabel(f"samples/s, batches of {_SAMPLES}", fontsize=8.5)
     below.set_xlabel(f"seconds, intervals of {setting.batches} batches; transitions are grey", fontsize=8.5)

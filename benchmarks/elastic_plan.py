@@ -1,18 +1,23 @@
 """What `elastic.py` runs: the arms of PipeTransformer's Figure 9, and of each the pipelines that it goes through.
 
 A run has intervals; behind each of them a few more layers freeze, by the bound of the paper's rule. A stretch of
-intervals with as many frozen layers has one pipeline: of those that fit into memory the one that takes least for the
-whole stretch, transition included.
+intervals with as many frozen layers has one pipeline. Of all ways through the stretches, each pipeline of which fits
+into memory, an arm takes the one that takes least altogether, transitions included.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 
 from megatron.elastic.freeze_rule import ByGradients
-from megatron.elastic.pipelines import Layers, Pipeline, pipelines
+from megatron.elastic.pipelines import Layers, Pipeline, pipelines, seconds_of_prefix
+
+_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,13 @@ class Arm:
     caches: bool = False
     paper: float | None = None
 
+    def has_parts_of(self, other: Arm) -> bool:
+        parts = ("freezes", "recuts", "replicates", "caches")
+        return all(getattr(self, part) or not getattr(other, part) for part in parts)
 
+
+Shape = tuple[int, int]
+"""Ranks of a pipeline, and replicas."""
 STATIC = Arm("static", freezes=False, paper=1.0)
 ARMS = (
     STATIC,
@@ -50,12 +61,15 @@ class Setting:
         num_stages: ranks, and stages of the static pipeline.
         num_microbatches: of a batch, over all replicas.
         depths: frozen layers in each interval.
-        cache_from: the cache is on from so many frozen layers.
+        cache_from: there may be a cache from so many frozen layers on.
         epochs: of an interval; in the first at a new depth each sample is missing.
         batches: of an interval.
         on_host: what is cached needs no weights on the device.
         limit: bytes of a rank.
-        rebuild, move: of a transition: engine and groups, and the state where layers change their ranks.
+        rebuild: of a transition, engine and groups.
+        move, move_layer: of a transition in which layers change their ranks, the state: for each trained layer that the
+            rank gets that gets most, and at least.
+        is_forced: the cache is on wherever it may be and a pipeline with it fits, whether that pays or not.
     """
 
     layers: Layers
@@ -70,6 +84,8 @@ class Setting:
     limit: float
     rebuild: float
     move: float
+    move_layer: float = 0.0
+    is_forced: bool = False
 
     def static(self) -> Pipeline:
         """The pipeline that a run begins with.
@@ -77,20 +93,74 @@ class Setting:
         Raises:
             ValueError: it cannot be, or does not fit.
         """
-        found = self.of_ranks(self.num_stages, 0, replicates=False)
-        if not found:
+        found = self.of_shape((self.num_stages, 1), 0)
+        if found is None:
             raise ValueError(
                 f"{self.num_microbatches} microbatches of {len(self.layers.forward)} layers do not run on "
                 f"{self.num_stages} stages under {self.preset}; give fewer stages, or more of these"
             )
-        return found[0]
+        return found
 
-    def of_ranks(self, num_ranks: int, num_frozen: int, *, replicates: bool, **choices) -> list[Pipeline]:
-        """The pipeline of so many ranks, where there is one; without replicas the other ranks are idle."""
-        return pipelines(
-            self.layers, num_frozen, world=self.num_stages if replicates else num_ranks, ranks=[num_ranks],
-            num_microbatches=self.num_microbatches, preset=self.preset, most_bytes=self.limit, **choices,
+    def shapes(self, *, replicates: bool) -> list[Shape]:
+        """With ranks and microbatches for them; ranks that are left over are idle."""
+        return [
+            (num_ranks, num_replicas)
+            for num_ranks in range(1, self.num_stages + 1)
+            for num_replicas in range(1, (self.num_stages // num_ranks if replicates else 1) + 1)
+            if self.num_microbatches % num_replicas == 0
+        ]
+
+    def of_shape(
+        self, shape: Shape, num_frozen: int, num_stored: int | None = None,
+        layers_of_rank: tuple[int, ...] | None = None,
+    ) -> Pipeline | None:  # fmt: skip
+        """The pipeline of a shape, if there is one. `num_stored`: layers of which a cache has the output, if there is
+        one; `layers_of_rank`: its cut, where that is given.
+        """
+        num_ranks, num_replicas = shape
+        cached = num_stored is not None
+        found = pipelines(
+            self.layers, num_frozen, world=num_ranks * num_replicas, ranks=[num_ranks], cached=cached,
+            num_stored=num_stored, on_host=cached and self.on_host, num_microbatches=self.num_microbatches,
+            preset=self.preset, most_bytes=self.limit, layers_of_rank=layers_of_rank,
         )  # fmt: skip
+        return found[0] if found else None
+
+    def at_least(self, shape: Shape, num_frozen: int, num_stored: int | None = None) -> float:
+        """Seconds of a batch that the pipeline of a shape takes however it is cut: the mean of its ranks, or what only
+        one of them can do.
+        """
+        num_ranks, num_replicas = shape
+        layers, num_microbatches = self.layers, self.num_microbatches / num_replicas
+        trained = sum(layers.forward[num_frozen:]) + sum(layers.backward[num_frozen:])
+        if num_stored is None:
+            prefix, of_one = sum(layers.forward[:num_frozen]), 0.0
+        else:
+            prefix = of_one = seconds_of_prefix(layers, num_frozen, num_stored)
+        reduced = (len(layers.forward) - num_frozen) * layers.reduce if num_replicas > 1 else 0.0
+        mean = (num_microbatches * (prefix + trained) + reduced) / num_ranks
+        return max(mean, num_microbatches * of_one)
+
+    def fits(self, pipeline: Pipeline) -> bool:
+        return pipeline.num_bytes <= self.limit * _ROUNDING
+
+    def most_move(self) -> float:
+        return max(self.move, self.move_layer * len(self.layers.forward))
+
+    def seconds_of_move(self, before: Pipeline, behind: Pipeline) -> float:
+        """Of what ranks get that they have not got, over links that all carry at once; what is frozen is its weights
+        alone. Nothing moves where none gets anything: a prefix stays where it is when its cache is turned on or off.
+        """
+        held, layers = _held(before), self.layers
+        got = [
+            [each for each in own if rank >= len(held) or each not in held[rank]]
+            for rank, own in enumerate(_held(behind))
+        ]
+        if not any(got):
+            return 0.0
+        frozen = layers.frozen_bytes / layers.trained_bytes
+        most = max(sum(frozen if each < behind.num_frozen else 1.0 for each in own) for own in got)
+        return max(self.move, self.move_layer * most)
 
 
 @dataclass(frozen=True)
@@ -124,92 +194,190 @@ def depths(num_layers: int, alpha: float, num_intervals: int) -> tuple[int, ...]
     return tuple(found)
 
 
-def plan(arm: Arm, setting: Setting) -> list[Phase]:
-    """What an arm goes through. Raises ValueError where a stretch has no pipeline that fits."""
-    now = setting.static()
+def places(pipeline: Pipeline) -> tuple[int, ...]:
+    """How many layers each rank of a pipeline has, a cached prefix on the first one included."""
+    first, *others = pipeline.layers_of_rank
+    return (first + (pipeline.num_frozen if pipeline.cached else 0), *others)
+
+
+def _held(pipeline: Pipeline) -> list[range]:
+    """The layers of each rank of all replicas."""
+    return [range(*ends) for ends in pairwise(accumulate(places(pipeline), initial=0))] * pipeline.num_replicas
+
+
+@lru_cache(maxsize=1024)
+def plan(arm: Arm, setting: Setting) -> tuple[Phase, ...]:
+    """What an arm goes through; never longer than the same arm with fewer parts.
+
+    By dynamic programming over the stretches. Behind each of them a way is given up that comes to no less than a plan
+    that is known, or than another way that has as much in the cache and then moves everything. So this is exact over
+    the whole run for two cuts of each shape: the most even one, and the one that is there.
+
+    Raises:
+        ValueError: a stretch has no pipeline that fits.
+    """
     if not arm.freezes:
-        return [Phase(setting.layers, now, 0, len(setting.depths))]
-    phases, begin, num_stored = [], 0, 0
-    for num_frozen, members in groupby(setting.depths):
-        intervals = len(list(members))
-        if not num_frozen:
-            phases.append(Phase(setting.layers, now, begin, intervals))
-        else:
-            chosen = min(
-                _fitting(_candidates(arm, setting, num_frozen, num_stored, now), setting.limit, num_frozen),
-                key=lambda each: (_seconds_of(each, setting, intervals, now), each[0].num_ranks),
+        return (Phase(setting.layers, setting.static(), 0, len(setting.depths)),)
+    known = min(_of_fewer_parts(arm, setting), key=lambda each: seconds_of_arm(each, setting), default=None)
+    most = math.inf if known is None else seconds_of_arm(known, setting)
+    (_, intervals), *stretches = [(depth, len(list(members))) for depth, members in groupby(setting.depths)]
+    least = [_at_least(arm, setting, *each) for each in stretches]
+    ways = [_Way((), 0, 0.0).on(setting, setting.static(), intervals)]
+    for place, (num_frozen, intervals) in enumerate(stretches):
+        found = _Found(setting, most - sum(least[place + 1 :]))
+        _go_on(found, ways, arm, num_frozen, intervals)
+        ways = found.kept()
+        if not ways and known is None:
+            raise ValueError(
+                f"with {num_frozen} layers frozen no pipeline fits into {setting.limit:g} of a rank; give more memory, "
+                "or fewer layers"
             )
-            phases += _phases(chosen, setting, begin, intervals, now)
-            now = chosen[1]
-            num_stored = num_frozen if now.cached else num_stored
-        begin += intervals
-    return phases
+    best = min(ways, key=lambda each: each.seconds, default=None)
+    return known if best is None else best.phases
 
 
-Pair = tuple[Pipeline, Pipeline]
-"""One pipeline in the first epoch at a depth, and behind it; the same twice where there is no cache."""
+def _of_fewer_parts(arm: Arm, setting: Setting) -> Iterator[tuple[Phase, ...]]:
+    """Plans that are this arm's, too; where a cache is forced, other arms' are not."""
+    for other in () if setting.is_forced else ARMS:
+        if other.freezes and other != arm and arm.has_parts_of(other):
+            with suppress(ValueError):
+                yield plan(other, setting)
 
 
-def _candidates(arm: Arm, setting: Setting, num_frozen: int, num_stored: int, now: Pipeline) -> Iterator[Pair]:
-    if arm.caches and num_frozen >= setting.cache_from:
-        cached = list(_cached(arm, setting, num_frozen, num_stored))
-        if any(max(each.num_bytes for each in pair) <= setting.limit * (1 + 1e-9) for pair in cached):
-            yield from cached
-            return
-    if not now.cached:  # what there is, as it is
-        choices = {"replicates": now.num_replicas > 1, "layers_of_rank": now.layers_of_rank}
-        yield from ((each, each) for each in setting.of_ranks(now.num_ranks, num_frozen, **choices))
-    if arm.recuts:
-        for num_ranks in range(1, setting.num_stages + 1):
-            if setting.num_stages % num_ranks == 0:
-                found = setting.of_ranks(num_ranks, num_frozen, replicates=arm.replicates)
-                yield from ((each, each) for each in found)
+@dataclass(frozen=True)
+class _Way:
+    """What an arm may have gone through so far; `num_stored`: layers of which the cache has the output by then."""
+
+    phases: tuple[Phase, ...]
+    num_stored: int
+    seconds: float
+
+    @property
+    def now(self) -> Pipeline:
+        return self.phases[-1].pipeline
+
+    def on(self, setting: Setting, pipeline: Pipeline, intervals: float) -> _Way:
+        """The same with one more phase."""
+        begin = math.floor(sum(each.intervals for each in self.phases) + 1e-9)
+        moves = transition = 0.0
+        if self.phases and self.now.num_frozen < pipeline.num_frozen:
+            moves = setting.seconds_of_move(self.now, pipeline)
+            transition = setting.rebuild + moves
+        phase = Phase(setting.layers, pipeline, begin, intervals, transition, moves)
+        num_stored = pipeline.num_frozen if pipeline.cached else self.num_stored
+        return _Way((*self.phases, phase), num_stored, self.seconds + seconds_of(phase, setting))
 
 
-def _cached(arm: Arm, setting: Setting, num_frozen: int, num_stored: int) -> Iterator[Pair]:
-    """Cut for the first epoch, and for those behind it."""
-    choices = {"replicates": arm.replicates, "cached": True, "on_host": setting.on_host}
-    for num_ranks in range(1, setting.num_stages + 1):
-        if setting.num_stages % num_ranks:
-            continue
-        for balanced_for in {num_stored, num_frozen}:
-            for like in setting.of_ranks(num_ranks, num_frozen, num_stored=balanced_for, **choices):
-                cut = {"layers_of_rank": like.layers_of_rank}
-                first, behind = (
-                    setting.of_ranks(num_ranks, num_frozen, num_stored=each, **choices, **cut)[0]
-                    for each in (num_stored, num_frozen)
-                )
-                yield first, behind
+@dataclass
+class _Found:
+    """Ways to the end of a stretch; one that comes to `most` seconds or more is of no use."""
 
+    setting: Setting
+    most: float
+    ways: list[_Way] = field(default_factory=list)
 
-def _fitting(found: Iterator[Pair], limit: float, num_frozen: int) -> list[Pair]:
-    found = list(found)
-    fitting = [pair for pair in found if max(each.num_bytes for each in pair) <= limit * (1 + 1e-9)]
-    if not fitting:
-        raise ValueError(
-            f"with {num_frozen} layers frozen no pipeline fits into {limit:g} of a rank; give more memory, or fewer "
-            "layers"
+    def add(self, way: _Way) -> None:
+        if self.is_of_use(way.seconds, way.num_stored):
+            self.ways.append(way)
+
+    def is_of_use(self, seconds: float, num_stored: int) -> bool:
+        return seconds * _ROUNDING < self.most and not any(
+            other.num_stored >= num_stored and other.seconds + self.setting.most_move() <= seconds
+            for other in self.ways
         )
-    return fitting
+
+    def kept(self) -> list[_Way]:
+        """Of all that were added."""
+        kept = _Found(self.setting, self.most)
+        for way in sorted(self.ways, key=lambda each: each.seconds):
+            kept.add(way)
+        return kept.ways
 
 
-def _seconds_of(pair: Pair, setting: Setting, intervals: int, now: Pipeline) -> float:
-    return sum(seconds_of(each, setting) for each in _phases(pair, setting, 0, intervals, now))
+Parts = tuple[tuple[int | None, float], ...]
+"""Of a stretch: layers of which the cache has the output (None: there is no cache), for how many intervals."""
 
 
-def _phases(pair: Pair, setting: Setting, begin: int, intervals: int, now: Pipeline) -> list[Phase]:
-    first, behind = pair
-    same_places = not first.cached and not now.cached and first.layers_of_rank == now.layers_of_rank
-    moves = 0.0 if same_places else setting.move
-    transition = {"transition": setting.rebuild + moves, "moves": moves}
-    if first == behind:
-        return [Phase(setting.layers, first, begin, intervals, **transition)]
+def _parts(setting: Setting, num_frozen: int, intervals: int, num_stored: int) -> Parts:
+    """With a cache: the first epoch, and those behind it."""
     of_first = 1 / setting.epochs
-    phases = [Phase(setting.layers, first, begin, of_first, **transition)]
-    if intervals > of_first:
-        # It stands where the next interval begins, if the first epoch is one.
-        phases.append(Phase(setting.layers, behind, begin + int(of_first), intervals - of_first))
-    return phases
+    behind = ((num_frozen, intervals - of_first),) if intervals > of_first else ()
+    return ((num_stored, of_first), *behind)
+
+
+def _go_on(found: _Found, ways: Sequence[_Way], arm: Arm, num_frozen: int, intervals: int) -> None:
+    """Through a stretch on each way, with a cache where there may be one, and without."""
+    shapes = _shapes(arm, found.setting)
+    if _may_cache(arm, found.setting, num_frozen):
+        for way in ways:
+            num_stored = _worth_reading(way.num_stored, found.setting.layers)
+            _go_on_from(found, way, shapes, num_frozen, _parts(found.setting, num_frozen, intervals, num_stored))
+    if not (found.ways and found.setting.is_forced):
+        for way in ways:
+            _go_on_from(found, way, shapes, num_frozen, ((None, intervals),))
+
+
+def _go_on_from(found: _Found, way: _Way, shapes: Sequence[Shape], num_frozen: int, parts: Parts) -> None:
+    """With what there is, as it is, and with each shape, those first that may take least."""
+    setting, cached = found.setting, parts[0][0] is not None
+
+    def at_least(shape: Shape) -> float:
+        return setting.batches * sum(length * setting.at_least(shape, num_frozen, each) for each, length in parts)
+
+    choices: list[tuple[Shape, tuple[int, ...] | None]] = [(each, None) for each in sorted(shapes, key=at_least)]
+    kept = _kept_cut(way.now, num_frozen, cached=cached)
+    if kept is not None:
+        choices.insert(0, ((way.now.num_ranks, way.now.num_replicas), kept))
+    for shape, cut in choices:
+        seconds = way.seconds + setting.rebuild + at_least(shape)
+        if not found.is_of_use(seconds, num_frozen if cached else way.num_stored):
+            continue
+        for pipelines_of_parts in _cut(setting, shape, num_frozen, parts, cut):
+            longer = way
+            for pipeline, (_, length) in zip(pipelines_of_parts, parts, strict=True):
+                longer = longer.on(setting, pipeline, length)
+            found.add(longer)
+
+
+def _cut(
+    setting: Setting, shape: Shape, num_frozen: int, parts: Parts, cut: tuple[int, ...] | None
+) -> Iterator[list[Pipeline]]:
+    """A pipeline for each part, all with one cut, if they fit: as given, or the most even one of some part."""
+    like = [setting.of_shape(shape, num_frozen, each) for each, _ in parts] if cut is None else []
+    for layers_of_rank in [cut] if cut else dict.fromkeys(each.layers_of_rank for each in like if each):
+        found = [setting.of_shape(shape, num_frozen, each, layers_of_rank) for each, _ in parts]
+        fitting = [each for each in found if each is not None and setting.fits(each)]
+        if len(fitting) == len(parts):
+            yield fitting
+
+
+def _kept_cut(now: Pipeline, num_frozen: int, *, cached: bool) -> tuple[int, ...] | None:
+    """Nothing moves: what is cached has to be on the first rank, which has to have one layer more."""
+    first, *others = places(now)
+    if not cached:
+        return (first, *others)
+    return (first - num_frozen, *others) if first > num_frozen else None
+
+
+def _worth_reading(num_stored: int, layers: Layers) -> int:
+    """Of the layers of which the cache has the output: none, if computing them is sooner."""
+    return num_stored if layers.read <= sum(layers.forward[:num_stored]) else 0
+
+
+def _may_cache(arm: Arm, setting: Setting, num_frozen: int) -> bool:
+    return arm.caches and num_frozen >= setting.cache_from
+
+
+def _shapes(arm: Arm, setting: Setting) -> list[Shape]:
+    return setting.shapes(replicates=arm.replicates) if arm.recuts else []
+
+
+def _at_least(arm: Arm, setting: Setting, num_frozen: int, intervals: int) -> float:
+    """Seconds of a stretch, whatever an arm does in it."""
+    stored = [None, num_frozen] if _may_cache(arm, setting, num_frozen) else [None]
+    shapes = _shapes(arm, setting) or [(setting.num_stages, 1)]
+    batch = min(setting.at_least(shape, num_frozen, each) for shape in shapes for each in stored)
+    return setting.rebuild + setting.batches * intervals * batch
 
 
 def seconds_of(phase: Phase, setting: Setting, seconds: float | None = None, transition: float | None = None) -> float:

@@ -83,7 +83,8 @@ class ElasticRank(Rank):
             self._run_batches(pipeline, 2)
         self._change_to(None)
         transition = statistics.median(seconds[1:])
-        return {"latency": statistics.median(latencies), "norm": norm, "transition": transition}
+        latency = statistics.median(latencies) if latencies else 0.0  # one rank has no links
+        return {"latency": latency, "norm": norm, "transition": transition}
 
     def _norm(self) -> float:
         """Seconds of an all-reduce over all ranks that come to it together, as they do where all wait for it."""

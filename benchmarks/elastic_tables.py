@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import median, median_low
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.elastic_figures import SHOWN
+from benchmarks.elastic_figures import SHOWN, median_of_runs
 from benchmarks.elastic_plan import ARMS, STATIC, Phase, Setting, seconds_of, seconds_of_arm
 from megatron.elastic.pipelines import schedule_of, stages_of
 from megatron.pipeline.simulate import simulate
@@ -47,12 +47,12 @@ def _phase_row(phase: Phase, setting: Setting, runs: Sequence[dict]) -> dict:
         "transition": phase.transition, "busiest": _busiest(phase),
     }  # fmt: skip
     if runs:
-        batch = median(seconds for run in runs for seconds in run["batches"])
+        batch = median_of_runs([run["batches"] for run in runs])
         taken = [run["transition"] for run in runs if run["transition"] is not None]
-        transition = median(taken) if taken else 0.0
+        transition = median_low(taken) if taken else 0.0
         schedule, costs = schedule_of(phase.layers, pipeline)
         whole = simulate(schedule.build((pipeline.num_microbatches,) * (len(runs[0]["batches"]) + 1)), costs).makespan
-        run_seconds = median(run["run"] for run in runs)
+        run_seconds = median_low(run["run"] for run in runs)
         row |= {
             "measured_batch": batch, "measured_transition": transition,
             "busy": median(run["busy"] for run in runs),
@@ -97,25 +97,35 @@ def _table(title: str, rows: Sequence[dict], columns: dict[str, Callable[[dict],
     _console().print(table)
 
 
+def _spaced(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _speed_up(name: str) -> Callable[[dict], str]:
+    return lambda row: "fits nowhere" if row[name] is None else f"{row[name]:.2f}"
+
+
 def show_setting(setting: Setting, args: argparse.Namespace) -> None:
     """What is assumed."""
     layers, static = setting.layers, setting.static()
     times = sorted(set(layers.forward))
     forward = f"{1e3 * times[0]:g}" if len(times) == 1 else f"{1e3 * times[0]:g} to {1e3 * times[-1]:g}"
+    move_layer = f", and at least {setting.move_layer:.3g} for each that a rank gets" if setting.move_layer else ""
+    is_told = "is told" if args.limit else f"is what the static pipeline takes ({_spaced(static.layers_of_rank)})"
     weights = "on the host" if setting.on_host else "on the device"
     lines = (
         f"{len(layers.forward)} layers, a forward {forward} ms, a backward {args.backward:g} times that; "
         f"{setting.num_stages} ranks, {setting.num_microbatches} microbatches a batch, {setting.preset}",
-        f"frozen layers by interval (alpha {args.alpha:.3g}): {' '.join(map(str, setting.depths))}; an interval is "
+        f"frozen layers by interval (alpha {args.alpha:.3g}): {_spaced(setting.depths)}; an interval is "
         f"{setting.batches} batches, {setting.epochs} epoch(s) of the data",
         f"told, ms: read {1e3 * layers.read:.2f} and write {1e3 * layers.write:.2f} a microbatch, with nothing of it "
-        f"hidden; reduce {1e3 * layers.reduce:.2f} a layer; a transfer {1e3 * layers.occupation:g}; told, s: move "
-        f"{setting.move:g} where layers change ranks",
+        f"hidden; reduce {1e3 * layers.reduce:.2f} a layer; a transfer {1e3 * layers.occupation:.4g}; told, s: move "
+        f"{setting.move:g} where layers change ranks{move_layer}",
         f"measured before, ms: latency {1e3 * layers.latency:.2f}, norm {1e3 * layers.norm:.2f}; s: a transition in "
         f"which nothing moves {setting.rebuild:.2f}",
         f"memory: a trained layer is 1, its activations of a microbatch {layers.saved_bytes:g}, a frozen layer "
-        f"{layers.frozen_bytes:.3g}; the limit {setting.limit:.2f} is what the static pipeline takes "
-        f"({' '.join(map(str, static.layers_of_rank))}); weights of what is cached are {weights}",
+        f"{layers.frozen_bytes:.3g}; the limit {setting.limit:.2f} {is_told}; "
+        f"weights of what is cached are {weights}",
     )
     for line in lines:
         _console().print(line, highlight=False)
@@ -142,6 +152,10 @@ def show(rows: list[dict], figures: dict[str, list[dict]]) -> None:
             "transitions, s": lambda row: f"{sum(each['measured_transition'] for each in row['phases']):.1f}",
         }  # fmt: skip
     _table("all intervals, over the static pipeline", rows, columns | {"paper": paper})
+    _table("speed-ups under the limit that the static pipeline sets as it is cut, and as the even cut does that takes "
+           "least", figures["static_cuts"],
+           {"cut": lambda row: _spaced(row["cut"]), "limit": lambda row: f"{row['limit']:.2f}"}
+           | {arm.name: _speed_up(arm.name) for arm in ARMS})  # fmt: skip
     _show_phases(rows, measured)
     _show_figures(figures)
 
@@ -151,7 +165,7 @@ def _show_phases(rows: list[dict], measured: bool) -> None:
         "interval": lambda row: str(row["interval"]),
         "for": lambda row: f"{row['intervals']:g}", "frozen": lambda row: str(row["frozen"]),
         "cache": lambda row: row["cache"], "p": lambda row: str(row["p"]), "d": lambda row: str(row["d"]),
-        "m": lambda row: str(row["m"]), "layers": lambda row: " ".join(map(str, row["layers_of_rank"])),
+        "m": lambda row: str(row["m"]), "layers": lambda row: _spaced(row["layers_of_rank"]),
         "memory": lambda row: f"{row['bytes']:.2f}", "batch ms": lambda row: f"{1e3 * row['batch']:.1f}",
     }  # fmt: skip
     if measured:
@@ -168,16 +182,13 @@ def _show_phases(rows: list[dict], measured: bool) -> None:
 
 
 def _show_figures(figures: dict[str, list[dict]]) -> None:
-    def of(name: str) -> Callable[[dict], str]:
-        return lambda row: "fits nowhere" if row[name] is None else f"{row[name]:.2f}"
-
     def milliseconds(name: str) -> Callable[[dict], str]:
         return lambda row: "" if row.get(name) is None else f"{1e3 * row[name]:.1f}"
 
-    arms = {name: of(name) for name in SHOWN}
+    arms = {name: _speed_up(name) for name in SHOWN}
     _table("figure 10: speed-ups by alpha", figures["figure_10"],
            {"alpha": lambda row: f"{row['alpha']:.3f}",
-            "frozen layers by interval": lambda row: " ".join(map(str, row["depths"])), **arms})  # fmt: skip
+            "frozen layers by interval": lambda row: _spaced(row["depths"]), **arms})  # fmt: skip
     lengths = figures["figure_11"]
     _table(
         "figure 11: microbatches of one pipeline's batch, by its ranks; nothing frozen, p to 6p tried", lengths,
@@ -190,11 +201,12 @@ def _show_figures(figures: dict[str, list[dict]]) -> None:
         },
     )  # fmt: skip
     _table(
-        "figure 12: speed-ups with the cache from so many frozen layers on; and ms of a batch at so many",
+        "figure 12: speed-ups with the cache forced, on from so many frozen layers whether it pays or not; and ms of a "
+        "batch at so many",
         figures["figure_12"],
         {
             "frozen": lambda row: "never" if row["cache_from"] is None else str(row["cache_from"]),
-            "AutoPipe + AutoCache": of("freeze + AutoPipe + AutoCache"), "all": of("all"),
+            "AutoPipe + AutoCache": _speed_up("freeze + AutoPipe + AutoCache"), "all": _speed_up("all"),
             "computed": milliseconds("computed"), "first epoch": milliseconds("written"), "read": milliseconds("read"),
         },
     )  # fmt: skip

@@ -100,19 +100,6 @@ class Stage:
     num_frozen: int
 
 
-def fastest(found: Sequence[Pipeline], *, most_bytes: float) -> Pipeline:
-    """Of those that fit, the one that takes least; of equals the one with fewer ranks, which has more replicas.
-
-    Raises:
-        ValueError: none fits.
-    """
-    fitting = [each for each in found if each.num_bytes <= most_bytes * _ROUNDING]
-    if not fitting:
-        least = min(each.num_bytes for each in found)
-        raise ValueError(f"no pipeline fits into {most_bytes:g} bytes a rank; the least takes {least:g}")
-    return min(fitting, key=lambda each: (each.seconds, each.num_ranks))
-
-
 def pipelines(
     layers: Layers, num_frozen: int, *, world: int, num_microbatches: int, preset: str = "flush",
     ranks: Sequence[int] | None = None, cached: bool = False, num_stored: int | None = None, on_host: bool = False,
@@ -171,6 +158,12 @@ def most_saved(preset: str, num_ranks: int, num_microbatches: int) -> tuple[int,
     return schedule.max_saved_microbatches((full,) * _BATCHES)
 
 
+def seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float:
+    """What a microbatch takes through a cached prefix: read, compute, write."""
+    read = layers.read if num_stored else 0.0
+    return read + (sum(layers.forward[num_stored:num_frozen]) + layers.write if num_stored < num_frozen else 0.0)
+
+
 def stages_of(layers: Layers, pipeline: Pipeline) -> list[Stage]:
     """The stages, first to last, with what they take: no rank has more than one that is frozen and one that is
     trained.
@@ -195,12 +188,6 @@ def schedule_of(layers: Layers, pipeline: Pipeline) -> tuple[Schedule, Costs]:
     )  # fmt: skip
 
 
-def _seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float:
-    """What a microbatch takes through a cached prefix: read, compute, write."""
-    read = layers.read if num_stored else 0.0
-    return read + (sum(layers.forward[num_stored:num_frozen]) + layers.write if num_stored < num_frozen else 0.0)
-
-
 def _bytes_of_prefix(layers: Layers, num_frozen: int, num_stored: int, on_host: bool) -> float:
     return layers.frozen_bytes * (num_frozen - (num_stored if on_host else 0))
 
@@ -215,7 +202,7 @@ def _cut(
     work = [layers.forward[each] + (layers.backward[each] if each >= num_frozen else 0.0) for each in places]
     first_bytes = 0.0
     if cached:
-        work[0] += _seconds_of_prefix(layers, num_frozen, num_stored)
+        work[0] += seconds_of_prefix(layers, num_frozen, num_stored)
         first_bytes = _bytes_of_prefix(layers, num_frozen, num_stored, on_host)
     saved = most_saved(preset, num_ranks, num_microbatches)
 
@@ -232,7 +219,7 @@ def _stages(
 ) -> list[Stage]:
     stages = []
     if cached:
-        seconds = _seconds_of_prefix(layers, num_frozen, num_stored)
+        seconds = seconds_of_prefix(layers, num_frozen, num_stored)
         stages.append(Stage(0, seconds, 0.0, 0, num_frozen - (num_stored if on_host else 0)))
     in_front = num_frozen if cached else 0
     for rank, (begin, end) in enumerate(pairwise(accumulate(layers_of_rank, initial=in_front))):

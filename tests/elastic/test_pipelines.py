@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.elastic.pipelines import Layers, fastest, pipelines, schedule_of, stages_of
+from megatron.elastic.pipelines import Layers, pipelines, schedule_of, stages_of
 from megatron.pipeline.simulate import simulate
 
 EVEN = Layers((1.0,) * 8, (2.0,) * 8)
@@ -103,15 +103,6 @@ def test_reductions_and_transfers_take_time():
     assert one(normed, 4).seconds == pytest.approx(one(plain, 4).seconds + 0.5)
     sent = pipelines(Layers((1.0,) * 8, (2.0,) * 8, occupation=0.5), 0, world=4, num_microbatches=16)
     assert one(sent, 4).seconds > one(plain, 4).seconds and one(sent, 1).seconds == one(plain, 1).seconds
-
-
-def test_the_fastest_that_fits():
-    found = pipelines(EVEN, 4, world=8, num_microbatches=32)
-    assert fastest(found, most_bytes=100).num_ranks == 1
-    within = fastest(found, most_bytes=2)
-    assert within.num_bytes <= 2 and within.num_ranks > 1
-    with pytest.raises(ValueError, match=r"no pipeline fits into 0\.5 bytes a rank; the least takes 1"):
-        fastest(found, most_bytes=0.5)
 
 
 def test_activations_take_memory():
