@@ -11,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 output="${OUTPUT:-outputs/elastic}"
 epochs="${EPOCHS:-20}"
+batches=$((epochs * 18)) # 583 images, 32 in a batch; freezing starts behind a quarter of them and is decided every fifth
 
 prepare_environment datasets lmdb
 install_project
@@ -37,7 +38,7 @@ train() { # NAME RANKS DATA FLAGS...
 rm -rf "$output/checkpoints" "$output/cache"
 train pretraining 2 "$output/0-4" --save "$output/checkpoints"
 train elastic 4 "$output/5-9" --pretrained-checkpoint "$output/checkpoints" \
-    --freeze-training --freeze-start 90 --freeze-interval 72 --freeze-schedule 3,5,6 \
+    --freeze-training --freeze-start $((batches / 4)) --freeze-interval $((batches / 5)) --freeze-schedule 3,5,6 \
     --elastic-pipeline --elastic-schedule 4,2,1 --activation-cache "$output/cache"
 train dense 4 "$output/5-9" --pretrained-checkpoint "$output/checkpoints"
 
