@@ -26,6 +26,7 @@ from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
 from megatron.pipeline.schedules import Schedule
 from megatron.training import config, plan
 from megatron.training.arguments.rules_run import pipeline_schedule
+from megatron.training.checkpoint.agreement import Verdict
 from megatron.training.host_room import require_room
 from megatron.training.logging import ALLOCATED, SAVED_ACTIVATIONS
 from megatron.training.models import build_chunks, wrap_for_training
@@ -69,31 +70,32 @@ def build_place(
     parts: Parts,
     *,
     draws: bool = True,
-    allocating: Callable[[], AbstractContextManager] = nullcontext,
+    locally: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Place:
     """The place of this rank in the pipeline of `args`. Collective.
 
     Args:
         draws: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
-        allocating: what surrounds, as often on each rank, what needs memory and no other rank, so that a rank without
-            enough of it can tell the others.
+        locally: what surrounds, as often on each rank, what needs no other rank, so that one that fails there (it may
+            have too little memory) can tell the others.
 
     Raises ValueError for what the user can mend.
     """
-    schedule, model = pipeline_schedule(args), model_config(args)
-    if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
-        model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
-    layers = plan.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
+    with locally():
+        schedule, model = pipeline_schedule(args), model_config(args)
+        if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
+            model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
+        layers = plan.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
+        own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
     on_host = schedule.residency is not None
     require_room(args, schedule, layers)
-    own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    with allocating():
+    with locally():
         chunks = build_chunks(parts.model_provider, model, stages=own, layers=layers, on_host=on_host)
         for stage, chunk in zip(own, chunks, strict=True):
             chunk.requires_grad_(stage >= schedule.num_frozen)
         chunks = wrap_for_training(chunks, config.ddp_config(args), on_host=on_host, draws=draws)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
-    with allocating():  # behind a collective, with which it begins
+    with locally():  # behind a collective, with which it begins
         optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
         scheduler = config.param_scheduler(args, optimizer)
     counts = args.moves_activations or args.log_saved_activations
@@ -105,23 +107,29 @@ def build_place(
     }
     if trained:
         if schedule.residency is None:
-            options["allocating"] = allocating
+            options["allocating"] = locally
         update = make_update(args, schedule, trained, optimizer, scheduler, **options)
     else:
-        with allocating():  # nothing, beside ranks that do
+        with locally():  # nothing, beside ranks that allocate
             pass
         update = MegatronFrozenUpdate(
             chunks, optimizer, scheduler, weights=schedule.weights,
             num_layers=args.num_layers if args.freeze_training else 0, **options,
         )  # fmt: skip
-    stages = [
-        MegatronStage(
-            chunk, parts.forward_step, update, index=stage, num_stages=schedule.num_stages,
-            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, recompute=schedule.recomputes(stage),
-            seed=args.seed, loss_names=parts.loss_names, activation_memory=memory, first_trained=schedule.num_frozen,
-        )
-        for stage, chunk in zip(own, chunks, strict=True)
-    ]  # fmt: skip
+    try:
+        with locally():
+            stages = [
+                MegatronStage(
+                    chunk, parts.forward_step, update, index=stage, num_stages=schedule.num_stages,
+                    seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+                    recompute=schedule.recomputes(stage), seed=args.seed, loss_names=parts.loss_names,
+                    activation_memory=memory, first_trained=schedule.num_frozen,
+                )
+                for stage, chunk in zip(own, chunks, strict=True)
+            ]  # fmt: skip
+    except Verdict:
+        update.close()
+        raise
     return Place(schedule, chunks, optimizer, scheduler, update, stages, memory)
 
 

@@ -11,28 +11,34 @@ import gc
 import hashlib
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.pipeline.check import check
 from megatron.pipeline.runtime import failure
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.text import to_csv
 from megatron.training.arrangement import Arrangement, arrange
 from megatron.training.assembly import Run, build_engine
-from megatron.training.checkpoint.agreement import agreed, control_group
+from megatron.training.checkpoint.agreement import Verdict, agreed, control_group
 from megatron.training.checkpoint.errors import CheckpointError
-from megatron.training.checkpoint.random_state import restore_random_state
+from megatron.training.checkpoint.random_state import random_state, restore_random_state
 from megatron.training.checkpoint.run_state import RunParts
 from megatron.training.initialize import make_groups
 from megatron.training.optimizer_kernel import choose_kernel
 from megatron.training.place import Place, build_place
 from megatron.training.transition import parallel_groups
+from megatron.training.transition.gradients import GradientMemory
 from megatron.training.transition.memory import Moved, hand_over, hold_run
 
 if TYPE_CHECKING:
     from megatron.training.shaping import Outlook
+
+PATIENCE = timedelta(minutes=1)
+"""How long a rank that has failed waits for the others to come to a verdict."""
 
 
 @dataclass(frozen=True)
@@ -74,51 +80,90 @@ def change_place(run: Run, wanted: Arrangement) -> Change:
     """Go on in the arrangement `wanted`. Collective, drained.
 
     Raises:
-        CheckpointError: on every rank: that cannot be, or the state did not arrive. The run goes on as it was.
+        CheckpointError: on every rank: that cannot be, something failed, or the state did not arrive. The run goes on
+            as it was. If what fails on some ranks alone is a collective, which leaves the others waiting in it
+            (sockets of a group that one rank cannot open), there is no way back: behind `PATIENCE` these ranks raise
+            their own error, and the guard ends the job with it, as where a rank is killed.
     """
     start = time.perf_counter()
-    before, first = run.args.arrangement, run.place
-    with agreed():
-        arrange(run.args, wanted)
-    _end_engine(run)
-    state = hold_run(_parts(first), iteration=run.iteration)
-    regroups = wanted.ranks != before.ranks
-    groups = parallel_groups.set_aside() if regroups else None
-    if regroups:
-        make_groups(run.args)
+    before, way_back = run.args.arrangement, _WayBack(run)
     place, problem = None, None
     try:
-        place = build_place(run.args, run.parts, draws=False, allocating=agreed)
-        _require_same_program(place.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
-        moved = hand_over(state, _parts(place), iteration=run.iteration)
-    except CheckpointError as error:  # whose frames hold the new place until this block ends
+        with agreed(patience=PATIENCE):
+            state = _leave(run, wanted, way_back)
+            place = build_place(run.args, run.parts, draws=False, locally=agreed)
+            moved = _move_in(run, place, state)
+    except Verdict as error:  # whose frames hold the new place until this block ends
         problem = str(error)
     if problem is not None:
         if place is not None:
             place.update.close()
         del place
-        _collect()
-        if regroups:
-            parallel_groups.destroy(parallel_groups.set_aside())
-            parallel_groups.restore(groups)
-        arrange(run.args, before)
-        restore_random_state(state["rng_state"].data)  # building has drawn
-        run.engine = build_engine(run.args, first, run.position())
+        way_back.go(run)
         raise CheckpointError(problem)
-    choose_kernel(place.optimizer, run.args.optimizer_kernel)
     run.place = place
-    first.update.close()
-    del first, state
+    way_back.place.update.close()
+    groups = way_back.groups
+    del way_back, state
     _collect()
-    if regroups:
+    if groups is not None:
         parallel_groups.destroy(groups)
     run.engine = build_engine(run.args, place, run.position())
     return _summary(run, before, moved, time.perf_counter() - start)
 
 
+class _WayBack:
+    """What a run needs to go on as it was: its place, what says and gives the ranks their parts, and the generators.
+
+    Attributes:
+        groups: those of before, once they have been set aside.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.arrangement, self.place = run.args.arrangement, run.place
+        self.gradients = GradientMemory(run.update)
+        self.groups: parallel_groups.ParallelState | None = None
+        self._random_state = random_state()  # building draws
+
+    def go(self, run: Run) -> None:
+        """Let the run go on. Collective; what was made of a new place is forgotten."""
+        _collect()
+        if self.groups is not None:
+            parallel_groups.destroy(parallel_groups.set_aside())
+            parallel_groups.restore(self.groups)
+            parallel_groups.align_names()
+        arrange(run.args, self.arrangement)
+        restore_random_state([self._random_state])
+        self.gradients.take_again()
+        if run.engine is None:
+            run.engine = build_engine(run.args, self.place, run.position())
+
+
+def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDict:
+    """Let `args` and process groups be those of `wanted`; returns what this rank holds of the run. Collective."""
+    with agreed():
+        arrange(run.args, wanted)
+    _end_engine(run)
+    with agreed():
+        state = hold_run(_parts(way_back.place), iteration=run.iteration)
+        way_back.gradients.release()
+    if wanted.ranks != way_back.arrangement.ranks:
+        way_back.groups = parallel_groups.set_aside()
+        make_groups(run.args)
+    return state
+
+
+def _move_in(run: Run, place: Place, state: ShardedStateDict) -> Moved:
+    """Put a place that has been built into the state that the ranks hold. Collective."""
+    _require_same_program(place.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
+    moved = hand_over(state, _parts(place), iteration=run.iteration)
+    choose_kernel(place.optimizer, run.args.optimizer_kernel)
+    return moved
+
+
 def _end_engine(run: Run) -> None:
-    run.engine.close()
-    run.engine = None
+    engine, run.engine = run.engine, None
+    engine.close()
     guard = failure.active()
     if guard is not None:
         guard.watch(

@@ -37,12 +37,12 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from megatron.training.checkpoint.agreement import agree, agreed, control_group
-from megatron.training.checkpoint.element_ranges import ElementRange
+from megatron.training.checkpoint.element_ranges import ELEMENT_RANGES, ElementRange
 from megatron.training.checkpoint.errors import CheckpointError
 from megatron.training.checkpoint.loader import is_extra_state
 from megatron.training.checkpoint.random_state import own_random_state
 from megatron.training.checkpoint.run_state import Restoration, RunParts, run_state
-from megatron.training.checkpoint.state import memory_metadata
+from megatron.training.checkpoint.state import memory_metadata, optimizer_state
 from megatron.training.transition.boxes import Box, Shape
 from megatron.training.transition.exchange import Exchange
 from megatron.training.transition.pieces import Piece, dtype_name, pieces_of, share_memory
@@ -77,11 +77,18 @@ class _Held:
 
 
 def hold_run(parts: RunParts, *, iteration: int) -> ShardedStateDict:
-    """What this rank has of a run, drained after `iteration` batches, under the current degrees. Every rank calls it.
+    """What this rank has of a run, drained after `iteration` batches, under the current degrees. Needs no other rank.
 
     The tensors are the run's own, so nothing may change them until they are handed over.
     """
-    return run_state(parts, memory_metadata(), iteration=iteration, random_state=own_random_state())
+    state = run_state(
+        parts, memory_metadata(), iteration=iteration, random_state=own_random_state(), with_optimizer=False
+    )
+    model = {entry: value for entry, value in state.items() if entry.startswith("model")}
+    metadata = {"distrib_optim_sharding_type": ELEMENT_RANGES}  # what ranks have in common, the store finds
+    state["optimizer"] = optimizer_state(parts.optimizer, model, metadata, is_loading=False)
+    state["opt_param_scheduler"] = parts.scheduler.state_dict()
+    return state
 
 
 def hand_over(state: ShardedStateDict, parts: RunParts, *, iteration: int, piece_bytes: int = PIECE_BYTES) -> Moved:

@@ -22,6 +22,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.pipeline.runtime import megatron_groups
 from megatron.training.checkpoint.agreement import control_group
 
 _VALUES = (type(None), bool, int, float, str, list, tuple, dict, set)  # what a module's variables begin as
@@ -74,6 +75,19 @@ def destroy(record: ParallelState) -> None:
         if group not in in_use:
             dist.destroy_process_group(group)
     record.values = {}
+
+
+def align_names() -> None:
+    """Let ranks agree on how the next groups are called, where some have made more of them than others. Collective.
+
+    torch and the chain's groups are named by counts of those that a process has made or tried to make.
+    """
+    world, chains = dist.distributed_c10d._world, megatron_groups._num_created
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (world.group_count, chains), group=control_group())
+    world.group_count = max(count for count, _ in found)
+    for _, theirs in found:
+        chains |= theirs
 
 
 def _names() -> list[str]:
