@@ -164,8 +164,8 @@ class Reporter:
         self._flops = per_token if args.log_throughput and backend.is_cuda() else None
 
     def say(self, text: str) -> None:
-        """Print a line for the user, once in the job."""
-        if self.writes:
+        """Print a line for the user, once in the job; nothing for an empty one."""
+        if self.writes and text:
             with self._said.attempt():
                 sys.stdout.write(text + "\n")
                 sys.stdout.flush()

@@ -6,9 +6,12 @@ same. Where more layers froze since, it is computed from what the depth before h
 """
 
 import argparse
+import errno
 import hashlib
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from enum import Enum
@@ -22,6 +25,8 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from megatron.elastic.cache import ActivationCache, Counts, Generation, require_usable, weights_digest
+from megatron.elastic.cache.environment import require_lmdb
+from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.megatron_stage import MegatronStage
 from megatron.training.arguments.rules_classification import num_samples
 from megatron.training.checkpoint.agreement import control_group
@@ -147,11 +152,14 @@ class PrefixCache:
         return max(read for read, _ in known), max(write for _, write in known)
 
     def describe(self) -> str:
-        """One line about all ranks, since they were asked last. Collective."""
-        own = self._take_counts()
+        """One line about all ranks, since they were asked last; empty where none has a cache. Collective."""
+        own = None if self._cache is None else self._take_counts()
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own, group=control_group())
-        total = {name: sum(getattr(each, name) for each in gathered) for name in asdict(own)}
+        found = [each for each in gathered if each is not None]
+        if not found:
+            return ""
+        total = {each.name: sum(getattr(counts, each.name) for counts in found) for each in fields(Counts)}
         return (
             f"activation cache: {total['hits']} samples read ({total['prefetched']} ahead), {total['misses']} not "
             f"found ({total['older_hits']} at the depth before), {total['written']} written, "
@@ -160,9 +168,8 @@ class PrefixCache:
         )
 
     def _take_counts(self) -> Counts:
-        if self._cache is not None:
-            self._cache.flush()
-        now = Counts() if self._cache is None else self._cache.measured.counts
+        self._cache.flush()
+        now = self._cache.measured.counts
         own = Counts(**{name: value - getattr(self._told, name) for name, value in asdict(now).items()})
         self._told = now
         return own
@@ -176,7 +183,41 @@ class PrefixCache:
 
 def require_cache(args: argparse.Namespace) -> None:
     """Raises ValueError where --activation-cache cannot be used on this node."""
-    require_usable(Path(args.activation_cache), most_bytes=_limit(args))
+    try:
+        require_usable(Path(args.activation_cache), most_bytes=_limit(args))
+    except ValueError as error:
+        holds_nothing = _limit(args) < FEWEST_BYTES
+        flag = f"--activation-cache-gib {args.activation_cache_gib:g}" if holds_nothing else "--activation-cache"
+        raise ValueError(f"{flag}: {error}") from error
+
+
+def missing_cache(args: argparse.Namespace) -> list[str]:
+    """A line for each thing that --activation-cache needs and this machine does not have. Makes no file.
+
+    Raises ValueError as `require_cache`, for what would be no folder on another machine either.
+    """
+    lines = []
+    try:
+        require_lmdb()
+    except ValueError as error:
+        lines.append(f"--activation-cache: {error}")
+    if _limit(args) < FEWEST_BYTES:
+        require_cache(args)  # says so before it looks at the folder
+    folder = Path(args.activation_cache).absolute()
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    try:
+        if there == folder and not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS) and there not in (folder, folder.parent):
+            return [*lines, f"--activation-cache {folder} is not on this machine"]
+        raise ValueError(
+            f"--activation-cache: {folder} cannot be the folder of a cache ({error.strerror}); name one that can be "
+            "written"
+        ) from error
+    return lines
 
 
 def digest_of_config(args: argparse.Namespace) -> str:

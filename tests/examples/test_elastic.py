@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.full
 def test_changes_come_in_a_short_run_too(tmp_path):
-    """examples/elastic.sh with three epochs in place of twenty: three changes, the last one well before the end, and a picture."""
+    """examples/elastic.sh with three epochs in place of twenty: three changes, the last well before the end, and a
+    picture."""
     pytest.importorskip("sklearn")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OUTPUT": str(tmp_path), "PYTHONPATH": str(ROOT), "EPOCHS": "3", "PATH": path}

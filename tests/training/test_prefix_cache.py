@@ -3,11 +3,14 @@
 import re
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
 
-from megatron.training.prefix_cache import PrefixCache
+from megatron.elastic.cache import environment
+from megatron.training import prefix_cache
+from megatron.training.prefix_cache import PrefixCache, missing_cache, require_cache
 from tests import workers
 from tests.training.run_case import train
 
@@ -60,11 +63,11 @@ def test_equals_training_that_computes(num_ranks, flags, images, tmp_path):
     first, counts = run(num_ranks, images, f"{flags} {cached(tmp_path)}")
     assert first == computed
     # Behind 4 batches of 32 samples one layer is frozen, behind 8 two: 32 samples, then all that are left.
-    assert [read + missing for read, missing, *_ in counts[1:]] == [32 * tensor_ranks(flags), 72 * tensor_ranks(flags)]
-    assert all(missing > 0 and written >= 26 for _, missing, _, written in counts[1:])
+    assert [read + missing for read, missing, *_ in counts] == [32 * tensor_ranks(flags), 72 * tensor_ranks(flags)]
+    assert all(missing > 0 and written >= 26 for _, missing, _, written in counts)
     # At the second depth the first epoch goes on from what the first has put out. It begins within an epoch, so some
     # microbatches of the next one have a sample of either depth, and are computed from the first, both of them.
-    (*_, older, _), (_, missing, later, _) = counts[1:]
+    (*_, older, _), (_, missing, later, _) = counts
     assert older == 0 and missing <= later <= 2 * missing
     again, counts = run(num_ranks, images, f"{flags} {cached(tmp_path)}")
     assert again == computed
@@ -87,7 +90,7 @@ def test_what_the_model_computes_is_in_the_key(images, tmp_path):
     flags = "--lr 1e-300 --layernorm-epsilon 1e-2"
     computed, _ = run(2, images, flags)
     other, counts = run(2, images, f"{flags} {cached(tmp_path)}")
-    assert other == computed and counts[1][1] > 0
+    assert other == computed and counts[0][1] > 0
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,50 @@ def test_a_cache_that_cannot_be_is_refused_at_the_start(images, tmp_path, flags,
         run(2, images, flags.format(file=tmp_path / "file", folder=tmp_path / "cache"))
 
 
+@pytest.mark.parametrize(
+    ("folder", "gib", "said"),
+    [
+        ("/proc/nope", 1, "--activation-cache: /proc/nope cannot be the folder of a cache (No such file or directory)"),
+        ("/dev/null/x", 1, "--activation-cache: /dev/null/x cannot be the folder of a cache (Not a directory)"),
+        ("{tmp}/file", 1, "--activation-cache: {tmp}/file cannot be the folder of a cache (File exists)"),
+        ("{tmp}", 1e-9, "--activation-cache-gib 1e-09: a cache of at most 1 bytes holds nothing; allow 1048576"),
+    ],
+)
+def test_a_dry_run_says_what_the_run_would_say(folder, gib, said, tmp_path):
+    """In the same words, flag and all; the run makes its folder, the dry run nothing."""
+    (tmp_path / "file").touch()
+    args = Namespace(activation_cache=folder.format(tmp=tmp_path), activation_cache_gib=gib)
+    for check in (require_cache, missing_cache):
+        with pytest.raises(ValueError) as caught:
+            check(args)
+        assert said.format(tmp=tmp_path) in str(caught.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_dry_run_makes_nothing(tmp_path, monkeypatch):
+    """A folder that could be made is no matter; one that lies where nothing can be written here may be there, and so
+    may lmdb."""
+    args = Namespace(activation_cache=str(tmp_path / "new" / "cache"), activation_cache_gib=1)
+    assert missing_cache(args) == []
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(prefix_cache.tempfile, "TemporaryFile", mock.Mock(side_effect=PermissionError(13, "no")))
+    needs, elsewhere = missing_cache(args)
+    assert "the package lmdb, which is not installed" in needs
+    assert elsewhere == f"--activation-cache {tmp_path}/new/cache is not on this machine"
+    args.activation_cache = str(tmp_path / "cache")  # beside what is there
+    with pytest.raises(ValueError, match=r"--activation-cache: .* cannot be the folder of a cache \(no\)"):
+        missing_cache(args)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_line_about_a_cache_that_there_is_not(monkeypatch):
+    """Until layers are frozen nothing is kept, and nothing is said."""
+    monkeypatch.setattr(prefix_cache.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(prefix_cache, "control_group", lambda: None)
+    monkeypatch.setattr(prefix_cache.dist, "all_gather_object", lambda found, own, group: found.__setitem__(0, own))
+    assert PrefixCache(Namespace(), None).describe() == ""
+
+
 def tensor_ranks(flags: str) -> int:
     return 2 if "--tensor-model-parallel-size 2" in flags else 1
 
@@ -114,7 +161,7 @@ def test_another_order_finds_the_same_samples(images, tmp_path):
     computed, _ = run(2, images, flags)
     other, counts = run(2, images, f"{flags} {cached(tmp_path)}")
     assert other == computed
-    assert counts[1][1] > 0
+    assert counts[0][1] > 0
 
 
 def test_samples_that_do_not_say_that_they_repeat_are_refused():

@@ -120,9 +120,12 @@ def _classes_of_texts(args: argparse.Namespace) -> None:
 
 
 def num_samples(args: argparse.Namespace, split: str) -> int:
-    """Samples in the files of "train", "valid" or "test". Raises ValueError where they cannot be read."""
+    """Samples in the files of "train", "valid" or "test". Raises ValueError where they cannot be read or have none."""
     paths = data_paths(args)[split]
-    return _files(args).count(paths) if paths else 0
+    found = _files(args).count(paths) if paths else 0
+    if paths and not found:
+        raise ValueError(f"{' '.join(paths)} has no samples; give files with images and their labels")
+    return found
 
 
 def evaluations(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ backend.install()
 
 from megatron.training.classification import image_files
 from megatron.training.classification.vision_data import ImageSamples, _read
-from tests.training.classification.vision_helper import write_images
+from tests.training.classification.vision_helper import SMALL, vision_arguments, write_images
 
 
 def flags(**changes) -> argparse.Namespace:
@@ -94,3 +94,12 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ValueError, match=r"has images of 4 x 4 x 1 .*prepare all alike"):
         image_files.read([whole, write_images(tmp_path / "other.npz", 2, size=(4, 4))])
     assert image_files.missing([whole, "none"]) == ["none"]
+
+
+@pytest.mark.parametrize("lengths", [(0, 8), (8, 0)])
+def test_files_without_images_are_refused(tmp_path, lengths):
+    """By name, before anything is derived from their number."""
+    paths = [write_images(tmp_path / f"{name}.npz", each) for name, each in zip("ab", lengths, strict=True)]
+    base = f"{SMALL.replace('--train-iters 10', '--epochs 2')} --data-path {' '.join(paths)}"
+    with pytest.raises(ValueError, match=rf"^{paths[lengths.index(0)]} has no samples; give files with images"):
+        vision_arguments(base=base)
