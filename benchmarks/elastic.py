@@ -179,8 +179,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--stages is {args.stages}; give 1 to 16, and no more than the {args.layers} layers")
     if min(args.epochs, args.interval_batches, args.repeats, args.intervals) < 1 or args.batches < 3:
         parser.error("--epochs, --interval-batches, --repeats, --intervals: 1 and more; --batches: 3 and more")
-    if args.payload < 4 or args.overhead >= 1 or args.limit == 0:
-        parser.error("--payload: 4 and more; --overhead: less than 1; --limit: more than 0")
+    if args.payload < 4 or args.frozen > 1 or args.overhead >= 1 or args.limit == 0:
+        parser.error("--payload: 4 and more; --frozen: 0 to 1; --overhead: less than 1; --limit: more than 0")
     if not 0.0 < args.alpha < 1.0:
         parser.error(f"--alpha is {args.alpha:g}; give a number between 0 and 1")
     return args

@@ -210,8 +210,9 @@ def plan(arm: Arm, setting: Setting) -> tuple[Phase, ...]:
     """What an arm goes through; never longer than the same arm with fewer parts.
 
     By dynamic programming over the stretches. Behind each of them a way is given up that comes to no less than a plan
-    that is known, or than another way that has as much in the cache and then moves everything. So this is exact over
-    the whole run for two cuts of each shape: the most even one, and the one that is there.
+    that is known, than another way to the same place, or than any other that then moves everything; each with as much
+    in the cache. So this is exact over the whole run for two cuts of each shape: the most even one, and the one that is
+    there.
 
     Raises:
         ValueError: a stretch has no pipeline that fits.
@@ -221,10 +222,9 @@ def plan(arm: Arm, setting: Setting) -> tuple[Phase, ...]:
     known = min(_of_fewer_parts(arm, setting), key=lambda each: seconds_of_arm(each, setting), default=None)
     most = math.inf if known is None else seconds_of_arm(known, setting)
     (_, intervals), *stretches = [(depth, len(list(members))) for depth, members in groupby(setting.depths)]
-    least = [_at_least(arm, setting, *each) for each in stretches]
     ways = [_Way((), 0, 0.0).on(setting, setting.static(), intervals)]
     for place, (num_frozen, intervals) in enumerate(stretches):
-        found = _Found(setting, most - sum(least[place + 1 :]))
+        found = _Found(setting, most, _at_least(arm, setting, stretches[place + 1 :]))
         _go_on(found, ways, arm, num_frozen, intervals)
         ways = found.kept()
         if not ways and known is None:
@@ -256,6 +256,10 @@ class _Way:
     def now(self) -> Pipeline:
         return self.phases[-1].pipeline
 
+    @property
+    def shape(self) -> Shape:
+        return self.now.num_ranks, self.now.num_replicas
+
     def on(self, setting: Setting, pipeline: Pipeline, intervals: float) -> _Way:
         """The same with one more phase."""
         begin = math.floor(sum(each.intervals for each in self.phases) + 1e-9)
@@ -270,25 +274,33 @@ class _Way:
 
 @dataclass
 class _Found:
-    """Ways to the end of a stretch; one that comes to `most` seconds or more is of no use."""
+    """Ways to the end of a stretch. `rest`: seconds that those behind it take at least, by the shape in it; what comes
+    to `most` with that is of no use.
+    """
 
     setting: Setting
     most: float
+    rest: dict[Shape, float]
     ways: list[_Way] = field(default_factory=list)
 
     def add(self, way: _Way) -> None:
-        if self.is_of_use(way.seconds, way.num_stored):
+        held = _held(way.now)
+        if self.is_of_use(way.seconds, way.num_stored, way.shape) and not any(
+            other.num_stored >= way.num_stored and other.seconds <= way.seconds and _held(other.now) == held
+            for other in self.ways
+        ):
             self.ways.append(way)
 
-    def is_of_use(self, seconds: float, num_stored: int) -> bool:
-        return seconds * _ROUNDING < self.most and not any(
+    def is_of_use(self, seconds: float, num_stored: int, shape: Shape) -> bool:
+        """Whatever its cut is."""
+        return (seconds + self.rest[shape]) * _ROUNDING < self.most and not any(
             other.num_stored >= num_stored and other.seconds + self.setting.most_move() <= seconds
             for other in self.ways
         )
 
     def kept(self) -> list[_Way]:
         """Of all that were added."""
-        kept = _Found(self.setting, self.most)
+        kept = _Found(self.setting, self.most, self.rest)
         for way in sorted(self.ways, key=lambda each: each.seconds):
             kept.add(way)
         return kept.ways
@@ -327,10 +339,10 @@ def _go_on_from(found: _Found, way: _Way, shapes: Sequence[Shape], num_frozen: i
     choices: list[tuple[Shape, tuple[int, ...] | None]] = [(each, None) for each in sorted(shapes, key=at_least)]
     kept = _kept_cut(way.now, num_frozen, cached=cached)
     if kept is not None:
-        choices.insert(0, ((way.now.num_ranks, way.now.num_replicas), kept))
+        choices.insert(0, (way.shape, kept))
     for shape, cut in choices:
         seconds = way.seconds + setting.rebuild + at_least(shape)
-        if not found.is_of_use(seconds, num_frozen if cached else way.num_stored):
+        if not found.is_of_use(seconds, num_frozen if cached else way.num_stored, shape):
             continue
         for pipelines_of_parts in _cut(setting, shape, num_frozen, parts, cut):
             longer = way
@@ -372,12 +384,19 @@ def _shapes(arm: Arm, setting: Setting) -> list[Shape]:
     return setting.shapes(replicates=arm.replicates) if arm.recuts else []
 
 
-def _at_least(arm: Arm, setting: Setting, num_frozen: int, intervals: int) -> float:
-    """Seconds of a stretch, whatever an arm does in it."""
-    stored = [None, num_frozen] if _may_cache(arm, setting, num_frozen) else [None]
-    shapes = _shapes(arm, setting) or [(setting.num_stages, 1)]
-    batch = min(setting.at_least(shape, num_frozen, each) for shape in shapes for each in stored)
-    return setting.rebuild + setting.batches * intervals * batch
+def _at_least(arm: Arm, setting: Setting, stretches: Sequence[tuple[int, int]]) -> dict[Shape, float]:
+    """Seconds of stretches (frozen layers, intervals) by the shape before them: it stays, or something moves once."""
+    stays = dict.fromkeys(_shapes(arm, setting) or [(setting.num_stages, 1)], 0.0)
+    moves = setting.move
+    for num_frozen, intervals in stretches:
+        stored = [None, num_frozen] if _may_cache(arm, setting, num_frozen) else [None]
+        batch = {shape: min(setting.at_least(shape, num_frozen, each) for each in stored) for shape in stays}
+        stays = {
+            shape: seconds + setting.rebuild + setting.batches * intervals * batch[shape]
+            for shape, seconds in stays.items()
+        }
+        moves += setting.rebuild + setting.batches * intervals * min(batch.values())
+    return {shape: min(seconds, moves) for shape, seconds in stays.items()}
 
 
 def seconds_of(phase: Phase, setting: Setting, seconds: float | None = None, transition: float | None = None) -> float:
