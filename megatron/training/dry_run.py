@@ -32,6 +32,7 @@ from megatron.training.logging import packages_not_here
 from megatron.training.missing import choose_vocabulary, missing_checkpoint, missing_data
 from megatron.training.placement import decide, degrees_of, evictors, model_shape, recompute_scope
 from megatron.training.planned_changes import planned_changes
+from megatron.training.prefix_cache import missing_cache
 from megatron.training.proving import prove
 
 _REFUSED = 1
@@ -45,11 +46,8 @@ def run_dry(args: argparse.Namespace, prog: str) -> int:
         if args.dry_run_json is not None:
             with open(args.dry_run_json, "w", encoding="utf-8") as stream:
                 json.dump(to_dict(result), stream, indent=1)
-        if result.verdict is not None and not result.verdict.fits:
-            raise ValueError(
-                f"{result.place(result.verdict.rank)} misses {-result.verdict.spare_gib:.1f} GiB of the "
-                f"{device_gib(args.dry_run_gpu):g} GiB of --dry-run-gpu {args.dry_run_gpu}; {_remedy(result)}"
-            )
+        if refused := _refusal(result):
+            raise ValueError(refused)
         if result.hosted and (refused := dry_run_hosted.refusal(result.hosted, args.dry_run_host_memory)):
             raise ValueError(refused)
     except (ValueError, ProgramError) as error:
@@ -60,6 +58,32 @@ def run_dry(args: argparse.Namespace, prog: str) -> int:
         sys.stderr.write(f"{prog}: error: {error.filename}: {error.strerror}\n")
         return _REFUSED
     return 0
+
+
+def _refusal(result: DryRun) -> str | None:
+    """Why the job does not fit on --dry-run-gpu, at first or behind a change; None where it does."""
+    if result.verdict is None:
+        return None
+    gpu = result.args.dry_run_gpu
+    there = f"the {device_gib(gpu):g} GiB of --dry-run-gpu {gpu}"
+    if not result.verdict.fits:
+        missing = f"{-result.verdict.spare_gib:.1f} GiB"
+        return f"{result.place(result.verdict.rank)} misses {missing} of {there}; {_remedy(result)}"
+    verdict = result.verdict_of_changes
+    if verdict is None or verdict.fits:
+        return None
+    return (
+        f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank} misses {-verdict.spare_gib:.1f} GiB of "
+        f"{there}; {_remedy_of_change(result.args)}"
+    )
+
+
+def _remedy_of_change(args: argparse.Namespace) -> str:
+    if args.elastic_schedule is not None:
+        return "give more ranks in --elastic-schedule, or leave it out, use smaller microbatches or more GPUs"
+    if args.use_distributed_optimizer:
+        return "use more GPUs"
+    return "use more GPUs, or share the optimizer's state out to replicas (--use-distributed-optimizer)"
 
 
 def _remedy(result: DryRun) -> str:
@@ -74,6 +98,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
     warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
+    warnings += missing_cache(args) if args.activation_cache is not None else []
     warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
     config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
@@ -97,7 +122,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         placement_lines=lines,
         notes=notes,
         warnings=warnings,
-        changes=planned_changes(args, layers, processes) if args.changes else [],
+        changes=planned_changes(args, layers, processes) if args.changes and not args.skip_train else [],
         hosted=hosting and dry_run_hosted.hosted_run(args, schedule, hosting, memory, layers, placement),
     )
 

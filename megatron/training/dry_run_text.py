@@ -8,7 +8,7 @@ from megatron.pipeline.check import CheckReport
 from megatron.pipeline.schedules import Schedule
 from megatron.placement.report import PlacementReport
 from megatron.placement.text import tables
-from megatron.planner import GIB, RankMemory, Verdict
+from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.text import memory_as_dict, memory_table
 from megatron.training import dry_run_hosted, plan, provisional
 from megatron.training.dry_run_hosted import HostedRun
@@ -20,8 +20,8 @@ _MOST_NODES = 16  # that are shown
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """A job that was checked. `report` is of its largest batches; `verdict` is None where no GPU was named,
-    `hosted` where weights live on the device.
+    """A job that was checked. `report` is of its largest batches; `verdict`, of the pipeline at first, is None where no
+    GPU was named, `hosted` where weights live on the device.
     """
 
     args: argparse.Namespace
@@ -35,6 +35,24 @@ class DryRun:
     warnings: list[str]
     hosted: HostedRun | None = None
     changes: list[PlannedChange] = field(default_factory=list)
+
+    @property
+    def fullest_change(self) -> PlannedChange | None:
+        """The one of which a rank takes most."""
+        return max(self.changes, key=lambda each: each.most_bytes, default=None)
+
+    @property
+    def verdict_of_changes(self) -> Verdict | None:
+        """Of the fullest; None where there is none, or no GPU was named."""
+        if self.fullest_change is None or self.args.dry_run_gpu is None:
+            return None
+        return self.fullest_change.judge(device_gib(self.args.dry_run_gpu))
+
+    def moment(self, change: PlannedChange) -> str:
+        """When a change takes most, in words."""
+        if change.is_fullest_within:
+            return f"while the pipeline changes at iteration {change.iteration}"
+        return f"from iteration {change.iteration} on"
 
     def place(self, rank: int) -> str:
         """A rank of the pipeline in words."""
@@ -72,7 +90,7 @@ def print_dry_run(result: DryRun, prog: str) -> None:
     if result.hosted:
         show("memory of the host, estimated")
         say(*dry_run_hosted.lines(result.hosted, result.memory))
-    if result.changes:
+    if args.changes and not args.skip_train:
         show("changes of the pipeline, at most")
         say(*_change_lines(result))
     for title, table in tables(result.placement, plain=plain, max_nodes=_MOST_NODES):
@@ -125,15 +143,19 @@ def _program_lines(result: DryRun) -> list[str]:
 
 
 def _memory_lines(result: DryRun) -> list[str]:
-    verdict, args = result.verdict, result.args
+    verdict = result.verdict
     if verdict is None:
         fullest = max(result.memory, key=lambda rank: rank.total)
         return [
             f"{result.place(fullest.rank)} needs most, {fullest.total / GIB:.1f} GiB; --dry-run-gpu says whether that "
             "fits"
         ]
+    return _verdict_lines(result, verdict, result.place(verdict.rank))
+
+
+def _verdict_lines(result: DryRun, verdict: Verdict, where: str) -> list[str]:
     spare = f"{'leaves' if verdict.fits else 'misses'} {abs(verdict.spare_gib):.1f} GiB"
-    lines = [f"{args.dry_run_gpu}: {verdict.word}; {result.place(verdict.rank)} {spare}"]
+    lines = [f"{result.args.dry_run_gpu}: {verdict.word}; {where} {spare}"]
     if verdict.is_borderline:
         lines.append(
             "warning: so near the limit the CUDA context and the allocator may need what is left, or slow the run down"
@@ -142,31 +164,52 @@ def _memory_lines(result: DryRun) -> list[str]:
 
 
 def _change_lines(result: DryRun) -> list[str]:
-    return [
-        f"iteration {each.iteration}: {each.arrangement.num_frozen} of {result.args.num_layers} layers frozen, "
-        f"pipeline {each.arrangement.pipeline} x data {each.arrangement.data}, layers by rank {each.arrangement}"
-        f"{', the ranks of a pipeline in a row' * each.arrangement.pipelines_in_a_row}; the fullest rank "
-        f"{each.num_bytes / GIB:.2f} GiB, while it changes {each.bytes_in_change / GIB:.2f} GiB"
-        for each in result.changes
-    ]
+    if not result.changes:
+        return ["nothing changes: no interval freezes a layer or finds a pipeline that is faster"]
+    lines = [_change_line(result.args, each) for each in result.changes]
+    if verdict := result.verdict_of_changes:
+        where = f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank}"
+        lines += _verdict_lines(result, verdict, where)
+    return lines
+
+
+def _change_line(args: argparse.Namespace, change: PlannedChange) -> str:
+    now = change.arrangement
+    text = (
+        f"iteration {change.iteration}: {now.num_frozen} of {args.num_layers} layers frozen, pipeline {now.pipeline} x "
+        f"data {now.data}, layers by rank {now}{', the ranks of a pipeline in a row' * now.pipelines_in_a_row}; the "
+        f"fullest rank {_size(change.num_bytes)}, while it changes {_size(change.bytes_in_change)}; at most "
+        f"{_size(change.bytes_moved)} move between ranks"
+    )
+    if change.speedup is not None:
+        text += f"; batches {change.speedup:.2f} times as fast as without another cut"
+    if now.cached and args.activation_cache_use == "auto":
+        text += "; whether the cache is read, measured times decide"
+    return text
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def to_dict(result: DryRun) -> dict:
     """Everything, for JSON: bytes, and GiB where the name says so."""
-    report, verdict = result.report, result.verdict
+    report = result.report
     return {
         "world_size": result.args.world_size,
         "schedule": result.args.pipeline_schedule,
         "num_microbatches": sorted(set(result.args.batch_sizes.all_num_microbatches())),
         "program": {name: getattr(report, name) for name in sorted(vars(report))},
         "memory": [memory_as_dict(rank) for rank in result.memory],
-        "verdict": verdict and {"word": verdict.word, "rank": verdict.rank, "spare_gib": verdict.spare_gib},
+        "verdict": _verdict(result),
         "placement": {**result.placement.to_dict(), "lines": result.placement_lines},
         "changes": [
             {
                 "iteration": each.iteration,
                 "bytes": each.num_bytes,
                 "bytes_in_change": each.bytes_in_change,
+                "bytes_moved": each.bytes_moved,
+                "speedup": each.speedup,
                 **each.arrangement.state_dict(),
             }
             for each in result.changes
@@ -174,4 +217,19 @@ def to_dict(result: DryRun) -> dict:
         "notes": result.notes,
         "warnings": result.warnings,
         **({"host": dry_run_hosted.to_dict(result.hosted, result.memory)} if result.hosted else {}),
+    }
+
+
+def _verdict(result: DryRun) -> dict | None:
+    """Of the pipeline at first, or of a change where that leaves less; `iteration` says which."""
+    verdict, change = result.verdict, None
+    if verdict is None:
+        return None
+    if result.verdict_of_changes is not None and result.verdict_of_changes.spare_gib < verdict.spare_gib:
+        verdict, change = result.verdict_of_changes, result.fullest_change
+    return {
+        "word": verdict.word,
+        "rank": verdict.rank,
+        "spare_gib": verdict.spare_gib,
+        "iteration": change and change.iteration,
     }
