@@ -120,6 +120,23 @@ def a_late_fault(run: Run) -> Callable[[], list[tuple[int, int]]]:
     return end
 
 
+def every_second_change(run: Run) -> Callable[[], None]:
+    """Rank 1 fails at the end of each second one."""
+    choose, calls = change.choose_kernel, itertools.count(1)
+
+    def faulty(*args) -> None:
+        if next(calls) % 2 == 0 and run.args.rank == 1:
+            raise RuntimeError("no kernel")
+        choose(*args)
+
+    change.choose_kernel = faulty
+
+    def end() -> None:
+        change.choose_kernel = choose
+
+    return end
+
+
 def _bytes_of_gradients(update: object) -> int:
     buffers = getattr(update, "_gradients", None)
     slots = [] if buffers is None else [buffers[slot] for slot in range(buffers.num_slots)]

@@ -14,6 +14,7 @@ ELASTIC = (
     "--freeze-interval 2 --freeze-schedule 1,2,3 --hidden-dropout 0.1 --attention-dropout 0.1 --lr 1e-3"
 )
 SHRINKS = "--elastic-pipeline --elastic-schedule 4,2,1"
+FP16 = "--fp16 --initial-loss-scale 16384"
 
 
 def changes(results: list[dict]) -> list[tuple[int, int, int]]:
@@ -26,30 +27,72 @@ def batches(results: list[dict]) -> list[dict]:
     return [each for each in results[-1]["records"] if "lm_loss" in each]
 
 
+def nearly_equal(one: list[dict], other: list[dict], *, norm: float = 1e-6, weight: float = 1e-6) -> None:
+    """But for the order in which replicas and microbatches are added up.
+
+    Where FP32 sums them up, last bits of a few elements differ: norms by 8e-8, losses by 4e-8, weights by 2e-7 were
+    measured. Gradients of BF16 have so few bits that their sums are exact more often than not: norms differed by 1e-9,
+    losses and weights by nothing.
+    """
+    for mine, theirs in zip(batches(one), batches(other), strict=True):
+        assert theirs["consumed_samples"] == mine["consumed_samples"]
+        assert theirs["learning_rate"] == mine["learning_rate"]
+        assert theirs["lm_loss"] == pytest.approx(mine["lm_loss"], rel=1e-5)
+        assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=norm)
+    before, after = joined_weights(one), joined_weights(other)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert (value - after[name]).abs().max() <= weight, name
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "bounds"),
     [
-        "",
-        pytest.param("--pipeline-schedule 2bw --use-distributed-optimizer", marks=pytest.mark.full),
-        pytest.param("--bf16 --use-distributed-optimizer", marks=pytest.mark.full),
-        pytest.param("--pipeline-schedule gpipe --optimizer sgd", marks=pytest.mark.full),
+        ("", {}),
+        pytest.param("--pipeline-schedule 2bw --use-distributed-optimizer", {}, marks=pytest.mark.full),
+        pytest.param("--bf16 --use-distributed-optimizer", {}, marks=pytest.mark.full),
+        pytest.param("--pipeline-schedule 2bw --bf16", {}, marks=pytest.mark.full),
+        pytest.param(f"{FP16} --accumulate-allreduce-grads-in-fp32", {"weight": 5e-5}, marks=pytest.mark.full),
+        pytest.param(f"{FP16} --pipeline-schedule 2bw", {"norm": 2e-4, "weight": 2e-3}, marks=pytest.mark.full),
+        pytest.param("--pipeline-schedule gpipe --optimizer sgd", {}, marks=pytest.mark.full),
         pytest.param("--pipeline-schedule bpipe --recompute-granularity full --recompute-method uniform "
-                     "--recompute-num-layers 1", marks=pytest.mark.full),
+                     "--recompute-num-layers 1", {}, marks=pytest.mark.full),
     ],
 )  # fmt: skip
-def test_equals_a_pipeline_that_stays(flags):
-    """Replicas add up in another order; nothing else differs."""
+def test_equals_a_pipeline_that_stays(flags, bounds):
+    """Replicas add up in another order; nothing else differs.
+
+    Under FP16 each replica divides its losses by its own number of microbatches, here by 8, 4 and 2. So its gradients
+    are up to four times as large in FP16, and near that format's limit a scale may overflow in the one run and not in
+    the other: the scale is far from that. At the other end, the smallest gradients lose bits in the one and not in the
+    other, which Adam makes steps of (weights: 1.2e-5 measured). Sums in FP16 itself have 11 bits, 4.9e-4 (norms: 4e-5,
+    weights: half of a step of 1e-3).
+    """
     stays, shrinks = train(4, f"{ELASTIC} {flags}"), train(4, f"{ELASTIC} {SHRINKS} {flags}")
     assert changes(stays) == [(1, 4, 1), (2, 4, 1), (3, 4, 1)]
     assert changes(shrinks) == [(1, 4, 1), (2, 2, 2), (3, 1, 4)]
-    loose = 50 if "--bf16" in flags else 1
-    for one, other in zip(batches(stays), batches(shrinks), strict=True):
-        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5 * loose)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 * loose)
-    before, after = joined_weights(stays), joined_weights(shrinks)
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert (value - after[name]).abs().max() <= 1e-4 * loose, name
+    nearly_equal(stays, shrinks, **bounds)
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param("--pipeline-schedule 2bw --bf16", marks=pytest.mark.full)])
+def test_equals_a_pipeline_that_is_cut_otherwise(flags):
+    """Bit for bit at equal ranks, replicas and microbatches, and without clipping. Squares of norms are added up in
+    another order."""
+    flags = f"{ELASTIC} {flags} --num-layers 8 --freeze-schedule 2,4,6 --clip-grad 0"
+    stays, cut = train(2, flags), train(2, f"{flags} --elastic-pipeline --elastic-schedule 2,2,2")
+    assert changes(stays) == changes(cut) == [(2, 2, 1), (4, 2, 1), (6, 2, 1)]
+    assert {(4, 4)} == set(cuts(stays)) != set(cuts(cut))
+    for one, other in zip(batches(stays), batches(cut), strict=True):
+        assert other["lm_loss"] == one["lm_loss"] and other["learning_rate"] == one["learning_rate"]
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-14)
+    weights = joined_weights(stays)
+    assert all(torch.equal(value, weights[name]) for name, value in joined_weights(cut).items())
+
+
+def cuts(results: list[dict]) -> list[tuple[int, ...]]:
+    """How many layers each rank of a pipeline has, behind each change."""
+    told = [re.search(r"layers by rank: (.*?) \|", line) for line in results[-1]["lines"] if "pipeline changed" in line]
+    return [tuple(sum(map(int, re.findall(r"\d+", rank))) for rank in each[1].split(",")) for each in told]
 
 
 @pytest.mark.full
@@ -59,10 +102,7 @@ def test_with_tensor_ranks(flags):
     flags = f"{ELASTIC} {flags} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     stays, shrinks = train(4, flags), train(4, f"{flags} --elastic-pipeline --elastic-schedule 2,1")
     assert changes(shrinks) == [(1, 2, 1), (2, 1, 2), (3, 1, 2)]
-    loose = 50 if "--bf16" in flags else 1
-    for one, other in zip(batches(stays), batches(shrinks), strict=True):
-        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5 * loose)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 * loose)
+    nearly_equal(stays, shrinks)
 
 
 def test_a_stop_between_changes_goes_on_as_if_there_was_none(tmp_path):
@@ -75,20 +115,11 @@ def test_a_stop_between_changes_goes_on_as_if_there_was_none(tmp_path):
     assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
 
 
-def equal(stays: list[dict], shrinks: list[dict]) -> None:
-    """But for the order in which replicas and microbatches are added up."""
-    for one, other in zip(batches(stays), batches(shrinks), strict=True):
-        assert other["consumed_samples"] == one["consumed_samples"]
-        assert other["learning_rate"] == one["learning_rate"]
-        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
-
-
 def test_the_microbatch_grows():
     """Without dropout, which is drawn by microbatch."""
     flags = ELASTIC.replace("0.1", "0")
     sizes = "--elastic-micro-batch-size 1,2,2"
-    equal(train(4, flags), train(4, f"{flags} {SHRINKS} {sizes}"))
+    nearly_equal(train(4, flags), train(4, f"{flags} {SHRINKS} {sizes}"))
 
 
 def test_the_batch_grows_with_the_replicas(tmp_path):
@@ -98,7 +129,7 @@ def test_the_batch_grows_with_the_replicas(tmp_path):
     grows = f"{flags} {SHRINKS} --elastic-batch grow"
     whole = train(4, grows)
     assert [each["consumed_samples"] for each in batches(whole)] == [8, 16, 24, 32, 48, 64, 96, 128]
-    equal(train(4, f"{flags} --global-batch-size 32 --step-batch-size-schedule 0:8 512:16 1024:32"), whole)
+    nearly_equal(train(4, f"{flags} --global-batch-size 32 --step-batch-size-schedule 0:8 512:16 1024:32"), whole)
     parts, save = [], f"--save {tmp_path} --load {tmp_path} --save-interval 100"
     for last in (4, 5, 100):
         parts += batches(train(4, f"{grows} {save} --exit-interval {last}"))
@@ -190,15 +221,23 @@ def test_peaks_of_activations_over_a_change():
 
 
 @pytest.mark.full
-def test_thirty_changes_leave_nothing_behind():
-    """To and fro between pipelines and replicas, without freezing: neither files nor threads nor memory add up."""
-    to_and_fro = ",".join(["1", "2"] * 16)
+@pytest.mark.parametrize(
+    ("pipelines", "watch", "num_changes", "num_failed"),
+    [("2,1,2,4", None, 37, 0), ("2,4", "tests.training.elastic_faults:every_second_change", 13, 12)],
+    ids=["all come about", "every second one fails"],
+)
+def test_many_changes_leave_nothing_behind(pipelines, watch, num_changes, num_failed):
+    """To and fro between four ranks of a pipeline, two and one, with a frozen layer, then two and three; also where
+    every second change fails at its end: neither files nor threads nor memory add up."""
+    frozen = ",".join(["1"] * 12 + ["2"] * 12 + ["3"] * 14)
     flags = (
-        f"{BASE} --num-layers 4 --train-iters 32 --untie-embeddings-and-output-weights --elastic-pipeline "
-        f"--freeze-interval 1 --elastic-schedule {to_and_fro}"
+        f"{BASE} --num-layers 4 --train-iters 38 --untie-embeddings-and-output-weights {TWO_BW} --freeze-training "
+        f"--freeze-interval 1 --freeze-schedule {frozen} --elastic-pipeline "
+        f"--elastic-schedule {','.join([pipelines] * 20)}"
     )
-    results = train(2, flags, look_after=(3, 31))
-    assert len([each for each in results[-1]["records"] if "frozen_layers" in each]) == 31
+    results = train(4, flags, look_after=(7 if watch else 5, 37), watch=watch, timeout=400)  # of four ranks either time
+    assert len(changes(results)) == num_changes and changes(results)[-1][0] == 3
+    assert sum(line.startswith("warning: nothing changes") for line in results[-1]["lines"]) == num_failed
     for each in results:
         early, late = each["resources"]
         assert late["files"] - early["files"] <= 10

@@ -208,4 +208,7 @@ def _optimizer_tensors(inner):
 
 def _generators():
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), str(tracker)
+    return (
+        random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
+        {name: state.tolist() for name, state in tracker.items()},
+    )  # fmt: skip

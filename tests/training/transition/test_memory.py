@@ -5,6 +5,7 @@ import torch
 
 from tests import workers
 from tests.training.run_case import data_flags
+from tests.training.transition.whole_model import joined
 
 CASES = "tests.training.transition.cases:"
 FULL = pytest.mark.full
@@ -12,21 +13,6 @@ DISTRIBUTED = "--use-distributed-optimizer"
 FP16 = "--fp16 --initial-loss-scale 1024"
 TWO_BW = "--pipeline-schedule 2bw"
 UNTIED = "--untie-embeddings-and-output-weights"
-
-
-def joined(states):
-    """name -> elements of the whole model's state, from all ranks'; replicas are equal, and no element is missing."""
-    whole, known = {}, {}
-    for pieces, _, _ in states:
-        for key, found in pieces.items():
-            for first, total, data in found:
-                where = slice(first, first + len(data))
-                if key not in whole:
-                    whole[key], known[key] = torch.zeros(total, dtype=data.dtype), torch.zeros(total, dtype=torch.bool)
-                assert torch.equal(whole[key][where][known[key][where]], data[known[key][where]]), f"replicas: {key}"
-                whole[key][where], known[key][where] = data, True
-    assert all(each.all() for each in known.values())
-    return whole
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ def test_either_the_new_groups_hold_or_the_old_ones_are_back():
 
 
 def test_groups_that_others_use_are_left():
-    """What is in use, in whatever variable, the job's own group and the control group outlive a record with them."""
-    assert workers.run(2, CASES + "shared_with_new_ones") == [(4.0, 2)] * 2
+    """What is in use, in whatever variable, the job's own group and the control group outlive a record with them, and
+    so does the group of verdicts."""
+    assert workers.run(2, CASES + "shared_with_new_ones") == [(4.0, 3)] * 2
 
 
 @pytest.mark.parametrize("cycles", [9, pytest.param(30, marks=pytest.mark.full)])

@@ -1,0 +1,41 @@
+"""What a run has before and after each change of its pipeline, while it trains: for `watch` of run_case.py."""
+
+from collections.abc import Callable
+
+from megatron.core.utils import unwrap_model
+from megatron.training import loop
+from megatron.training.arrangement import Arrangement
+from megatron.training.assembly import Run
+from megatron.training.checkpoint.run_state import RunParts
+from megatron.training.transition.change import Change
+from tests.training.run_case import numbered_names
+from tests.training.transition.cases import whole_state
+
+
+def states(run: Run) -> Callable[[], list[dict]]:
+    """For each change how many layers are frozen and ranks in a pipeline behind it, and what this rank had `before`
+    and has `after`, as `whole_state` finds it, with the weights of frozen layers, too."""
+    first, found = loop.change_place, []
+
+    def watched(run: Run, wanted: Arrangement) -> Change:
+        before = _state(run)
+        change = first(run, wanted)
+        found.append({"num_frozen": wanted.num_frozen, "pipeline": wanted.pipeline, "before": before,
+                      "after": _state(run)})  # fmt: skip
+        return change
+
+    loop.change_place = watched
+
+    def end() -> list[dict]:
+        loop.change_place = first
+        return found
+
+    return end
+
+
+def _state(run: Run) -> tuple:
+    pieces, *rest = whole_state(RunParts(run.update.chunks, run.optimizer, run.scheduler, run.update))
+    for chunk in run.chunks:
+        for name, value in numbered_names(unwrap_model(chunk)):
+            pieces.setdefault(("weight", name, 0), []).append((0, value.numel(), value.detach().flatten().clone()))
+    return pieces, *rest
