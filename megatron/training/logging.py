@@ -25,6 +25,7 @@ from megatron.training.metrics import MetricsFile
 from megatron.training.throughput import flops_per_sample
 
 if TYPE_CHECKING:
+    from megatron.training.arrangement import Arrangement
     from megatron.training.shaping import Outlook
     from megatron.training.transition.change import Change
 
@@ -141,7 +142,7 @@ class Reporter:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.writes = args.rank == args.world_size - 1
-        self._interval = Interval()
+        self._interval, self._has_begun = Interval(), False
         self._said = ByProduct("the log", consequence="and more of it is tried")
         self._progress = ByProduct("progress.txt (--log-progress)", consequence="and later lines are tried")
         self._shown = ByProduct(f"--tensorboard-dir {args.tensorboard_dir}", consequence="without it from now on")
@@ -186,10 +187,22 @@ class Reporter:
         }
         self._interval.add(report, progress, self.args.seq_length, peaks.get(SAVED_ACTIVATIONS, ()))
         if self.writes:
+            self._begin(progress)
             self._record(report, progress, peaks)
         if progress.iteration % self.args.log_interval == 0:
             self.say(log_line(report, progress, self._interval, train_iters=self.args.train_iters, flops=self._flops))
             self._interval = Interval()
+
+    def _begin(self, progress: Progress) -> None:
+        """Record before the first batch how a run begins, or goes on from a checkpoint, whose pipeline may change."""
+        if not self._has_begun and self.args.changes and self._metrics is not None:
+            values = _shape(self.args.arrangement)
+            self._metrics.write(
+                iteration=progress.iteration - 1, initial_samples=progress.consumed_samples - progress.num_samples,
+                **{f"initial_{name}": value for name, value in values.items()},
+                initial_layers_of_rank=list(self.args.arrangement.layers_of_rank),
+            )  # fmt: skip
+        self._has_begun = True
 
     def _record(self, report: BatchReport, progress: Progress, peaks: Mapping[str, list[int]]) -> None:
         seconds = max(progress.seconds, 1e-9)
@@ -283,13 +296,7 @@ class Reporter:
         self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
         if not self.writes:
             return
-        after = change.after
-        values = {
-            "frozen_layers": after.num_frozen,
-            "pipeline_ranks": after.pipeline,
-            "replicas": after.data,
-            "microbatch_samples": after.micro_batch_size,
-        }
+        after, values = change.after, _shape(change.after)
         took = {
             "change_seconds": change.seconds,
             "change_bytes": change.num_bytes,
@@ -313,6 +320,16 @@ class Reporter:
         if self._wandb is not None:
             with self._published.attempt():
                 self._wandb.finish()
+
+
+def _shape(arrangement: Arrangement) -> dict[str, int]:
+    """What of it is a number."""
+    return {
+        "frozen_layers": arrangement.num_frozen,
+        "pipeline_ranks": arrangement.pipeline,
+        "replicas": arrangement.data,
+        "microbatch_samples": arrangement.micro_batch_size,
+    }
 
 
 def _key(name: str) -> str:

@@ -19,9 +19,12 @@ from megatron import backend
 backend.install()
 
 from megatron.pipeline.runtime.stage import BatchReport
+from megatron.training.arrangement import Arrangement
 from megatron.training.logging import Interval, Progress, Reporter, log_line
 from megatron.training.metrics import MetricsFile, read_metrics
+from megatron.training.shaping import Outlook
 from megatron.training.throughput import flops_per_sample
+from megatron.training.transition.change import Change
 from tests.training.arguments_helper import arguments
 
 
@@ -179,6 +182,44 @@ def test_reporter_writes_everywhere(tmp_path, capsys):
     events = EventAccumulator(str(board)).Reload()
     tags = set(events.Tags()["scalars"])
     assert {"lm loss", "lm loss vs samples", "learning-rate", "grad-norm", "lm loss validation ppl"} <= tags
+
+
+def test_a_pipeline_that_changes(tmp_path, capsys):
+    """The file says how the run began, and of each change what came of it and what was expected; TensorBoard has the
+    numbers of the change. No reader of changes takes the beginning for one."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tmp_path / "board"
+    flags = "--untie-embeddings-and-output-weights --freeze-training --freeze-interval 4"
+    reports = reporter(tmp_path, f"{flags} --tensorboard-dir {board}", world_size=2)
+    before, after = Arrangement(2, 1, 1, (2, 2)), Arrangement(1, 2, 1, (4,), num_frozen=3)
+    reports.args.arrangement = before
+    for iteration in (5, 6):  # of a run that goes on
+        reports.iteration(report(iteration, 4.0), Progress(iteration, 8 * iteration, 8, 0.5))
+    change = Change(before, after, num_layers=4, num_bytes=2000, bytes_moved=500, seconds=0.25)
+    reports.change(6, change, Outlook(before=0.5, after=0.375))
+    reports.args.arrangement = after
+    reports.iteration(report(7, 4.0), Progress(7, 56, 8, 0.5))
+    reports.close()
+    shapes = [
+        {"frozen_layers": 0, "pipeline_ranks": 2, "replicas": 1, "microbatch_samples": 1, "layers_of_rank": [2, 2]},
+        {"frozen_layers": 3, "pipeline_ranks": 1, "replicas": 2, "microbatch_samples": 1, "layers_of_rank": [4]},
+    ]
+    took = {
+        "change_seconds": 0.25, "change_bytes": 2000, "change_bytes_moved": 500, "seconds_before": 0.5,
+        "seconds_predicted": 0.375,
+    }  # fmt: skip
+    first, *batches, changed, last = read_metrics(f"{tmp_path}/metrics.jsonl")
+    initial = {f"initial_{name}": value for name, value in shapes[0].items()}
+    assert first == {"iteration": 4, "initial_samples": 32, **initial}
+    assert changed == {"iteration": 6, **shapes[1], **took}
+    assert [each["iteration"] for each in (*batches, last)] == [5, 6, 7]
+    events = EventAccumulator(str(board)).Reload()
+    for name, value in {**shapes[1], **took}.items():
+        if name != "layers_of_rank":
+            (found,) = events.Scalars(name.replace("_", "-"))
+            assert (found.step, found.value) == (6, value)
+    assert "pipeline changed at iteration 6 | frozen layers: 3 of 4 (before 0) |" in capsys.readouterr().out
 
 
 def test_gauges_are_reported_by_pipeline_rank(tmp_path, capsys):
