@@ -8,6 +8,10 @@ from unittest import mock
 import numpy
 import pytest
 
+from megatron import backend
+
+backend.install()
+
 from megatron.elastic.cache import environment
 from megatron.training import prefix_cache
 from megatron.training.prefix_cache import PrefixCache, missing_cache, require_cache
