@@ -159,13 +159,19 @@ def tensor_ranks(flags: str) -> int:
 
 
 def test_another_order_finds_the_same_samples(images, tmp_path):
-    """Weights are others with another seed, so nothing is read that another prefix has put out."""
-    run(2, images, cached(tmp_path))
-    flags = "--seed 7"
-    computed, _ = run(2, images, flags)
-    other, counts = run(2, images, f"{flags} {cached(tmp_path)}")
-    assert other == computed
-    assert counts[0][1] > 0
+    """All that the first run has written is read. Weights are loaded and do not move, so a loss is that of its samples:
+    batches have others, and thirteen of them have all samples four times."""
+    run(2, images, f"--save {tmp_path / 'weights'} --exit-interval 2")
+    flags = f"--load {tmp_path / 'weights'} --finetune --lr 1e-300 --hidden-dropout 0 --attention-dropout 0"
+    flags, cache = f"{flags} --freeze-schedule 1", cached(tmp_path / "cache")
+    first, counts = run(2, images, f"{flags} {cache}")
+    assert [sum(each) for each in zip(*counts, strict=True)][:3] == [78, 26, 0]
+    computed, _ = run(2, images, f"{flags} --seed 7")
+    other, counts = run(2, images, f"{flags} --seed 7 {cache}")
+    assert other == computed != first
+    assert [sum(each) for each in zip(*counts, strict=True)] == [104, 0, 0, 0]
+    losses = [sum(loss for loss, _ in batches[:13]) for batches in (first, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_samples_that_do_not_say_that_they_repeat_are_refused():
