@@ -1,0 +1,39 @@
+"""pretrain_gpt.py of which rank 1 alone fails in the groups of its first change of the pipeline, while the others wait
+in them."""
+
+import argparse
+import errno
+import os
+import sys
+import time
+from datetime import timedelta
+
+import pretrain_gpt
+from megatron.training import entry
+
+PATIENCE = 3.0
+WENT_WRONG = "goes wrong at"
+
+
+def fail_in_groups() -> None:
+    """From now on."""
+    from megatron.training.transition import change
+
+    change.PATIENCE = timedelta(seconds=PATIENCE)
+
+    def without_files(args: argparse.Namespace) -> None:
+        print(WENT_WRONG, time.monotonic(), flush=True)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if os.environ["RANK"] == "1":
+        change.make_groups = without_files
+
+
+def main(args, stop, started: float) -> None:
+    """As pretrain_gpt.main."""
+    fail_in_groups()
+    pretrain_gpt.main(args, stop, started)
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run("pretrain_gpt.py", main))
