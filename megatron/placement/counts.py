@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.instruction import Kind, Tensor
 from megatron.pipeline.moves import Pairs
 from megatron.pipeline.schedules import Schedule
 
@@ -53,8 +53,9 @@ def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
         rows = schedule.build_periodic(num_microbatches).period
     placement, sends, pairs = schedule.rank_of_stage, Counter(), None
     for instruction in chain(*rows):
-        if instruction.kind in _FIRST_OF_EDGE:
-            first = instruction.stage + _FIRST_OF_EDGE[instruction.kind]
+        sent = instruction.kind.row.sends
+        if sent is not None:
+            first = instruction.stage - (sent is Tensor.GRADIENT)  # the lower one of the two stages
             sends[placement[first], placement[first + 1]] += 0.5
     if schedule.num_frozen and schedule.balance:
         pairs = tuple(map(Pairs(placement, schedule.num_frozen).of_rank, range(schedule.num_ranks)))
@@ -66,10 +67,6 @@ def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
         ends=ends_of(placement),
         pair_of_rank=pairs,
     )
-
-
-_FIRST_OF_EDGE = {Kind.SEND_F: 0, Kind.SEND_B: -1}
-"""From the stage that sends to the lower one of the two."""
 
 
 def exchanged(sent: Mapping[tuple[int, int], float], num_ranks: int) -> tuple[float, ...]:
