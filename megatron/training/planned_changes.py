@@ -34,8 +34,8 @@ class PlannedChange:
     Attributes:
         iteration, arrangement: behind which, to what.
         num_bytes: of the rank that is fullest from then on.
-        bytes_in_change: of the fullest rank within the change, where the state of before and that of after are held,
-            without activations.
+        bytes_in_change: of the fullest rank within the change, where the state of before, but for gradients, and that
+            of after are held, without activations.
         rank: of the pipeline behind it, the one that takes the more of both.
         bytes_moved: that ranks send each other at most, all together.
         outlook: seconds of a batch, up to a factor; None where no other cut is looked for.
@@ -164,7 +164,7 @@ def _change(
     after = _held(args)
     num_bytes, rank = max((each.memory.total, each.memory.rank) for each in after)
     bytes_in_change, rank_within = max(
-        (state_bytes(old.memory) + state_bytes(new.memory), new.memory.rank)
+        (state_bytes(old.memory) - old.memory.parts.gradients + state_bytes(new.memory), new.memory.rank)
         for old, new in zip(before, after, strict=True)
     )
     moved = sum(_bytes_of_others(args, old.layers, new.layers) for old, new in zip(before, after, strict=True))

@@ -106,6 +106,15 @@ def test_measured_times_take_no_pipeline_that_does_not_fit(dry):
     assert sizes[1] <= 44 < sizes[0]
 
 
+def test_bytes_within_a_change():
+    """Weights and moments of before, of which the first rank has most, beside all of after: its gradients, too."""
+    (change,) = changes(
+        "--freeze-interval 2 --freeze-schedule 0 --elastic-pipeline --elastic-schedule 1", layers=(2, 2), world_size=2
+    )
+    layer, embedding, head = 12 * 64**2 + 13 * 64, (128 + 32) * 64, 128 * 64 + 2 * 64
+    assert change.bytes_in_change == 12 * (2 * layer + embedding) + 16 * (4 * layer + embedding + head)
+
+
 def test_bytes_that_move():
     """To a pipeline of one rank each process gets what the other had: weights and moments in FP32. What is frozen has
     no moments, and what a rank has it need not get; replicas may have shared their moments out otherwise."""
