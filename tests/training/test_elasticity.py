@@ -4,6 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron import backend
+
+backend.install()
+
 from megatron.training import elasticity as room
 from megatron.training.arrangement import Arrangement, arrange
 from megatron.training.elasticity import Elasticity

@@ -5,6 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron import backend
+
+backend.install()
+
 from megatron.elastic.cache import Seconds
 from megatron.placement.hosts import Process
 from megatron.training.arrangement import Arrangement, arrange
