@@ -24,7 +24,8 @@ from megatron.training.arguments.rules_classification import data_paths
 from megatron.training.arguments.rules_freezing import make_rule
 from megatron.training.arrangement import Arrangement, arrange, iterations_to_the_end
 from megatron.training.placement import degrees_of
-from megatron.training.shaping import Outlook, Shaping, memory_of_ranks, state_bytes
+from megatron.training.shaping import Outlook, Shaping, memory_of_ranks
+from megatron.training.shaping import bytes_in_change as within_change
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,11 @@ def _shaping(args: argparse.Namespace, processes: Sequence[Process]) -> Shaping 
         return None
     args.activation_cache_use = "always"
     device_bytes = math.inf if args.dry_run_gpu is None else device_gib(args.dry_run_gpu) * GIB
-    shaping = Shaping(args, processes, device_bytes=device_bytes)
-    shaping._disk = Seconds(0.0, 0.0, 0.0)
-    if args.activation_cache is not None and not all(map(os.path.exists, data_paths(args)["train"])):
-        shaping._epoch = 1  # of a length that is not known here
-    return shaping
+    is_here = args.activation_cache is None or all(map(os.path.exists, data_paths(args)["train"]))
+    return Shaping(
+        args, processes, device_bytes=device_bytes, disk=Seconds(0.0, 0.0, 0.0),
+        epoch=None if is_here else 1,  # of a length that is not known here
+    )  # fmt: skip
 
 
 def _change(
@@ -164,8 +165,7 @@ def _change(
     after = _held(args)
     num_bytes, rank = max((each.memory.total, each.memory.rank) for each in after)
     bytes_in_change, rank_within = max(
-        (state_bytes(old.memory) - old.memory.parts.gradients + state_bytes(new.memory), new.memory.rank)
-        for old, new in zip(before, after, strict=True)
+        (within_change(old.memory, new.memory), new.memory.rank) for old, new in zip(before, after, strict=True)
     )
     moved = sum(_bytes_of_others(args, old.layers, new.layers) for old, new in zip(before, after, strict=True))
     rank = rank if num_bytes >= bytes_in_change else rank_within
@@ -174,7 +174,8 @@ def _change(
 
 def _held(args: argparse.Namespace) -> list[_Held]:
     """Of each process."""
-    ranks, degrees = memory_of_ranks(args), degrees_of(args)
+    ranks = memory_of_ranks(args, counts_communicators=plan.uses_nccl(args))
+    degrees = degrees_of(args)
     ends = list(accumulate(args.arrangement.layers_of_rank, initial=0))
     stages = [degrees.coordinates(process).stage for process in range(degrees.world_size)]
     return [_Held(ranks[stage], range(ends[stage], ends[stage + 1])) for stage in stages]

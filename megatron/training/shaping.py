@@ -50,12 +50,13 @@ class Outlook:
     missed: str | None = None
 
 
-def memory_of_ranks(args: argparse.Namespace) -> tuple[RankMemory, ...]:
+def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
     """By rank of a pipeline of a job arranged as `args` say, as the planner counts."""
     _, demand = prove(args, pipeline_schedule(args))
     return estimate_memory(
         plan.architecture(args), plan.activation_setting(args), plan.training_state(args), demand,
         layers=args.arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        counts_communicators=counts_communicators,
     )  # fmt: skip
 
 
@@ -64,10 +65,9 @@ def state_bytes(memory: RankMemory) -> float:
     return memory.parts.weights + memory.parts.gradients + memory.parts.optimizer
 
 
-def bytes_of_processes(args: argparse.Namespace) -> list[float]:
-    """The state that each process of the job has in its pipeline."""
-    ranks, degrees = memory_of_ranks(args), degrees_of(args)
-    return [state_bytes(ranks[degrees.coordinates(each).stage]) for each in range(degrees.world_size)]
+def bytes_in_change(before: RankMemory, after: RankMemory) -> float:
+    """Of a process that takes another place: all state of either, but for the gradients of the old one."""
+    return state_bytes(before) - before.parts.gradients + state_bytes(after)
 
 
 class Shaping:
@@ -76,22 +76,25 @@ class Shaping:
     Args:
         processes: by rank; none: they are asked when they measure.
         device_bytes: of a rank's device, which holds the state of before and that of after while it changes.
+        disk: seconds of the cache's folder; None: measured there.
+        epoch: samples of one; None: as many as there are.
 
     Attributes:
         seconds_of_change: what the last change took; until there was one, what it is expected to.
     """
 
     def __init__(
-        self, args: argparse.Namespace, processes: Sequence[Process] = (), *, device_bytes: float = math.inf
-    ) -> None:
+        self, args: argparse.Namespace, processes: Sequence[Process] = (), *, device_bytes: float = math.inf,
+        disk: Seconds | None = None, epoch: int | None = None,
+    ) -> None:  # fmt: skip
         self._args, self._processes, self._device_bytes = args, tuple(processes), device_bytes
         self._links: LinkTimes | None = None
         self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._by_hand, self._microbatches = args.elastic_schedule, args.elastic_micro_batch_size
         self._num_intervals = 0
-        self._disk: Seconds | None = None
-        self._epoch: int | None = None  # samples
+        self._disk, self._epoch = disk, epoch
+        self._memories: dict[Arrangement, tuple[RankMemory, ...]] = {}
         self._most_bytes: float | None = None
         self.seconds_of_change = 0.0
 
@@ -153,14 +156,22 @@ class Shaping:
         if present == self._args.arrangement:
             return self.seconds_of_change
         links = self._links or LinkTimes()
-        return links.of_transfer(max(map(state_bytes, memory_of_ranks(self._args))))
+        return links.of_transfer(max(map(state_bytes, self._memory(self._args.arrangement))))
 
     def _has_room(self, wanted: Arrangement) -> bool:
         """With activations no rank takes more than one did at first, and within the change its device has room."""
         if self._bytes(wanted) > self._limit():
             return False
-        within = zip(bytes_of_processes(self._args), bytes_of_processes(self._arranged(wanted)), strict=True)
-        return max(map(sum, within)) <= self._device_bytes
+        return self._bytes_within(wanted) <= self._device_bytes
+
+    def _bytes_within(self, wanted: Arrangement) -> float:
+        """The most that a process has while it changes."""
+        places = [self._memory_of_processes(each) for each in (self._args.arrangement, wanted)]
+        return max(map(bytes_in_change, *places))
+
+    def _memory_of_processes(self, arrangement: Arrangement) -> list[RankMemory]:
+        degrees, ranks = degrees_of(self._arranged(arrangement)), self._memory(arrangement)
+        return [ranks[degrees.coordinates(each).stage] for each in range(degrees.world_size)]
 
     def _ordered(self, wanted: Arrangement, present: Arrangement) -> Arrangement:
         """The same with the rank mapping decided anew, where there are other groups of ranks."""
@@ -348,7 +359,13 @@ class Shaping:
         return self._most_bytes
 
     def _bytes(self, arrangement: Arrangement) -> float:
-        return max(each.total for each in memory_of_ranks(self._arranged(arrangement)))
+        return max(each.total for each in self._memory(arrangement))
+
+    def _memory(self, arrangement: Arrangement) -> tuple[RankMemory, ...]:
+        """Of the ranks of a pipeline; counted once, since a program is proved for that."""
+        if arrangement not in self._memories:
+            self._memories[arrangement] = memory_of_ranks(self._arranged(arrangement))
+        return self._memories[arrangement]
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers."""

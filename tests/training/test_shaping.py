@@ -13,7 +13,7 @@ from megatron.elastic.cache import Seconds
 from megatron.placement.hosts import Process
 from megatron.training.arrangement import Arrangement, arrange
 from megatron.training.link_times import LinkTimes, measure_links
-from megatron.training.shaping import Shaping, bytes_of_processes
+from megatron.training.shaping import Shaping, memory_of_ranks, state_bytes
 from tests import workers
 from tests.training.arguments_helper import arguments
 
@@ -88,8 +88,9 @@ def test_the_device_has_room_for_both_places(shaping):
     """What the ranks hold before, and what they are to hold then."""
     now = shaping._args.arrangement.with_frozen(6)
     wanted, _ = shaping.decide(now, batches_left=100)
-    both = zip(bytes_of_processes(shaping._args), bytes_of_processes(shaping._arranged(wanted)), strict=True)
-    most = max(map(sum, both))
+    most = shaping._bytes_within(wanted)
+    at_least = max(state_bytes(each) for each in memory_of_ranks(shaping._arranged(wanted)))
+    assert at_least < most < 2 * max(at_least, shaping._limit())
     for given, is_wanted in ((most, True), (most - 1, False)):
         shaping._device_bytes = given
         assert (shaping.decide(now, batches_left=100)[0] == wanted) == is_wanted
