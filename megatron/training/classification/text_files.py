@@ -63,7 +63,11 @@ def _objects(path: Path, lines: Sequence[str]) -> Iterator[Sample]:
         if not isinstance(found, dict):
             raise ValueError(f'{path}, line {number} is no object; write {{"text": ..., "label": ...}}')
         text, label = next((found[name] for name in _TEXT if name in found), None), found.get(_LABEL)
-        if not isinstance(text, str) or not isinstance(label, (str, int)):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(
+                f"{path}, line {number} has the text {text!r}, which is no string; write it in quotation marks"
+            )
+        if text is None or not isinstance(label, (str, int)):
             there = ", ".join(found) or "nothing"
             raise ValueError(f"{path}, line {number} has no text and label, but {there}; name them text and label")
         yield text, str(int(label)) if isinstance(label, int) else label
