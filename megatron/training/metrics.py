@@ -1,8 +1,9 @@
 """`--metrics-file`: what a run did, as JSON lines with full precision.
 
-One object per iteration and one per evaluation, written by one rank and given to the system at once, so that a killed
-run leaves whole lines. A line that cannot be written, as on a full disk, is kept and written before the next. A resumed
-run appends; where it repeats iterations, the last line of an iteration counts.
+One object per iteration, one per evaluation, and for a pipeline that may change one at the start (`initial_...`) and
+one per change, written by one rank and given to the system at once, so that a killed run leaves whole lines. A line
+that cannot be written, as on a full disk, is kept and written before the next. A resumed run appends; where it repeats
+iterations, the last line of an iteration counts.
 """
 
 import json
