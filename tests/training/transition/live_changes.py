@@ -8,27 +8,41 @@ from megatron.training.arrangement import Arrangement
 from megatron.training.assembly import Run
 from megatron.training.checkpoint.run_state import RunParts
 from megatron.training.transition.change import Change
+from tests.training.elastic_faults import a_late_fault
 from tests.training.run_case import numbered_names
 from tests.training.transition.cases import whole_state
 
 
 def states(run: Run) -> Callable[[], list[dict]]:
-    """For each change how many layers are frozen and ranks in a pipeline behind it, and what this rank had `before`
-    and has `after`, as `whole_state` finds it, with the weights of frozen layers, too."""
+    """For each change, also one that fails, how many layers are frozen and ranks in a pipeline behind it, and what this
+    rank had `before` and has `after`, as `whole_state` finds it, with the weights of frozen layers, too."""
     first, found = loop.change_place, []
 
     def watched(run: Run, wanted: Arrangement) -> Change:
         before = _state(run)
-        change = first(run, wanted)
-        found.append({"num_frozen": wanted.num_frozen, "pipeline": wanted.pipeline, "before": before,
-                      "after": _state(run)})  # fmt: skip
-        return change
+        try:
+            return first(run, wanted)
+        finally:
+            now = run.args.arrangement
+            found.append({"num_frozen": now.num_frozen, "pipeline": now.pipeline, "before": before,
+                          "after": _state(run)})  # fmt: skip
 
     loop.change_place = watched
 
     def end() -> list[dict]:
         loop.change_place = first
         return found
+
+    return end
+
+
+def states_over_a_late_fault(run: Run) -> Callable[[], list[dict]]:
+    """The same where the first change fails when the new place has the state."""
+    faulty, watched = a_late_fault(run), states(run)
+
+    def end() -> list[dict]:
+        faulty()
+        return watched()
 
     return end
 
