@@ -1,6 +1,10 @@
 """What a run has before and after each change of its pipeline, while it trains: for `watch` of run_case.py."""
 
+import random
 from collections.abc import Callable
+
+import numpy
+import torch
 
 from megatron.core.utils import unwrap_model
 from megatron.training import loop
@@ -8,7 +12,7 @@ from megatron.training.arrangement import Arrangement
 from megatron.training.assembly import Run
 from megatron.training.checkpoint.run_state import RunParts
 from megatron.training.transition.change import Change
-from tests.training.elastic_faults import a_late_fault
+from tests.training.elastic_faults import a_late_fault, a_stage_that_cannot_be
 from tests.training.run_case import numbered_names
 from tests.training.transition.cases import whole_state
 
@@ -17,6 +21,8 @@ def states(run: Run) -> Callable[[], list[dict]]:
     """For each change, also one that fails, how many layers are frozen and ranks in a pipeline behind it, and what this
     rank had `before` and has `after`, as `whole_state` finds it, with the weights of frozen layers, too."""
     first, found = loop.change_place, []
+    for _ in range(1 + run.args.rank):  # so that no generator is where a seed puts it
+        random.random(), numpy.random.rand(), torch.rand(1)
 
     def watched(run: Run, wanted: Arrangement) -> Change:
         before = _state(run)
@@ -36,15 +42,22 @@ def states(run: Run) -> Callable[[], list[dict]]:
     return end
 
 
+def states_over_an_early_fault(run: Run) -> Callable[[], list[dict]]:
+    """The same where the first change fails when chunks have been built, and have drawn."""
+    return _with(a_stage_that_cannot_be(run), states(run))
+
+
 def states_over_a_late_fault(run: Run) -> Callable[[], list[dict]]:
     """The same where the first change fails when the new place has the state."""
-    faulty, watched = a_late_fault(run), states(run)
+    return _with(a_late_fault(run), states(run))
 
-    def end() -> list[dict]:
-        faulty()
-        return watched()
 
-    return end
+def _with(mend: Callable[[], object], end: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
+    def both() -> list[dict]:
+        mend()
+        return end()
+
+    return both
 
 
 def _state(run: Run) -> tuple:
