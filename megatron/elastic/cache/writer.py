@@ -1,6 +1,7 @@
 """Work that the training thread hands over: a few calls at most wait, and are made in order on one thread.
 
-Chores are what has time: a piece of one is done while no call waits, and what is left at the end is left.
+Chores are what has time: a piece of one is done in turn with calls, so that what is deleted makes room for what these
+write, and what is left at the end is left.
 """
 
 from __future__ import annotations
@@ -79,12 +80,17 @@ class Writer:
             self._thread.start()
 
     def _work(self) -> None:
+        is_chores_turn = False
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._chores or self._closed)
-                if self._closed and not self._calls:
-                    return
-                work: _Call | _Chore = self._calls.popleft() if self._calls else self._chores[0]
+                if self._closed:
+                    self._chores.clear()
+                    if not self._calls:
+                        return
+                takes_call = bool(self._calls) and not (self._chores and is_chores_turn)
+                work: _Call | _Chore = self._calls.popleft() if takes_call else self._chores[0]
+                is_chores_turn = takes_call
                 self._busy = True
                 self._changed.notify_all()
             again = False

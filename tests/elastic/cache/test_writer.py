@@ -57,6 +57,22 @@ def test_chores_have_time():
     assert not writer.is_alive
 
 
+def test_chores_do_not_wait_for_all_calls():
+    """However many calls wait, a piece of a chore is done behind each."""
+    writer, made, go = Writer(4), [], threading.Event()
+    writer.submit(go.wait, 1.0)
+    while writer._calls:
+        time.sleep(0.001)
+    pieces = iter([True, True, False])
+    writer.do_in_time(lambda: made.append("chore") or next(pieces))
+    for _ in range(4):
+        writer.submit(lambda: made.append("call"), 1.0)
+    go.set()
+    assert writer.flush(10.0)
+    writer.close(10.0)
+    assert made == ["chore", "call", "chore", "call", "chore", "call", "call"]
+
+
 def test_what_a_call_raises_is_raised():
     """Once, to who comes next; later calls are made all the same."""
     writer, made, go = Writer(2), [], threading.Event()
