@@ -12,14 +12,14 @@ from megatron.pipeline import interrupt
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_bert.py: ended by SIGINT")  # before what takes long to import
 
-from megatron.training import entry
+from megatron.trainer.run import entry
 
 DEFAULTS = {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}
 
 
 def model_provider(args: Namespace, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.training.bert_model import bert_model
+    from megatron.trainer.models.bert import bert_model
 
     def provider(pre_process: bool = True, post_process: bool = True):
         return bert_model(args, config, pre_process=pre_process, post_process=post_process)
@@ -29,7 +29,7 @@ def model_provider(args: Namespace, config):
 
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
-    from megatron.training.bert_data import bert_inputs, bert_loss
+    from megatron.trainer.data.bert import bert_inputs, bert_loss
 
     batch = next(data_iterator)
     output = model(**bert_inputs(batch))
@@ -37,8 +37,8 @@ def forward_step(data_iterator, model):
 
 
 def parts() -> dict:
-    """What a run is put together from; see `megatron.training.assembly.assemble`."""
-    from megatron.training.bert_data import bert_fields, build_bert_datasets, loss_names
+    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
+    from megatron.trainer.data.bert import bert_fields, build_bert_datasets, loss_names
 
     return {
         "model_provider": model_provider,
@@ -51,7 +51,7 @@ def parts() -> dict:
 
 def main(args: Namespace, stop, started: float) -> None:
     """Train as the flags say."""
-    from megatron.training.pretraining import pretrain
+    from megatron.trainer.run.pretraining import pretrain
 
     pretrain(args, stop, started, **parts())
 

@@ -12,14 +12,14 @@ from megatron.pipeline import interrupt
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_vision_classify.py: ended by SIGINT")  # before what is slow to import
 
-from megatron.training import entry
+from megatron.trainer.run import entry
 
 DEFAULTS = {"architecture": "vit"}
 
 
 def model_provider(args: Namespace, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.training.classification.vision_model import vision_model
+    from megatron.trainer.models.vision_classifier import vision_model
 
     def provider(pre_process: bool = True, post_process: bool = True):
         return vision_model(args, config, pre_process=pre_process, post_process=post_process)
@@ -29,7 +29,7 @@ def model_provider(args: Namespace, config):
 
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
-    from megatron.training.classification.loss import classification_loss
+    from megatron.trainer.models.classification_loss import classification_loss
 
     batch = next(data_iterator)
     output = model(batch.get("images"))
@@ -37,9 +37,9 @@ def forward_step(data_iterator, model):
 
 
 def parts() -> dict:
-    """What a run is put together from; see `megatron.training.assembly.assemble`."""
-    from megatron.training.classification.loss import loss_names
-    from megatron.training.classification.vision_data import build_vision_datasets, vision_fields
+    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
+    from megatron.trainer.data.images import build_vision_datasets, vision_fields
+    from megatron.trainer.models.classification_loss import loss_names
 
     return {
         "model_provider": model_provider,
@@ -52,7 +52,7 @@ def parts() -> dict:
 
 def main(args: Namespace, stop, started: float) -> None:
     """Train as the flags say."""
-    from megatron.training.pretraining import pretrain
+    from megatron.trainer.run.pretraining import pretrain
 
     pretrain(args, stop, started, **parts())
 

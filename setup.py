@@ -30,7 +30,7 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "."},
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron.planner.timing": ["calibrations/*.json"]},
+    package_data={"megatron.planner.time": ["calibrations/*.json"]},
     install_requires=requirements("runtime"),
     extras_require={
         name: requirements(name)

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from emulated_ranks import TIMEOUT, Contender, Job, Rank, gathered
 from paced_links import PacedMoveLink
 
-from megatron.pipeline.runtime.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.links import LINKS, GlooLink
-from megatron.pipeline.runtime.move_links import MOVE_LINKS
-from megatron.pipeline.runtime.trace import COMPUTE, Tracer
+from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
+from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS
 
 PACED = "gloo, paced"
 """A backend of this benchmark: `PacedMoveLink` between pairs, gloo elsewhere."""

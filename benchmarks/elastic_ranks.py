@@ -19,17 +19,17 @@ from benchmarks.elastic_plan import Phase
 from benchmarks.emulated_ranks import TIMEOUT, Job, Rank, gathered
 from benchmarks.paced_links import PacedLink
 from megatron.elastic.pipelines import Layers, Pipeline, schedule_of, stages_of
-from megatron.pipeline.runtime.emulated_stage import (
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.emulated.stage import (
     EmulatedReduction,
     EmulatedStage,
     EmulatedTimes,
     EmulatedUpdate,
     sleep_for,
 )
-from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.frozen_update import FrozenUpdate
-from megatron.pipeline.runtime.links import LINKS, GlooLink
-from megatron.pipeline.runtime.module_reduction import ModuleReduction
+from megatron.pipeline.runtime.stages.module.frozen_update import FrozenUpdate
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
+from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
 
 EMULATED = "gloo, emulated"
 """A backend of this benchmark: layers say what its links are."""

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.pipeline.runtime.emulated_stage import (
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.emulated.stage import (
     EmulatedReduction,
     EmulatedStage,
     EmulatedTimes,
     EmulatedUpdate,
     sleep_for,
 )
-from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.links import GlooLink
-from megatron.pipeline.runtime.stage import TensorSpec
-from megatron.pipeline.runtime.trace import COMPUTE, Tracer
+from megatron.pipeline.runtime.transport.links import GlooLink
 from megatron.pipeline.schedules import Schedule
 
 TIMEOUT = timedelta(seconds=60)

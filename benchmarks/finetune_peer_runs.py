@@ -26,9 +26,9 @@ from megatron.finetuning.arguments import parse_args
 from megatron.finetuning.data.epochs import Epochs
 from megatron.finetuning.data.rows import IGNORED
 from megatron.finetuning.samples import Data, read_data
-from megatron.pipeline.runtime import failure
-from megatron.training import initialize
-from megatron.training.signals import StopSignal
+from megatron.pipeline.runtime.failure import failure_guard
+from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.start_up import initialize
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MENDS = ("inputs", "contiguous", "shared")
@@ -159,7 +159,7 @@ def run_all(listed: Path, result: Path) -> None:
     stop = StopSignal().install()
     first = parse_args(turns[0]["words"])
     job.join(first)
-    with initialize.left_in_order(), failure.guard():
+    with initialize.left_in_order(), failure_guard.guard():
         done = []
         for turn in turns:
             done.append({"arm": turn["arm"], **run(turn, stop)})

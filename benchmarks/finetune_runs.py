@@ -14,9 +14,9 @@ from megatron.finetuning.partitioning import Machine, candidate_of, graph_of
 from megatron.finetuning.plan import captured_model
 from megatron.finetuning.samples import read_data
 from megatron.partition import Partition, Result, evaluate
-from megatron.pipeline.runtime import failure
-from megatron.training import initialize
-from megatron.training.signals import StopSignal
+from megatron.pipeline.runtime.failure import failure_guard
+from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.start_up import initialize
 
 
 def in_turn(command: list[str], num_stages: int, path: Path) -> None:
@@ -50,7 +50,7 @@ def run_all(listed: Path) -> None:
     stop = StopSignal().install()
     first = parse_args(content["commands"][0])
     job.join(first)
-    with initialize.left_in_order(), failure.guard():
+    with initialize.left_in_order(), failure_guard.guard():
         if first.rank == 0:
             in_turn(content["commands"][0], content["stages"], partition)
         torch.distributed.barrier()

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.finetune_models import SOURCE, TARGET, write_t5
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.simulate.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2

@@ -15,12 +15,15 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
-from megatron.training import config, initialize, plan
-from megatron.training.arguments import parse_args, validate_args
-from megatron.training.assembly import Run, assemble
-from megatron.training.models import build_chunks, wrap_for_training
-from megatron.training.optimizers import build_optimizer
-from megatron.training.pretraining import complete
+from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.models import core_config
+from megatron.trainer.models.gpt import build_chunks, wrap_for_training
+from megatron.trainer.optimizer.optimizer import build_optimizer
+from megatron.trainer.plan import from_flags
+from megatron.trainer.run.assembly import assemble
+from megatron.trainer.run.pretraining import complete
+from megatron.trainer.start_up import initialize
+from megatron.trainer.start_up.run import Run
 
 
 def freeze(chunk: torch.nn.Module, args, depth: int) -> None:
@@ -49,7 +52,7 @@ class Core:
         args = run.args
         chunk.config.finalize_model_grads_func = finalize_model_grads
         chunk.config.deallocate_pipeline_outputs = True
-        self.chunk = wrap_for_training([chunk], config.ddp_config(args), on_host=False)[0]
+        self.chunk = wrap_for_training([chunk], core_config.ddp_config(args), on_host=False)[0]
         self.optimizer = build_optimizer(args, [self.chunk])
         self.args, self.data = args, run.samples(0, "training", 0)[0]
         self.schedule = get_forward_backward_func()
@@ -128,10 +131,12 @@ def train(name: str, depth: int, result: Path, flags: list[str]) -> None:
     with initialize.left_in_order():
         initialize.set_up(args)
         run = assemble(args, **program.parts())
-        model = config.transformer_config(args)
+        model = core_config.transformer_config(args)
         provider = run.parts.model_provider
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        chunk = unwrap_model(build_chunks(provider, model, stages=(stage,), layers=plan.layers_of_stages(model)))[0]
+        chunk = unwrap_model(build_chunks(provider, model, stages=(stage,), layers=from_flags.layers_of_stages(model)))[
+            0
+        ]
         freeze(chunk, args, depth)
         peer = PEERS[name](run, chunk)
         gc.collect()

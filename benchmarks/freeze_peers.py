@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.freeze_study import LAYERS, VIT, launch, python
-from megatron.training.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics
 
 PEERS = ("torch 1F1B", "megatron.core 1F1B")
 OWN = {

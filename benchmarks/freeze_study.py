@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
-from megatron.training.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 0.01

@@ -30,10 +30,10 @@ from rich.table import Table
 
 from benchmarks.ftpipe_ranks import Contender, Job, run_job
 from megatron.partition import Graph, compete, parse_graph
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.edges import Edge
+from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 
 MIB = 1 << 20
 

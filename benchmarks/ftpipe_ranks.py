@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.pipeline.runtime.emulated_graph import EmulatedGraphStage, EmulatedStageUpdates
-from megatron.pipeline.runtime.emulated_stage import EmulatedTimes
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.emulated.graph_stage import EmulatedGraphStage, EmulatedStageUpdates
+from megatron.pipeline.runtime.stages.emulated.stage import EmulatedTimes
 from megatron.pipeline.schedules import Schedule
 
 

@@ -19,8 +19,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.megatron_stage import MegatronStage
-from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import Schedule
 
 WARM_UP = {"flush": 2, "2bw": 3}

@@ -7,7 +7,7 @@ G to store its gradients, R to reduce them, U to update it.
 
 from dataclasses import dataclass
 
-from megatron.pipeline.residency import EAGER
+from megatron.pipeline.program.lane_order import EAGER
 
 
 @dataclass(frozen=True, kw_only=True)

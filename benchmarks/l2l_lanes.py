@@ -19,16 +19,16 @@ from emulated_rows import spread
 from l2l_formula import Relay
 from l2l_table import Row, show_table
 
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.residency import DEFERRED, EAGER, Residency
-from megatron.pipeline.runtime.emulated_relay_update import EmulatedRelayUpdate
-from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
+from megatron.pipeline.runtime.contract.trace import Tracer, gather_traces, timeline
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.trace import Tracer, gather_traces, timeline
+from megatron.pipeline.runtime.stages.emulated.relay_update import EmulatedRelayUpdate
+from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedTimes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.timeline import Timeline
 
 BOTTLENECKS = {
     "compute": (0.5, 0.5, 0.5, 0.5),

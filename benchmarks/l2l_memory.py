@@ -23,8 +23,8 @@ import torch
 from l2l_model import Flush, Model, Relay, Training
 from l2l_table import Row, show_table
 
-from megatron.pipeline.residency import HOST
-from tests.pipeline.runtime.device_meter import DeviceMeter
+from megatron.pipeline.program.lane_order import HOST
+from tests.pipeline.runtime.relay.device_meter import DeviceMeter
 
 MIB = 1 << 20
 RELAYS: dict[str, Callable[[Model], Relay]] = {

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.backend.streams import streams_of
-from megatron.pipeline.residency import DEVICE, Residency
+from megatron.pipeline.program.lane_order import DEVICE, Residency
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.flat_layout import FlatLayout
-from megatron.pipeline.runtime.host_store import HostStore, to_host_memory
-from megatron.pipeline.runtime.module_relay_update import ModuleRelayUpdate
-from megatron.pipeline.runtime.module_stage import ModuleStage
-from megatron.pipeline.runtime.module_update import ModuleUpdate
-from megatron.pipeline.runtime.stage import TensorSpec
-from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
+from megatron.pipeline.runtime.relay.host_store import HostStore, to_host_memory
+from megatron.pipeline.runtime.stages.module.relay_update import ModuleRelayUpdate
+from megatron.pipeline.runtime.stages.module.stage import ModuleStage
+from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
+from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01

@@ -15,7 +15,7 @@ from l2l_model import Flush, Model, Relay
 from l2l_peers import FullyShard, Zero
 from thread_times import thread_times
 
-from tests.pipeline.runtime.device_meter import DeviceMeter
+from tests.pipeline.runtime.relay.device_meter import DeviceMeter
 
 ANSWERS = os.fdopen(os.dup(1), "w")  # what libraries print goes to standard error
 os.dup2(2, 1)

@@ -137,8 +137,8 @@ def count(schedule, batches: Sequence[int]) -> dict:
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.pipeline.runtime.engine import PipelineEngine
-    from megatron.pipeline.runtime.megatron_stage import MegatronStage
-    from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+    from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+    from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunk = gpt_chunk()

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.pipeline.runtime.emulated_stage import sleep_for
-from megatron.pipeline.runtime.links import FOREVER, NUM_TAGS, GlooLink, GlooReceive, Receive
-from megatron.pipeline.runtime.move_links import GlooMoveLink
-from megatron.pipeline.runtime.stage import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.stages.emulated.stage import sleep_for
+from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, GlooLink, GlooReceive, Receive
+from megatron.pipeline.runtime.transport.move_links import GlooMoveLink
 
 _SENDER, _RECEIVER = 0, 1
 _POSTED, _DUE = NUM_TAGS, 2 * NUM_TAGS  # added to a microbatch's tag

@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
-from megatron.planner.configuration import Configuration
-from megatron.planner.entries import Entry, load_entries
-from megatron.planner.timing import first_principles, iteration
-from megatron.planner.timing.calibration import load_calibration
-from megatron.planner.timing.closed_forms import StageTimes, end_of_batch
-from megatron.planner.timing.first_principles import FirstPrinciples
-from megatron.planner.timing.work import LayerWork, Work
-from megatron.planner.validation import row_errors
+from megatron.pipeline.simulate.costs import Costs
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.published import row_errors
+from megatron.planner.published.entries import Entry, load_entries
+from megatron.planner.time import first_principles, iteration
+from megatron.planner.time.calibration import load_calibration
+from megatron.planner.time.closed_forms import StageTimes, end_of_batch
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.work import LayerWork, Work
 
 _costs, _softmax = FirstPrinciples.costs, LayerWork.softmax_is_fused
 
@@ -78,7 +78,7 @@ EFFECTS = {
     "availability of the fused softmax": [lambda: _without("softmax_is_fused", lambda self: True)],
     "communication of tensor ranks": [lambda: mock.patch.object(FirstPrinciples, "_seconds", _silent)],
     "filling and draining of the pipeline": [
-        lambda: mock.patch("megatron.planner.prediction.priced", _no_fill),
+        lambda: mock.patch("megatron.planner.published.prediction.priced", _no_fill),
         lambda: mock.patch("megatron.planner.planner.priced", _no_fill),
     ],
     "embedding and head": [

@@ -30,14 +30,14 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pipeline.weights import FLUSH, TWO_BW
+from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.planner.configuration import Configuration
-from megatron.planner.measure.predict import predicted_seconds
-from megatron.planner.measure.records import Entry, Status
-from megatron.planner.measure.runs import Runs
-from megatron.training.measurement.session import Session
-from megatron.training.model_words import model_words
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.trial.predict import predicted_seconds
+from megatron.planner.trial.records import Entry, Status
+from megatron.planner.trial.runs import Runs
+from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.profile.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 0.05

@@ -25,9 +25,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.check import check
-from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 
 SLOW_LINKS = Costs(forward_bytes=1.0, bandwidth=4.0, latency=0.1)
 

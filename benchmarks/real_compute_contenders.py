@@ -29,8 +29,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.megatron_stage import MegatronStage
-from megatron.pipeline.runtime.megatron_update import MegatronWeightUpdate
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import Schedule
 
 

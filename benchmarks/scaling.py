@@ -5,7 +5,7 @@
     python benchmarks/scaling.py --from docs/scaling.json --write   # only draw and write again
 
 Nothing is measured. Every number follows from the programs, the cost model that was calibrated on A100s
-(`megatron/planner/timing`) and the memory model; the page says what these leave out.
+(`megatron/planner/time`) and the memory model; the page says what these leave out.
 """
 
 import argparse

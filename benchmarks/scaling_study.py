@@ -8,20 +8,20 @@ would change the training.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate.costs import Costs
 from megatron.placement.bandwidth import ModelShape, RecomputeScope
 from megatron.placement.counts import Counts, count_transfers
 from megatron.placement.traffic import estimate_traffic, ring_bytes
 from megatron.planner import GIB, Architecture, Cluster, Configuration
-from megatron.planner.estimate import Estimate
-from megatron.planner.parameters import stage_parameters
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.software import MEGATRON_CORE
+from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space, Training, search
-from megatron.planner.software import MEGATRON_CORE
-from megatron.planner.timing.closed_forms import StageTimes
-from megatron.planner.timing.first_principles import FirstPrinciples
-from megatron.planner.timing.iteration import simulated
+from megatron.planner.time.closed_forms import StageTimes
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.iteration import simulated
 
 GPU, GPUS_PER_NODE, BETWEEN_NODES = "A100-80", 8, 200.0  # GB/s of a node: eight adapters of 200 Gb/s
 SCHEDULES = ("flush", "interleaved", "bpipe", "2bw")

@@ -30,8 +30,8 @@ from benchmarks.program_scale import exponent
 from megatron.planner import Architecture, Cluster, Configuration, RankMemory, load_cluster
 from megatron.planner.planner import Planner
 from megatron.planner.search import Outcome, Space, Training, search
-from megatron.planner.timing.calibration import default_constants
-from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.time.calibration import default_constants
+from megatron.planner.time.first_principles import FirstPrinciples
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = {  # layers, hidden size, heads, nodes of 8 GPUs, sequences in a batch

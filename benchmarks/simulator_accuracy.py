@@ -89,7 +89,7 @@ def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
 def rows_of(job, result: dict, pictures: Path | None) -> list[dict]:
     """A row for each run: simulated beside measured."""
     from megatron.pipeline.simulate import simulate
-    from megatron.pipeline.timeline import Timeline
+    from megatron.pipeline.simulate.timeline import Timeline
 
     latency, rows = statistics.median(result["latencies"]), []
     for index, run in enumerate(result["runs"]):

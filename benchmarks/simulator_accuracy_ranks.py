@@ -10,15 +10,20 @@ import torch.distributed as dist
 from emulated_ranks import TIMEOUT, Job, Rank, gathered
 from paced_links import PacedLink, PacedMoveLink
 
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.runtime.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.emulated_stage import EmulatedReduction, EmulatedStage, EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.contract.trace import Tracer, gather_traces, timeline
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.links import LINKS, GlooLink
-from megatron.pipeline.runtime.move_links import MOVE_LINKS
-from megatron.pipeline.runtime.trace import Tracer, gather_traces, timeline
+from megatron.pipeline.runtime.stages.emulated.stage import (
+    EmulatedReduction,
+    EmulatedStage,
+    EmulatedTimes,
+    EmulatedUpdate,
+)
+from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
+from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate.costs import Costs
 
 EMULATED = "gloo, emulated"
 """A backend of this benchmark: a case says what its links are."""

@@ -19,18 +19,25 @@ import torch.distributed as dist
 from benchmarks.transition_ranks import Job
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.training import config, initialize, place, plan
-from megatron.training.arguments import parse_args, validate_args
-from megatron.training.arguments.rules_run import pipeline_schedule
-from megatron.training.checkpoint.agreement import control_group
-from megatron.training.checkpoint.run_state import RunParts
-from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, load_checkpoint, save_checkpoint
-from megatron.training.models import build_chunks, wrap_for_training
-from megatron.training.optimizers import build_optimizer
-from megatron.training.pretraining import complete
-from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.training.transition.memory import hand_over, hold_run
-from megatron.training.transition.parallel_groups import destroy, restore, set_aside
+from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.changes.transition.memory import hand_over, hold_run
+from megatron.trainer.changes.transition.parallel_groups import destroy, restore, set_aside
+from megatron.trainer.checkpoint.checkpoint import (
+    CheckpointPosition,
+    CheckpointWriter,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron.trainer.checkpoint.run_state import RunParts
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.trainer.models import core_config
+from megatron.trainer.models.gpt import build_chunks, wrap_for_training
+from megatron.trainer.optimizer.optimizer import build_optimizer
+from megatron.trainer.plan import from_flags
+from megatron.trainer.ranks.agreement import control_group
+from megatron.trainer.run.pretraining import complete
+from megatron.trainer.start_up import initialize, place
 from pretrain_gpt import model_provider
 
 ITERATION = 10
@@ -47,13 +54,13 @@ def arguments(job: Job, num_stages: int) -> Namespace:
 def build(args: Namespace) -> RunParts:
     """Chunks, optimizer and so on under the current groups."""
     schedule = pipeline_schedule(args)
-    model_config = config.transformer_config(args)
+    model_config = core_config.transformer_config(args)
     stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    layers = plan.layers_of_stages(model_config)
+    layers = from_flags.layers_of_stages(model_config)
     chunks = build_chunks(partial(model_provider, args), model_config, stages=stages, layers=layers)
-    chunks = wrap_for_training(chunks, config.ddp_config(args))
+    chunks = wrap_for_training(chunks, core_config.ddp_config(args))
     optimizer = build_optimizer(args, chunks)
-    scheduler = config.param_scheduler(args, optimizer)
+    scheduler = core_config.param_scheduler(args, optimizer)
     update = place.make_update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
     return RunParts(chunks, optimizer, scheduler, update)
 

@@ -32,12 +32,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import MOVES
-from megatron.pipeline.moves import pair_of
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import MOVES
+from megatron.pipeline.program.move_order import pair_of
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 from megatron.placement import Degrees, pair_adjacent, standard
 from megatron.placement.mapping import inverse
 from tools.hosts import Hosts, HostsUnavailable

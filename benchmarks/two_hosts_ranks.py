@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from megatron.pipeline.runtime.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.emulated_stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.schedules import Schedule
 from tools.hosts import own_traffic, resent_bytes
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron.pipeline.passes import Legs
+from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.weights import POLICIES, WeightPolicy
+from megatron.pipeline.schedules.passes import Legs
 
 
 class Behind(Order):

@@ -9,7 +9,7 @@ backend.install()
 import torch._dynamo  # noqa: F401 - the first optimizer would import it
 
 import megatron.core.tokenizers.text  # the first tokenizer would, and with it all of transformers: 1 s
-import megatron.training.datasets  # the first dataset would import it
-import megatron.training.pretraining  # noqa: F401 - with it torch and all of megatron.core that a case uses
+import megatron.trainer.data.datasets  # the first dataset would import it
+import megatron.trainer.run.pretraining  # noqa: F401 - with it torch and all of megatron.core that a case uses
 
 gc.freeze()  # the collection after each case need not look at what was imported

@@ -7,26 +7,26 @@ from hypothesis import strategies as st
 
 from megatron import backend
 from megatron.pipeline.check import check, check_periodic
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.critical_path import critical_path
 from megatron.pipeline.draw import draw_timeline, timeline_text
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.critical_path import critical_path
 from megatron.planner import Architecture, Cluster, Configuration, Planner
-from megatron.planner.demands import schedule_demand
+from megatron.planner.memory.demands import schedule_demand
 from megatron.planner.search import SCOPES
-from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.time.first_principles import FirstPrinciples
 from tests import workers
 from tests.open_tables import PRESET, registered
-from tests.pipeline.runtime import reference
-from tests.pipeline.runtime.reference import Training
+from tests.pipeline.runtime.stages.module import reference
+from tests.pipeline.runtime.stages.module.reference import Training
 from tests.planner.search.helper import PAPER, run
 
 backend.install()
 
-from tests.pipeline.runtime.megatron_cases import Case, deviation
-from tests.training import run_case
+from tests.pipeline.runtime.stages.megatron.megatron_cases import Case, deviation
+from tests.trainer.run import run_case
 
 MODEL = Architecture.gpt3(
     num_layers=16, hidden_size=256, num_attention_heads=8, sequence_length=128, vocabulary_size=1024
@@ -115,14 +115,14 @@ def test_the_search_offers_it():
 
 
 def run_module(**options):
-    from tests.pipeline.runtime.module_cases import run
+    from tests.pipeline.runtime.stages.module.module_cases import run
 
     with registered():
         return run(PRESET, num_virtual_stages=2, **options)
 
 
 def train_gpt(**options):
-    from tests.pipeline.runtime.megatron_cases import train
+    from tests.pipeline.runtime.stages.megatron.megatron_cases import train
 
     with registered():
         return train(schedule=PRESET, **options)
@@ -131,7 +131,7 @@ def train_gpt(**options):
 def gpt_alone(**options):
     """The same case by plain torch, which only needs to know how old the weights are."""
     from tests.pipeline.runtime import made_up_policies
-    from tests.pipeline.runtime.megatron_reference import reference
+    from tests.pipeline.runtime.stages.megatron.megatron_reference import reference
 
     with made_up_policies.registered():
         return reference(schedule="3bw", **options)

@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where the next one is
 import command_line
 
-from megatron.training.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics
 
 _NAME = re.compile(r"(?P<schedule>.+)_lr(?P<rate>[0-9.e+-]+)_seed(?P<seed>[0-9]+)")
 

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, Competition, Graph, Result, compete, read_graph
-from megatron.planner.files import write_whole
+from megatron.placement.whole_files import write_whole
 
 GIB = 2**30
 

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where the next one is
 import command_line
 
-from megatron.training.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics
 
 _SHAPE = ("pipeline_ranks", "replicas", "frozen_layers")
 _TITLES = ("ranks of\na pipeline", "replicas", "frozen\nlayers")

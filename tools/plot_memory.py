@@ -19,7 +19,7 @@ import command_line  # noqa: F401 - for Ctrl-C, during the imports below, too
 from rich.console import Console
 from rich.table import Table
 
-from megatron.training.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics
 
 METRIC = "saved_activation_bytes"
 

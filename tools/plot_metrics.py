@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where the next one is
 import command_line
 
-from megatron.training.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files 
 workers. They appear under their names only when they are complete.
 
 For BERT, `--split-sentences` keeps a document as a list of sentences, in `PREFIX_KEY_sentence`. Where a key holds a
-list of texts, each is a sentence; a text is split by the rules of megatron/training/sentences.py.
+list of texts, each is a sentence; a text is split by the rules of megatron/trainer/data/sentences.py.
 """
 
 import argparse
@@ -31,11 +31,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # where the next one is
 import command_line
 
-from megatron.training.arguments import data as data_flags
-from megatron.training.arguments.parser import build_parser, fill_defaults, parse_known, refuse
-from megatron.training.arguments.rules_data import tokenizer as check_tokenizer
-from megatron.training.arguments.specification import Group, integer, option, refused, switch
-from megatron.training.sentences import LONGEST_SENTENCE, split_sentences
+from megatron.trainer.arguments.flags import data as data_flags
+from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
+from megatron.trainer.arguments.flags.specification import Group, integer, option, refused, switch
+from megatron.trainer.arguments.rules.data import tokenizer as check_tokenizer
+from megatron.trainer.data.sentences import LONGEST_SENTENCE, split_sentences
 
 INPUT = Group(
     "input and output",
@@ -86,7 +86,7 @@ class _Encoder:
     """What a worker does with a line."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from megatron.training.tokenizer import build_tokenizer
+        from megatron.trainer.data.tokenizer import build_tokenizer
 
         self.keys, self.append_eod, self.splits = args.json_keys, args.append_eod, args.split_sentences
         self.tokenizer = build_tokenizer(args)
@@ -242,7 +242,7 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
 
     backend.install()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    from megatron.training.tokenizer import build_tokenizer, vocab_size
+    from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
 
     dtype = DType.optimal_dtype(vocab_size(args, build_tokenizer(args)))
     finals = final_prefixes(args)

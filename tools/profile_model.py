@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron.pipeline.weights import FLUSH, POLICIES, TWO_BW, WeightPolicy
+from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.planner.profile import Profile, Spread
-from megatron.training.measurement.session import Session
-from megatron.training.model_words import model_words
+from megatron.planner.time.profile import Profile, Spread
+from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.profile.session import Session
 
 _POLICIES = (FLUSH, TWO_BW)
 

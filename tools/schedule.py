@@ -24,11 +24,11 @@ import schedule_options as meaning
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
-from megatron.pipeline.critical_path import critical_path, critical_path_text
-from megatron.pipeline.memory_curve import memory_curves
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.critical_path import critical_path, critical_path_text
+from megatron.pipeline.simulate.memory_curve import memory_curves
+from megatron.pipeline.simulate.timeline import Timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,8 +4,8 @@ import argparse
 
 from command_line import time, times
 
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.memory_curve import PARTS, MemorySizes
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.memory_curve import PARTS, MemorySizes
 
 NAMES = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
          "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update",

@@ -9,11 +9,11 @@ import command_line  # first: it finds the sources
 import schedule_costs
 from command_line import count, positive
 
-from megatron.pipeline.program import Program
-from megatron.pipeline.residency import DEFERRED, DEVICE, EAGER, HOST, Residency
+from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import POLICIES, TWO_BW, weight_policy
 from megatron.pipeline.schedules import Schedule, TooManyRead
 from megatron.pipeline.schedules.orders import PRESETS
-from megatron.pipeline.weights import POLICIES, TWO_BW, weight_policy
 
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PREDICTIONS = ("provisional_microbatches", "reduce_partial")

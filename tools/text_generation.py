@@ -58,9 +58,9 @@ def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
     from megatron import backend
 
     backend.install()
-    from megatron.training import initialize
-    from megatron.training.arguments import parse_args, resolve_platform, validate_args
-    from megatron.training.checkpointing import apply_checkpoint_arguments
+    from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
+    from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
+    from megatron.trainer.start_up import initialize
 
     words = ["--load", options.load, "--finetune", "--use-checkpoint-args", "--skip-train", "--mock-data"]
     words += ["--micro-batch-size", "1", "--seed", str(options.seed)]
@@ -78,10 +78,11 @@ def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
 
 def load_model(args: argparse.Namespace) -> tuple:
     """(model in evaluation mode, tokenizer, number of ids that may be drawn). Raises ValueError."""
-    from megatron.training import config, initialize
-    from megatron.training.checkpointing import load_checkpoint
-    from megatron.training.models import build_chunks, gpt_model
-    from megatron.training.tokenizer import build_tokenizer, vocab_size
+    from megatron.trainer.checkpoint.checkpoint import load_checkpoint
+    from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.gpt import build_chunks, gpt_model
+    from megatron.trainer.start_up import initialize
 
     initialize.initialize(args)
     tokenizer = build_tokenizer(args)
@@ -89,7 +90,7 @@ def load_model(args: argparse.Namespace) -> tuple:
     def provider_of(model_config):
         return lambda pre, post: gpt_model(args, model_config, pre_process=pre, post_process=post)
 
-    chunks = build_chunks(provider_of, config.transformer_config(args))
+    chunks = build_chunks(provider_of, core_config.transformer_config(args))
     load_checkpoint(args=args, chunks=chunks)
     return chunks[0].eval(), tokenizer, min(vocab_size(args, tokenizer), args.padded_vocab_size)
 
@@ -123,7 +124,7 @@ def generate(options: argparse.Namespace) -> int:
     """Load, generate and print; returns the exit status. Raises ValueError for what the user can mend."""
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     args = training_arguments(options)
-    from megatron.training.initialize import left_in_order
+    from megatron.trainer.start_up.initialize import left_in_order
 
     with left_in_order():
         _generate(args, options, prompt)
@@ -132,7 +133,7 @@ def generate(options: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace, options: argparse.Namespace, prompt: str) -> None:
     from megatron import backend
-    from megatron.training.generation import Sampling, TextGenerator
+    from megatron.trainer.models.generation import Sampling, TextGenerator
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     model, tokenizer, vocab_size = load_model(args)

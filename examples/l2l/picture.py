@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from megatron.training.metrics import read_metrics
+from megatron.trainer.report.metrics import read_metrics
 
 MIB = 2**20
 

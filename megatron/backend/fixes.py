@@ -193,7 +193,7 @@ def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:
 
     The other places of megatron.core that keep a `main_grad` are out of reach: its pipeline schedules, which defer the
     embedding's weight gradients; its CUDA graphs; its FSDP. Transformer Engine's layers are not repaired: training
-    turns fusion off where theirs have the fault (`megatron.training.arguments.platform`).
+    turns fusion off where theirs have the fault (`megatron.trainer.arguments.platform`).
     """
     forward, backward = linear.forward, linear.backward
 

@@ -6,7 +6,7 @@ Asked for at every place anew, one of the two is soon forgotten, and nobody with
 
 Solution: one face, with a side for each kind of device. The runtime speaks of events and streams always; on a CPU they
 are None, and nobody waits. The tests have a third side, which runs on a CPU and keeps account of what is ordered before
-what (`tests/pipeline/runtime/recording`). `streams_of` chooses by data (`SIDES`).
+what (`tests/pipeline/runtime/cuda/recording`). `streams_of` chooses by data (`SIDES`).
 """
 
 from __future__ import annotations

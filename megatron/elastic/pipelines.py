@@ -17,10 +17,10 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megatron.elastic.cut import cut_exactly, cut_that_fits
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 
 _BATCHES = 4
 """Simulated: the steady state is what the last of them adds."""

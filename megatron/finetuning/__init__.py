@@ -1,4 +1,4 @@
 """Fine-tuning of captured models through a pipeline of stages (docs/finetuning.md).
 
-Imports megatron.capture, megatron.partition, megatron.pipeline and the parts of megatron.training that know no model.
+Imports megatron.capture, megatron.partition, megatron.pipeline and the parts of megatron.trainer that know no model.
 """

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron.finetuning import intervals
-from megatron.training.entry import environment_ranks
+from megatron.trainer.ranks.shared_errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")

@@ -21,18 +21,18 @@ from megatron.finetuning.feed import Feed
 from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.plan import Plan
 from megatron.finetuning.stage_module import Results, StageModule, Summary
-from megatron.pipeline.runtime.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.edge_tensors import EdgeTensors
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.gap_aware import GapAware
-from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
-from megatron.pipeline.runtime.master_weights import GapAwareMasters, MasterWeights
-from megatron.pipeline.runtime.module_update import ModuleUpdate
-from megatron.pipeline.runtime.stage import TensorSpec
-from megatron.pipeline.runtime.stage_updates import StageUpdates
-from megatron.pipeline.runtime.trace import Tracer
-from megatron.pipeline.runtime.versions import WeightVersions
-from megatron.training.checkpoint.agreement import agreed
+from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+from megatron.pipeline.runtime.stages.module.stage_updates import StageUpdates
+from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
+from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
+from megatron.pipeline.runtime.update.gap_aware import GapAware
+from megatron.pipeline.runtime.update.master_weights import GapAwareMasters, MasterWeights
+from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.trainer.ranks.agreement import agreed
 
 
 @dataclass

@@ -26,9 +26,9 @@ from torch import Tensor
 from megatron.capture.tensors import names_in_files, tensor_files
 from megatron.finetuning.assembly import Pipeline
 from megatron.finetuning.model import first_line
-from megatron.planner.files import write_whole
-from megatron.training.checkpoint.agreement import agreed
-from megatron.training.checkpoint.directory import sync_directory, sync_file
+from megatron.placement.whole_files import write_whole
+from megatron.trainer.checkpoint.directory import sync_directory, sync_file
+from megatron.trainer.ranks.agreement import agreed
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"

@@ -11,8 +11,8 @@ from rich.table import Table
 from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
 from megatron.finetuning.plan import Plan, make_plan
 from megatron.finetuning.samples import read_data
-from megatron.pipeline.weights import Ahead
-from megatron.training.entry import SameEverywhere
+from megatron.pipeline.program.weight_policies import Ahead
+from megatron.trainer.ranks.shared_errors import SameEverywhere
 
 _GIB = 2**30
 

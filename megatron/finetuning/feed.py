@@ -13,7 +13,7 @@ import torch
 from megatron.capture.randomness import Draw
 from megatron.capture.stage import StageData
 from megatron.finetuning.data.rows import Rows
-from megatron.pipeline.runtime.stage import EVALUATION_BATCH, Microbatch
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 
 
 class Feed:

@@ -24,15 +24,15 @@ from megatron.finetuning.plan import Plan, make_plan
 from megatron.finetuning.report import Report, peak_memory
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Trainer, checkpoint_saver
-from megatron.pipeline.runtime import failure
-from megatron.pipeline.runtime.trace import gather_traces
-from megatron.training import initialize
-from megatron.training.by_products import ByProduct
-from megatron.training.checkpoint import agreement
-from megatron.training.entry import OnThisRank, agree_to_start, told_once
-from megatron.training.logging import configure_logging
-from megatron.training.signals import StopSignal
-from megatron.training.timeline import write_pictures
+from megatron.pipeline.runtime.contract.trace import gather_traces
+from megatron.pipeline.runtime.failure import failure_guard
+from megatron.trainer.ranks import agreement
+from megatron.trainer.ranks.shared_errors import OnThisRank, agree_to_start, told_once
+from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.report.by_products import ByProduct
+from megatron.trainer.report.log import configure_logging
+from megatron.trainer.report.timeline_picture import write_pictures
+from megatron.trainer.start_up import initialize
 
 MOST_NEW = 0.3
 """The part of a model's parameters that may begin at random: a new head, and no more."""
@@ -54,7 +54,7 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
     configure_logging(args.logging_level)
     join(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with initialize.left_in_order(), told_once(failure.guard(timeout=timeout)):
+    with initialize.left_in_order(), told_once(failure_guard.guard(timeout=timeout)):
         run(args, stop)
 
 

@@ -25,9 +25,9 @@ from megatron.capture.signature import signature
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.partition import Competition, Graph, Partition, Result, compete, parse_graph
-from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 
 ALIKE = 1.005
 """Candidates whose simulated times are this close are told apart by their depth, which is staleness."""

@@ -25,7 +25,7 @@ from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
 from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.pipeline.schedules import Schedule
-from megatron.training.checkpoint.agreement import on_rank_zero
+from megatron.trainer.ranks.agreement import on_rank_zero
 
 EFFORT = 0.2
 """Of the search where a run cuts its model itself; tools/partition.py takes all of it."""

@@ -9,9 +9,9 @@ import sys
 import torch
 
 from megatron import backend
-from megatron.pipeline.runtime.stage import BatchReport
-from megatron.training.by_products import ByProduct
-from megatron.training.metrics import MetricsFile
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.trainer.report.by_products import ByProduct
+from megatron.trainer.report.metrics import MetricsFile
 
 
 class Report:

@@ -11,9 +11,9 @@ from torch import fx
 from megatron.capture.edges import Crossings
 from megatron.capture.export import Captured
 from megatron.finetuning.partition_file import PartitionFile
-from megatron.pipeline.edges import Edge, StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import Ahead, WeightPolicy
 
 _ASYNCHRONOUS = "ftpipe"
 

@@ -18,8 +18,8 @@ from megatron.finetuning.checkpoint import Origin, Progress
 from megatron.finetuning.data.rows import Rows
 from megatron.finetuning.evaluation import evaluate
 from megatron.finetuning.report import Report
-from megatron.pipeline.runtime.stage import BatchReport
-from megatron.training.signals import StopSignal
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.trainer.ranks.signals import StopSignal
 
 STOP = 1
 """Wish: save and end the run."""

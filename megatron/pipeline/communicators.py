@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron.pipeline.moves import Pairs
+from megatron.pipeline.program.move_order import Pairs
 
 COMMUNICATOR_CTAS = {"link": 2, "move": 4, "chain": 8, "fetch": 8}
 """use -> CTAs at most. A link carries one activation at a time; a move many times that; a chain the gradients, a fetch

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatron.pipeline.instruction import Kind, Tensor
-from megatron.pipeline.moves import Pairs
+from megatron.pipeline.program.instruction import Kind, Tensor
+from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.schedules import Schedule
 
 

@@ -13,13 +13,13 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
 
 Ranks are given once, when a job starts, by the pairs of its first program. Where the pipeline changes later, they stay,
 and what they stand for is decided anew (`megatron.placement.degrees`). Behind frozen layers other ranks are paired
-(`megatron.pipeline.moves.Pairs`), and their moves may cross nodes.
+(`program.move_order.Pairs`), and their moves may cross nodes.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.pipeline.moves import pair_of
+from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.degrees import Degrees
 from megatron.placement.files import read_document
 

@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron.pipeline.moves import pair_of
+from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.assignment import Assignment
 from megatron.placement.cost import placement_cost
 from megatron.placement.degrees import Degrees

@@ -9,7 +9,7 @@ The pairs are those of a pipeline that trains all its stages, s with p-1-s.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from megatron.pipeline.moves import pair_of
+from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.bandwidth import (
     ModelShape,
     RecomputeScope,

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.pipeline.moves import pair_of
+from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, saved_activation_bytes
 from megatron.placement.counts import Counts
 from megatron.placement.degrees import Degrees

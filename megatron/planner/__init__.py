@@ -3,17 +3,17 @@
 Pure Python: neither torch nor megatron.core.
 """
 
-from megatron.planner.activations import Activations, ActivationSetting, Recompute
-from megatron.planner.architecture import Architecture
-from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.configuration import Configuration
-from megatron.planner.demand import Demand, demand_of, most
-from megatron.planner.devices import DEVICES, Device, Verdict, device_gib, judge
-from megatron.planner.estimate import Estimate
-from megatron.planner.memory import GIB, MemoryParts, RankMemory, estimate_memory
+from megatron.planner.job.cluster import Cluster, load_cluster
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import DEVICES, Device, Verdict, device_gib, judge
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import Activations, ActivationSetting, Recompute
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.demand import Demand, demand_of, most
+from megatron.planner.memory.memory import GIB, MemoryParts, RankMemory, estimate_memory
+from megatron.planner.memory.state import TrainingState
 from megatron.planner.planner import Planner
-from megatron.planner.software import Software
-from megatron.planner.state import TrainingState
 
 __all__ = [
     "DEVICES",

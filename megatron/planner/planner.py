@@ -2,22 +2,22 @@
 
 from collections.abc import Sequence
 
+from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import FLUSH
 from megatron.placement.mapping import pair_adjacent, standard
-from megatron.planner.architecture import Architecture
-from megatron.planner.closed_form_demand import closed_form_demand
-from megatron.planner.cluster import Cluster
-from megatron.planner.configuration import Configuration
-from megatron.planner.demand import Demand
-from megatron.planner.demands import schedule_demand, stated_demand
-from megatron.planner.devices import judge, reserve_gib
-from megatron.planner.estimate import Estimate
-from megatron.planner.host_memory import HostVerdict, crowds, judge_host
-from megatron.planner.memory import RankMemory, estimate_memory
-from megatron.planner.software import MEGATRON_CORE, Software
-from megatron.planner.timing.iteration import priced, simulated
-from megatron.planner.timing.model import CostModel
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import judge, reserve_gib
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.software import MEGATRON_CORE, Software
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.closed_form_demand import closed_form_demand
+from megatron.planner.memory.demand import Demand
+from megatron.planner.memory.demands import schedule_demand, stated_demand
+from megatron.planner.memory.host_memory import HostVerdict, crowds, judge_host
+from megatron.planner.memory.memory import RankMemory, estimate_memory
+from megatron.planner.time.iteration import priced, simulated
+from megatron.planner.time.model import CostModel
 
 _NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
 

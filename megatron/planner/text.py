@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from megatron.planner.memory import GIB, MemoryParts, RankMemory
+from megatron.planner.memory.memory import GIB, MemoryParts, RankMemory
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from tests import workers
-from tests.pipeline.runtime.fused_accumulation import stand_in
+from tests.pipeline.runtime.stages.megatron.fused_accumulation import stand_in
 
 needs_torch_optimizer = pytest.mark.skipif(HAVE_APEX_OR_TE, reason="another library's optimizer is installed")
 
@@ -84,7 +84,7 @@ def test_optimizer_state_can_be_created_for_loading():
 
 
 def initial_states() -> dict[str, bool]:
-    from tests.pipeline.runtime import megatron_cases as cases
+    from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
     result = {}
     for name in ("adam", "sgd"):
@@ -101,7 +101,7 @@ def initial_states() -> dict[str, bool]:
 
 def resume_distributed_optimizer() -> list[float]:
     """Save after 0, 1 and 2 steps, resume in a new optimizer, take two more steps; the largest difference of each."""
-    from tests.pipeline.runtime import megatron_cases as cases
+    from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
     case = cases.Case(d=2, layers=1, distributed_optimizer=True, dtype="bfloat16")
     differences = []

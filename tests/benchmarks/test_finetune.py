@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks import finetune_convergence, finetune_speed
-from megatron.pipeline.costs import Costs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 
 
 def test_a_simulated_run_reaches_its_limit():

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.simulate.timeline import Timeline
 from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
 from tests.tools.in_process import load_tool, runner
 

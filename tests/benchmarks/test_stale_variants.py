@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks import stale_variants
 from benchmarks.stale_replay import RULES, ReplayedStage, replay
-from megatron.pipeline.edges import Edge
+from megatron.pipeline.program.edges import Edge
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape
 from tests.pipeline.runtime.test_graph import run

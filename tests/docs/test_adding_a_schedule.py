@@ -95,7 +95,7 @@ def test_the_order_is_right_for_all_sizes(num_stages, more, recompute, weights):
 
 def train(training):
     """On each rank of a worker pool: train with the page's schedule, drained once in between."""
-    from tests.pipeline.runtime import module_cases
+    from tests.pipeline.runtime.stages.module import module_cases
 
     register()
     try:
@@ -106,7 +106,7 @@ def train(training):
 
 def test_it_trains():
     """The runtime executes it as it is: the losses are those of 2bw in one process, and stages save what was proved."""
-    from tests.pipeline.runtime import reference
+    from tests.pipeline.runtime.stages.module import reference
 
     training = reference.Training(batches=(6, 6, 8, 8, 6))
     outcomes = workers.run(4, f"{__name__}:train", training=training, timeout=180)

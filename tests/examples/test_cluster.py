@@ -11,9 +11,9 @@ from megatron import backend
 
 backend.install()
 
-from megatron.training.arguments import parse_args
-from megatron.training.dry_run import run_dry
-from tests.training.bert_helper import defaults
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.dry_run.dry_run import run_dry
+from tests.trainer.arguments.bert_command_line import defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("one_node", "torchrun", "slurm")

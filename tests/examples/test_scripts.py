@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import parse_args, validate_args
-from tests.training.bert_helper import defaults
+from megatron.trainer.arguments import parse_args, validate_args
+from tests.trainer.arguments.bert_command_line import defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for folder in ("examples", "tests", "tools") for path in (ROOT / folder).rglob("*.sh"))

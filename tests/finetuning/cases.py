@@ -23,8 +23,8 @@ from megatron.finetuning.optimizers import decaying, make_optimizer, make_schedu
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
 from megatron.finetuning.plan import captured_model
 from megatron.finetuning.samples import read_data
-from megatron.training.metrics import read_metrics
-from megatron.training.signals import StopSignal
+from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.report.metrics import read_metrics
 from tests.finetuning import tiny
 
 

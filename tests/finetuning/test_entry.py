@@ -17,8 +17,8 @@ backend.install()
 from megatron.finetuning.dry_run import of_devices, run_dry
 from megatron.finetuning.plan import make_plan
 from megatron.finetuning.samples import read_data
-from megatron.training.entry import SameEverywhere
-from megatron.training.metrics import read_metrics
+from megatron.trainer.ranks.shared_errors import SameEverywhere
+from megatron.trainer.report.metrics import read_metrics
 from tests.finetuning import cases, tiny
 
 ROOT = Path(__file__).resolve().parents[2]

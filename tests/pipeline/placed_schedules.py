@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
+from megatron.pipeline.schedules.passes import Leg, Legs
 
 
 class ThereAndBack(Order):

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program, Row
-from megatron.pipeline.residency import DEFERRED, EAGER, Residency
+from megatron.pipeline.program.instruction import Instruction, Kind, Row
+from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH, WeightPolicy
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import PROVISIONAL, STASH, WeightPolicy
 
 PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "l2l")
 DELAYED = (WeightPolicy("3bw", delay=2), WeightPolicy("4bw", delay=3))

@@ -43,7 +43,7 @@ def test_every_link_has_two_ends(num_ranks, num_virtual):
 @pytest.mark.parametrize("num_ranks, num_virtual", [(1, 1), (5, 1), (4, 2)])
 def test_links_are_those_that_the_runtime_makes(num_ranks, num_virtual):
     """Together the ranks have the edges of `edges_in_order`, but for those inside a rank."""
-    channels = pytest.importorskip("megatron.pipeline.runtime.channels", reason="needs torch")
+    channels = pytest.importorskip("megatron.pipeline.runtime.transport.channels", reason="needs torch")
     places = rank_of_stage(num_ranks, num_virtual)
     made = {
         f"{letter} {source}-{destination}"

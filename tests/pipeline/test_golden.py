@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline.check import check
-from megatron.pipeline.instruction import UPDATES, Instruction, Kind
-from megatron.pipeline.program import Program
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.program.instruction import UPDATES, Instruction, Kind
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.strategies import kinds_of
 

@@ -4,7 +4,7 @@ from datetime import datetime, timezone
 
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner import Architecture
-from megatron.planner.profile import (
+from megatron.planner.time.profile import (
     AllReduceTime,
     CopyTime,
     HostUpdateTime,

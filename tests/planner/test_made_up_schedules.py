@@ -6,20 +6,20 @@ from unittest import mock
 import pytest
 
 from megatron.pipeline.check import check, check_periodic
-from megatron.pipeline.costs import Costs
 from megatron.pipeline.draw import draw_timeline, timeline_text
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 from megatron.placement import Degrees, ModelShape, count_transfers, estimate_traffic
 from megatron.planner import Architecture, Cluster, Configuration, Planner, demand_of
-from megatron.planner.communicators import communicator_bytes
-from megatron.planner.demands import schedule_demand, stated_demand
-from megatron.planner.profile import Place, Profile
+from megatron.planner.memory.communicators import communicator_bytes
+from megatron.planner.memory.demands import schedule_demand, stated_demand
 from megatron.planner.search import SCOPES
 from megatron.planner.search.report import html_report
-from megatron.planner.timing import closed_form, iteration, priced, simulated
-from megatron.planner.timing.blocks import Blocks
-from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.time import closed_form, iteration, priced, simulated
+from megatron.planner.time.blocks import Blocks
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.profile import Place, Profile
 from tests.planner import made_up, profiles
 from tests.planner.search.helper import PAPER, run
 
@@ -139,7 +139,7 @@ def test_demands_are_those_of_proved_programs(schedule, p):
 
 
 def test_a_large_batch_of_a_bounded_order_holds_what_smaller_ones_do(monkeypatch):
-    from megatron.planner import demands
+    from megatron.planner.memory import demands
 
     built = Schedule.preset("2bw-pairs", num_stages=3)
     whole = schedule_demand(built, 60)

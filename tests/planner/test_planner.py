@@ -5,9 +5,9 @@ import time
 import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration
+from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
-from megatron.planner.software import Software
-from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.time.first_principles import FirstPrinciples
 
 MODEL = Architecture.gpt3(
     num_layers=80, hidden_size=9984, num_attention_heads=104, sequence_length=2048, vocabulary_size=51200

@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 
 import pretrain_gpt
-from megatron.training import entry
+from megatron.trainer.run import entry
 
 PATIENCE = 3.0
 WENT_WRONG = "goes wrong at"
@@ -17,7 +17,7 @@ WENT_WRONG = "goes wrong at"
 
 def fail_in_groups() -> None:
     """From now on."""
-    from megatron.training.transition import change
+    from megatron.trainer.changes.transition import change
 
     change.PATIENCE = timedelta(seconds=PATIENCE)
 

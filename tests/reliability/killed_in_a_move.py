@@ -11,12 +11,12 @@ import sys
 import time
 
 import pretrain_gpt
-from megatron.training import entry
+from megatron.trainer.run import entry
 
 
 def kill_in_move(number: int) -> None:
     """From now on, the process ends in its move of that number."""
-    from megatron.pipeline.runtime.activation_memory import ActivationMemory
+    from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 
     take_buffer, num_taken = ActivationMemory.take_buffer, 0
 

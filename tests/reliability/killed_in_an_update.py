@@ -9,12 +9,12 @@ import signal
 import sys
 
 import pretrain_gpt
-from megatron.training import entry
+from megatron.trainer.run import entry
 
 
 def kill_in_update(number: int) -> None:
     """From now on, the process ends in its update of that number."""
-    from megatron.pipeline.runtime.host_store import HostStore
+    from megatron.pipeline.runtime.relay.host_store import HostStore
 
     write_weights, num_begun = HostStore.write_weights, 0
 

@@ -10,8 +10,8 @@ import sys
 import numpy
 import pytest
 
-from megatron.training.checkpoint import directory as directory_of_checkpoints
-from megatron.training.checkpoint import integrity
+from megatron.trainer.checkpoint import directory as directory_of_checkpoints
+from megatron.trainer.checkpoint import integrity
 from tests.reliability import launch
 
 TWO_BW = ["--pipeline-schedule", "2bw"]

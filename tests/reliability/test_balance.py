@@ -13,7 +13,7 @@ SAVED, LAST = 4, 8
 MOVES = 3  # that arrive at either end of the only pair, in each batch of 8 over 4 stages
 
 
-@pytest.mark.full  # that a rank killed in a move is named: tests/pipeline/runtime/test_failure.py
+@pytest.mark.full  # that a rank killed in a move is named: tests/pipeline/runtime/failure/test_failure_guard.py
 @pytest.mark.parametrize(
     ("rank", "schedule"),
     [(3, "bpipe"), (0, "flush")],

@@ -9,7 +9,7 @@ from tests.reliability import launch
 from tests.reliability.conftest import TWO_BW
 
 
-@pytest.mark.full  # in one process: tests/training/test_loop.py
+@pytest.mark.full  # in one process: tests/trainer/run/test_loop.py
 def test_loss_that_is_no_number_ends_the_job(tmp_path):
     """One sentence from the job, as for any error of a user's, and no checkpoint of the spoilt weights."""
     flags = [*TWO_BW, "--lr", "1e30", "--clip-grad", 0, "--save", "checkpoints", "--save-interval", 100]

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.planner import measured
-from tests.planner.published import facts
+from tests.planner.published import measured
+from tests.planner.published.bpipe_memory import facts
 from tests.tools.in_process import ROOT, load_tool, runner
 
 tool = load_tool("grid_search")

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megatron.training.arguments import Platform
-from megatron.training.job import PROGRAMS, Job
+from megatron.trainer.arguments import Platform
+from megatron.trainer.plan.command import PROGRAMS, Job
 from tests.tools.in_process import ROOT, load_tool, runner
 from tests.tools.search_words import CLUSTER, GPT, QUICK, SCRIPT
 

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.arguments_helper import words
-from tests.training.classification import vision_helper
+from tests.trainer.arguments.command_line import words
+from tests.trainer.run import vision_helper
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {  # a library that each imports, and the words with which it does
-    "compare_runs": ("megatron.training.metrics", ["--help"]),
+    "compare_runs": ("megatron.trainer.report.metrics", ["--help"]),
     "environment": ("pip", []),
     "grid_search": ("grid_search_commands.search", ["search", "--help"]),
     "partition": ("megatron.partition", ["--graph", "none"]),
     "plot_memory": ("rich", ["--help"]),
-    "plot_changes": ("megatron.training.metrics", ["--help"]),
-    "plot_metrics": ("megatron.training.metrics", ["--help"]),
-    "preprocess_data": ("megatron.training.arguments", ["--help"]),
+    "plot_changes": ("megatron.trainer.report.metrics", ["--help"]),
+    "plot_metrics": ("megatron.trainer.report.metrics", ["--help"]),
+    "preprocess_data": ("megatron.trainer.arguments", ["--help"]),
     "profile_model": ("rich", ["--help"]),
     "rank_map": ("megatron.placement.bandwidth", ["--help"]),
-    "schedule": ("megatron.pipeline.program", ["--help"]),
+    "schedule": ("megatron.pipeline.program.program", ["--help"]),
     "text_generation": ("torch", ["--load", "none", "--prompt", "a"]),
 }
 TEXT = [word for word in words() if word != "--mock-data"] + ["--data-path", "none", "--vocab-file", "none"]
@@ -91,7 +91,7 @@ def test_every_program_is_among_them():
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("stop_at", ["megatron.training.entry", "torch"])
+@pytest.mark.parametrize("stop_at", ["megatron.trainer.run.entry", "torch"])
 def test_a_program_that_imports(tmp_path, program, stop_at):
     status, error = interrupted([ROOT / f"{program}.py", *PROGRAMS[program]], tmp_path, stop_at)
     assert (status, error) == (130, f"{program}.py: ended by SIGINT\n")

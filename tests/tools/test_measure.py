@@ -11,12 +11,12 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from megatron.planner.measure.job import MARK
-from megatron.planner.measure.predict import predicted_seconds
-from megatron.planner.measure.records import read_entries
+from megatron.planner.trial.predict import predicted_seconds
+from megatron.planner.trial.process import MARK
+from megatron.planner.trial.records import read_entries
 from tests.planner import profiles
 from tests.tools.in_process import ROOT, load_tool, runner
-from tests.training.run_case import BASE, data_flags
+from tests.trainer.run.run_case import BASE, data_flags
 
 TOOL = load_tool("grid_search")
 

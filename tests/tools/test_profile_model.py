@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Configuration
-from megatron.planner.measure.predict import predicted_seconds
-from megatron.planner.profile import load_profile
+from megatron.planner.time.profile import load_profile
+from megatron.planner.trial.predict import predicted_seconds
 from tests.tools.in_process import load_tool, runner
-from tests.training.run_case import BASE, data_flags
+from tests.trainer.run.run_case import BASE, data_flags
 
 TOOL = load_tool("profile_model")
 

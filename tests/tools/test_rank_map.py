@@ -168,7 +168,7 @@ def test_it_starts_without_torch(tmp_path):
         f"import runpy, sys; sys.argv = {words!r}\n"
         f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
-        "heavy = {'torch', 'matplotlib', 'numpy', 'megatron.core', 'megatron.training'} & set(sys.modules)\n"
+        "heavy = {'torch', 'matplotlib', 'numpy', 'megatron.core', 'megatron.trainer'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     environment = dict(os.environ)

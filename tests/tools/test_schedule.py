@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.planner import made_up
 from tests.tools.in_process import ROOT, load_tool, runner

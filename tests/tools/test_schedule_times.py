@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.timeline import Timeline
 from tests.planner import made_up
 from tests.tools.in_process import load_tool, runner
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.job import PROGRAMS
+from megatron.trainer.plan.command import PROGRAMS
 from tests.tools.in_process import ROOT, load_tool, runner
 from tests.tools.search_words import CLUSTER, GPT, QUICK, SCRIPT
 
@@ -61,8 +61,8 @@ FULL = ("bert", "interleaved", "balanced", "cpu", "ramp-up")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in FULL)) for n in MODELS])
 def test_the_script_of_the_best_passes_a_dry_run(run, tmp_path, name, capsys, monkeypatch):
     """The training program accepts the best's script, for its GPUs, and says of its memory what the search said."""
-    from megatron.training.arguments import parse_args
-    from megatron.training.dry_run import run_dry
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.dry_run.dry_run import run_dry
 
     words, gpu = MODELS[name]
     status, out, _ = run(*words, "--simulate", 1, "--json", "--output", tmp_path / "plan")

@@ -22,12 +22,13 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.training import config, plan
-    from megatron.training.arguments import Platform, parse_args, resolve_platform, validate_args
-    from megatron.training.arguments.rules_run import pipeline_schedule
-    from megatron.training.checkpointing import CheckpointPosition, CheckpointWriter, save_checkpoint
-    from megatron.training.initialize import initialize
-    from megatron.training.models import build_chunks, gpt_model
+    from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
+    from megatron.trainer.arguments.rules.run import pipeline_schedule
+    from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, save_checkpoint
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.gpt import build_chunks, gpt_model
+    from megatron.trainer.plan import from_flags
+    from megatron.trainer.start_up.initialize import initialize
 
     words = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -39,13 +40,13 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))
     initialize(args)
     args.padded_vocab_size = 512
-    model_config = config.transformer_config(args)
+    model_config = core_config.transformer_config(args)
     schedule = pipeline_schedule(args)
     chunks = build_chunks(
         lambda own_config: lambda pre, post: gpt_model(args, own_config, pre_process=pre, post_process=post),
         model_config,
         stages=schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank()),
-        layers=plan.layers_of_stages(model_config),
+        layers=from_flags.layers_of_stages(model_config),
     )
     for iteration in (5, 7):
         save_checkpoint(
@@ -63,7 +64,7 @@ def run_tool(argv, stdin=None):
 
     output, errors = io.StringIO(), io.StringIO()
     with (
-        mock.patch("megatron.training.initialize.shut_down"),  # the process group belongs to the pool
+        mock.patch("megatron.trainer.start_up.initialize.shut_down"),  # the process group belongs to the pool
         mock.patch("sys.stdin", io.StringIO(stdin or "")),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),

@@ -17,12 +17,12 @@ from datetime import date
 from pathlib import Path
 
 from grid_search_commands.tables import note_unread, print_table
-from megatron.planner.devices import DEVICES
-from megatron.planner.entries import Entry, load_entries
-from megatron.planner.fit import ConstantsFit, fit_entries, is_timed
-from megatron.planner.fit_profile import fit_profile
-from megatron.planner.timing.calibration import Calibration, constants_as_dict
-from megatron.planner.timing.constants import FITTED
+from megatron.planner.job.devices import DEVICES
+from megatron.planner.published.entries import Entry, load_entries
+from megatron.planner.published.fit import ConstantsFit, fit_entries, is_timed
+from megatron.planner.published.fit_profile import fit_profile
+from megatron.planner.time.calibration import Calibration, constants_as_dict
+from megatron.planner.time.constants import FITTED
 
 _MUCH = 0.1
 _LIMIT = 0.999
@@ -100,7 +100,7 @@ def _of_entries(options: argparse.Namespace) -> ConstantsFit:
 
 
 def _of_profile(options: argparse.Namespace) -> ConstantsFit:
-    from megatron.planner.profile import load_profile
+    from megatron.planner.time.profile import load_profile
 
     return fit_profile(load_profile(options.profile), options.gpu)
 

@@ -10,11 +10,11 @@ import argparse
 import json
 
 from grid_search_commands.tables import print_table
-from megatron.planner.entries import Entry, Unpredictable, load_entries
-from megatron.planner.memory import GIB
-from megatron.planner.prediction import Prediction, predict
-from megatron.planner.timing.calibration import DEFAULT_NAME, load_calibration
-from megatron.planner.timing.constants import Constants
+from megatron.planner.memory.memory import GIB
+from megatron.planner.published.entries import Entry, Unpredictable, load_entries
+from megatron.planner.published.prediction import Prediction, predict
+from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
+from megatron.planner.time.constants import Constants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,16 +24,16 @@ import command_line
 from rich.console import Console
 
 from grid_search_commands.search_inputs import add_model_arguments, read_words
-from megatron.planner.configuration import Configuration
-from megatron.planner.measure.predict import predicted_seconds
-from megatron.planner.measure.records import Entry, Result, ResultsFile, Status, read_entries
-from megatron.planner.measure.report import draw, table_of
-from megatron.planner.measure.runs import Runs, collect, measure
-from megatron.planner.measure.settings import differences
-from megatron.planner.profile import Profile, load_profile
-from megatron.training.arguments import parse_args
-from megatron.training.job import PROGRAMS
-from megatron.training.model_words import model_words
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.time.profile import Profile, load_profile
+from megatron.planner.trial.predict import predicted_seconds
+from megatron.planner.trial.records import Entry, Result, ResultsFile, Status, read_entries
+from megatron.planner.trial.report import draw, table_of
+from megatron.planner.trial.runs import Runs, collect, measure
+from megatron.planner.trial.settings import differences
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.plan.command import PROGRAMS
+from megatron.trainer.plan.model_argv import model_words
 
 ROOT = Path(__file__).resolve().parents[2]
 TAKES_FLAGS = True  # those of the training programs

@@ -24,18 +24,18 @@ import command_line
 
 from grid_search_commands.search_inputs import ModelInput, add_model_arguments, cluster_names, read_cluster, read_model
 from grid_search_commands.search_script import remove_script, script_text
+from megatron.placement.whole_files import write_whole
 from megatron.planner import Architecture, Cluster
-from megatron.planner.files import write_whole
 from megatron.planner.planner import Planner
-from megatron.planner.profile import Profile, load_profile
 from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, offered, search
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.search.space import schedules_on_device
-from megatron.planner.timing.calibration import DEFAULT_NAME, NAMES, load_calibration
-from megatron.planner.timing.first_principles import FirstPrinciples
-from megatron.planner.timing.profiled import ProfiledCosts, shape_of, vocab_size_of
-from megatron.training.job import Job
+from megatron.planner.time.calibration import DEFAULT_NAME, NAMES, load_calibration
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.profile import Profile, load_profile
+from megatron.planner.time.profiled import ProfiledCosts, shape_of, vocab_size_of
+from megatron.trainer.plan.command import Job
 
 TAKES_FLAGS = True  # those of the training programs
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatron.placement.files import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
-from megatron.training.arguments import Platform
-from megatron.training.arguments.script import read_script
-from megatron.training.job import PROGRAMS, Job
+from megatron.trainer.arguments import Platform
+from megatron.trainer.arguments.script import read_script
+from megatron.trainer.plan.command import PROGRAMS, Job
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 _WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.planner import Cluster
-from megatron.planner.flags import hosting_words, prediction_words
 from megatron.planner.search import Kept
+from megatron.planner.search.flags import hosting_words, prediction_words
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
-from megatron.training.job import SOURCES, Job
+from megatron.trainer.plan.command import SOURCES, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 116

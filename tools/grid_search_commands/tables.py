@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron.planner.entries import Entry
+from megatron.planner.published.entries import Entry
 
 _PIPE_WIDTH = 250
 

@@ -13,11 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grid_search_commands.tables import note_unread, print_table
-from megatron.planner.entries import Entry, load_entries
-from megatron.planner.fit import is_timed
-from megatron.planner.prediction import predict
-from megatron.planner.timing.calibration import DEFAULT_NAME, Calibration, load_calibration
-from megatron.planner.validation import (
+from megatron.planner.published import (
     FEWEST_OTHERS,
     RowError,
     choices,
@@ -26,6 +22,10 @@ from megatron.planner.validation import (
     row_errors,
     validate,
 )
+from megatron.planner.published.entries import Entry, load_entries
+from megatron.planner.published.fit import is_timed
+from megatron.planner.published.prediction import predict
+from megatron.planner.time.calibration import DEFAULT_NAME, Calibration, load_calibration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -51,7 +51,7 @@ from megatron.pipeline.check.unstepped import prove_unstepped
 from megatron.pipeline.check.updates import prove_updates
 from megatron.pipeline.check.versions import prove_evaluation, prove_versions
 from megatron.pipeline.check.waiting import count_waiting
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 
 __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
 

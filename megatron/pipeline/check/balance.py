@@ -9,7 +9,7 @@ backward), and has to come back before that:
     ACCEPT   at the pair stage; not twice
     RETURN   after ACCEPT; not twice
 
-Each rank carries out its moves in the order of its row (see `megatron.pipeline.moves`), so moves carry no tags: the
+Each rank carries out its moves in the order of its row (see `program.move_order`), so moves carry no tags: the
 n-th move of a rank meets the n-th of the rank that it is paired with. The two rows are shown to list the two ends of
 the same moves in the same order. If they did not, a stage would load another microbatch's activations, silently. That
 the moves end, and that nobody waits in a circle, is proved with the progress.

@@ -22,11 +22,11 @@ from functools import cached_property
 from itertools import accumulate
 
 from megatron.pipeline.check.error import ProgramError, error_at
-from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction, Kind
-from megatron.pipeline.moves import awaited_moves
-from megatron.pipeline.program import Program
-from megatron.pipeline.residency import awaited_in_lanes
-from megatron.pipeline.weights import Ahead
+from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction, Kind
+from megatron.pipeline.program.lane_order import awaited_in_lanes
+from megatron.pipeline.program.move_order import awaited_moves
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import Ahead
 
 _PROVED = {  # the words that have a proof, by what is proved of them
     "computations": (

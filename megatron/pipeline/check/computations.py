@@ -43,7 +43,7 @@ from megatron.pipeline.check.compact import (
     W,
 )
 from megatron.pipeline.check.error import ProgramError
-from megatron.pipeline.instruction import Tensor
+from megatron.pipeline.program.instruction import Tensor
 
 FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, _FIRST_OF_TRANSFERS = (1 << bit for bit in range(5))
 

@@ -10,8 +10,8 @@ its row and the instruction, and draws that neighbourhood of the row with an arr
 
 from collections.abc import Sequence
 
-from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.program import Program
 
 _AROUND = 4  # instructions drawn on each side
 

@@ -27,7 +27,7 @@ from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.device_operations import AWAIT, LAUNCH, MAIN, POST, RankOperations, lower
 from megatron.pipeline.check.device_queues import Execution, IsEarly, Place
 from megatron.pipeline.check.queue_deadlock import explain_queue_deadlock
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 
 PROVED, NOT_PROVED = "proved", "not proved"
 _MOST_EXHAUSTIVE = 6  # ranks: 64 interleavings

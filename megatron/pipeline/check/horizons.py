@@ -9,7 +9,7 @@ recompute: what a forward would save refers to weights that are gone before its 
 from collections.abc import Sequence
 
 from megatron.pipeline.check.compact import FIRST_TRANSFER, CompactProgram, F
-from megatron.pipeline.weights import Ahead
+from megatron.pipeline.program.weight_policies import Ahead
 
 
 def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ REDUCE_NORM@v stands behind the STORE_GRAD@v of each stage of the rank, as norms
 
 A backward that begins the gradients of a stage stands where at most one other stage's are begun and their STORE_GRAD
 is to come, and none of its own. It waits for STORE_GRADs before it until a buffer is free (see
-`megatron.pipeline.residency`). So at most two buffers are in use, under any timing.
+`program.lane_order`). So at most two buffers are in use, under any timing.
 """
 
 from megatron.pipeline.check.compact import (
@@ -28,7 +28,7 @@ from megatron.pipeline.check.compact import (
     CompactProgram,
     W,
 )
-from megatron.pipeline.residency import GRADIENT_BUFFERS
+from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
 
 
 def codes_of_host_updates(compact: CompactProgram) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """What a rank waits for in its lanes between device and host, brought back to what its chain of reductions has done.
 
 Where weights live on the host, a rank has three lanes beside its row and its chain of reductions (see
-`megatron.pipeline.residency`). Could they wait in a circle? Whatever a lane's word waits for stands before it in the
+`program.lane_order`). Could they wait in a circle? Whatever a lane's word waits for stands before it in the
 same row: the word before it in its lane, what `Word.awaits` names, the computations before it. So number the words by
 their places in the row: every wait within a rank leads to a lower number, and none can come back to where it began. A
 circle has to leave the rank, and it leaves only where ranks wait for each other: in the row, for tensors, and in the
@@ -15,7 +15,7 @@ turn in the chain has come.
 """
 
 from megatron.pipeline.check.compact import KIND_OF_CODE, CompactProgram
-from megatron.pipeline.instruction import Lane
+from megatron.pipeline.program.instruction import Lane
 
 
 def awaited_reductions(compact: CompactProgram, rank: int) -> dict[int, int]:

@@ -53,9 +53,9 @@ from megatron.pipeline.check.predictions import codes_of_predictions
 from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_rank
-from megatron.pipeline.instruction import ENDS_BACKWARD, Instruction, Kind
-from megatron.pipeline.moves import MoveOrder
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.move_order import MoveOrder
+from megatron.pipeline.program.program import Program
 
 
 class Periodic(Protocol):

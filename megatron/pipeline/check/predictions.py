@@ -28,7 +28,7 @@ from megatron.pipeline.check.compact import (
     F,
     W,
 )
-from megatron.pipeline.passes.predictions import reads_ties
+from megatron.pipeline.schedules.passes.predictions import reads_ties
 
 
 def prove_predictions(compact: CompactProgram) -> None:

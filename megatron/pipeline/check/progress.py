@@ -5,7 +5,7 @@ and I for the gradient of their output, STEP and PREDICT for the reductions of t
 completes when both ends have posted it and all earlier ones of its channel have completed. A SEND of a forward-only
 stage, which no gradient holds up, waits until all but a few of those before it have their receives posted
 (`StageGraph.most_unread`). What waits for moves of
-saved activations is said in `megatron.pipeline.moves`; a rank and its partner have completed as many as the one of them
+saved activations is said in `program.move_order`; a rank and its partner have completed as many as the one of them
 that has requested fewer. When a reduction completes is said in `reductions`. Where weights live on the host, what waits
 for the lanes to and from it waits for reductions of its own rank in the end (see `lanes`).
 

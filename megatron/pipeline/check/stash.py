@@ -32,8 +32,8 @@ from megatron.pipeline.check.compact import (
     W,
 )
 from megatron.pipeline.check.waiting import handed_on
-from megatron.pipeline.instruction import Lane
-from megatron.pipeline.residency import most_boundaries
+from megatron.pipeline.program.instruction import Lane
+from megatron.pipeline.program.lane_order import most_boundaries
 
 # What has happened to the input of a microbatch at a stage.
 _NOWHERE, _HERE, _AWAY, _BACK, _USED = range(5)

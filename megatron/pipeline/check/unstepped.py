@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron.pipeline.check.compact import STEP, B, CompactProgram, F, W
-from megatron.pipeline.weights import Ahead
+from megatron.pipeline.program.weight_policies import Ahead
 
 
 def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from megatron.pipeline.check.compact import (
     F,
     W,
 )
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 
 
 def prove_versions(compact: CompactProgram) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ border in every row.
 
 from dataclasses import dataclass
 
-from megatron.pipeline.instruction import COMPUTATIONS, ENDS_BACKWARD, Kind
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.program.instruction import COMPUTATIONS, ENDS_BACKWARD, Kind
+from megatron.pipeline.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.rows import box
-from megatron.pipeline.timeline import BUSY, Span
+from megatron.pipeline.simulate.timeline import BUSY, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

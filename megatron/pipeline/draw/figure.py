@@ -33,9 +33,9 @@ from megatron.pipeline.draw.rows import (
     draw_saved,
     draw_steps,
 )
-from megatron.pipeline.memory_curve import MemorySizes, memory_curves
-from megatron.pipeline.timeline import Span, Timeline
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
+from megatron.pipeline.simulate.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

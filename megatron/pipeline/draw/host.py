@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.cells import names_of_rows
-from megatron.pipeline.instruction import BEGINS_BACKWARD, HOST_WORDS, Instruction, Kind, Lane
-from megatron.pipeline.residency import GRADIENT_BUFFERS
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, HOST_WORDS, Instruction, Kind, Lane
+from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
+from megatron.pipeline.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

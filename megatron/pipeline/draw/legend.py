@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw.cells import Cell, holds_of, predictions_of, steps_of
-from megatron.pipeline.instruction import (
+from megatron.pipeline.program.instruction import (
     COMPUTATIONS,
     HOST_WORDS,
     OWN_MOVES,
@@ -14,8 +14,8 @@ from megatron.pipeline.instruction import (
     Kind,
     Lane,
 )
-from megatron.pipeline.memory_curve import MemoryCurve
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.memory_curve import MemoryCurve
+from megatron.pipeline.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

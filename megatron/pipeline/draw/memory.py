@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.cells import names_of_rows
-from megatron.pipeline.memory_curve import PARTS, MemoryCurve
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.memory_curve import PARTS, MemoryCurve
+from megatron.pipeline.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

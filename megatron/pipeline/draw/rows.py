@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.draw import legend
 from megatron.pipeline.draw.cells import Cell, Update, names_of_rows
-from megatron.pipeline.instruction import MOVES, OWN_MOVES, REDUCTIONS, SENDS, Kind
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.program.instruction import MOVES, OWN_MOVES, REDUCTIONS, SENDS, Kind
+from megatron.pipeline.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

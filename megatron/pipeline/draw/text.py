@@ -32,8 +32,8 @@ from rich.text import Text
 
 from megatron.pipeline.draw.cells import Cell, Update, cells_of, names_of_rows, predictions_of, steps_of
 from megatron.pipeline.draw.host import LANES, Carried, carried_of, extent
-from megatron.pipeline.instruction import OWN_MOVES
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.program.instruction import OWN_MOVES
+from megatron.pipeline.simulate.timeline import Timeline
 
 _COLOURS = {  # by a word's colour; weight versions take them in turn
     "blue": ("blue", "dodger_blue2", "deep_sky_blue4", "slate_blue1"),

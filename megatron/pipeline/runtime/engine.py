@@ -14,23 +14,13 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.pipeline.instruction import AWAITS_REDUCTIONS, Instruction
-from megatron.pipeline.moves import MoveOrder
-from megatron.pipeline.residency import LaneOrder, Residency
-from megatron.pipeline.runtime import failure
-from megatron.pipeline.runtime.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
-from megatron.pipeline.runtime.blame import annotate
-from megatron.pipeline.runtime.chain import Chain
-from megatron.pipeline.runtime.channels import Channels
-from megatron.pipeline.runtime.executor import Executor
-from megatron.pipeline.runtime.graph_executor import GraphExecutor
-from megatron.pipeline.runtime.input_stash import InputStash
-from megatron.pipeline.runtime.lanes import Lanes
-from megatron.pipeline.runtime.move_queue import MoveQueue
-from megatron.pipeline.runtime.relay_ledger import RelayLedger
-from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.stage import (
+from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
+from megatron.pipeline.program.lane_order import LaneOrder, Residency
+from megatron.pipeline.program.move_order import MoveOrder
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
+from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
+from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
     BatchInfo,
     BatchReport,
@@ -40,8 +30,18 @@ from megatron.pipeline.runtime.stage import (
     StagewiseUpdate,
     WeightUpdate,
 )
+from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tracer
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.runtime.failure.blame import annotate
+from megatron.pipeline.runtime.graph_executor import GraphExecutor
+from megatron.pipeline.runtime.relay.input_stash import InputStash
+from megatron.pipeline.runtime.relay.lanes import Lanes
+from megatron.pipeline.runtime.relay.ledger import RelayLedger
 from megatron.pipeline.runtime.stagewise_executor import StagewiseExecutor
-from megatron.pipeline.runtime.trace import BatchExtent, RankTrace, Tracer
+from megatron.pipeline.runtime.transport.channels import Channels
+from megatron.pipeline.runtime.transport.move_queue import MoveQueue
+from megatron.pipeline.runtime.update.chain import Chain
 from megatron.pipeline.schedules import Schedule
 
 
@@ -132,7 +132,7 @@ class PipelineEngine:
             device=self._device,
             store=store or (distributed_c10d._get_default_store() if distributed else None),
             moves_activations=activation_memory is not None,
-            on_error=failure.report,
+            on_error=failure_guard.report,
         )
         self._activation_memory = activation_memory
         own = self._channels.name_of(self._stages[0].index)
@@ -146,7 +146,7 @@ class PipelineEngine:
                 device=self._device,
                 timeout=timeout.total_seconds(),
                 tracer=tracer,
-                on_error=failure.report,
+                on_error=failure_guard.report,
                 annotate=lambda error, word: annotate(error, word, self._channels.name_of(word.stage)),
                 on_awaited=(lambda word: None) if self._stash is None else self._stash.note_awaited,
             )
@@ -155,7 +155,7 @@ class PipelineEngine:
                 device=self._device,
                 timeout=timeout.total_seconds(),
                 tracer=tracer,
-                on_error=failure.report if self._lanes is None else self._lanes.fail,
+                on_error=failure_guard.report if self._lanes is None else self._lanes.fail,
                 annotate=lambda error, instruction: annotate(error, instruction, own),
             )
             for _ in range(2)
@@ -165,7 +165,7 @@ class PipelineEngine:
             queue = MoveQueue(
                 device=self._device,
                 tracer=tracer,
-                on_error=failure.report,
+                on_error=failure_guard.report,
                 annotate=lambda error, move: annotate(error, move, self._channels.name_of(move.stage)),
             )
             self._transfers = ActivationTransfers(
@@ -204,7 +204,7 @@ class PipelineEngine:
         )
         self._stream = schedule.stream(first_batch=first_batch, first_microbatch=first_microbatch)
         self._drained = True
-        self._guard = failure.active()
+        self._guard = failure_guard.active()
         if self._guard is not None:
             self._guard.watch(name=own, doing=self._doing, overdue=self._channels.check_overdue)
 

@@ -16,15 +16,10 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.runtime.activation_transfers import ActivationTransfers
-from megatron.pipeline.runtime.blame import annotate
-from megatron.pipeline.runtime.chain import Chain
-from megatron.pipeline.runtime.channels import Channels
-from megatron.pipeline.runtime.input_stash import InputStash
-from megatron.pipeline.runtime.lanes import Lanes
-from megatron.pipeline.runtime.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.stage import (
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
+from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
+from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
     BatchInfo,
     BatchReport,
@@ -34,7 +29,12 @@ from megatron.pipeline.runtime.stage import (
     Stage,
     WeightUpdate,
 )
-from megatron.pipeline.runtime.trace import Tracer
+from megatron.pipeline.runtime.contract.trace import Tracer
+from megatron.pipeline.runtime.failure.blame import annotate
+from megatron.pipeline.runtime.relay.input_stash import InputStash
+from megatron.pipeline.runtime.relay.lanes import Lanes
+from megatron.pipeline.runtime.transport.channels import Channels
+from megatron.pipeline.runtime.update.chain import Chain
 
 
 class Executor:

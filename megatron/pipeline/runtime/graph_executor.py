@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.pipeline.edges import StageGraph
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.instruction import Tensor as Travelling
-from megatron.pipeline.runtime.edge_tensors import TravellingTensors
+from megatron.pipeline.program.edges import StageGraph
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import Tensor as Travelling
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, BatchInfo, GraphStage
 from megatron.pipeline.runtime.executor import Executor
-from megatron.pipeline.runtime.shared_parameters import SharedParameters
-from megatron.pipeline.runtime.stage import EVALUATION_BATCH, BatchInfo, GraphStage
-from megatron.pipeline.weights import WeightPolicy
+from megatron.pipeline.runtime.transport.edge_tensors import TravellingTensors
+from megatron.pipeline.runtime.update.shared_parameters import SharedParameters
 
 _Tensors = Mapping[int, tuple[Tensor | None, ...]]  # by the other stage
 

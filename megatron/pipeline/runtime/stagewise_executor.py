@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from megatron.pipeline.instruction import Instruction
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.runtime.contract.stage import GraphStage
 from megatron.pipeline.runtime.graph_executor import GraphExecutor
-from megatron.pipeline.runtime.stage import GraphStage
 
 
 class StagewiseExecutor(GraphExecutor):

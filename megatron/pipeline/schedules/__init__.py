@@ -1,6 +1,6 @@
 """Schedules: an order of computations, a weight policy and flags, built into programs."""
 
-from megatron.pipeline.periodic import PeriodicProgram
+from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.schedules.rules import TooManyRead

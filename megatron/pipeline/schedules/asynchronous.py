@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.pipeline.edges import Edge, StageGraph
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.passes import Leg, Legs
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.merged import merge
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order, Work
-from megatron.pipeline.stages import stages_by_rank
+from megatron.pipeline.schedules.passes import Leg, Legs
 
 _SETTLED, _AVERAGED = 4, 12  # microbatches, in depths: that a simulation passes first, and then counts
 _TRIED = 24  # microbatches at which a stretch begins whose times are tried

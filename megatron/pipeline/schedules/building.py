@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.passes import Legs
-from megatron.pipeline.passes.balance import add_balance
-from megatron.pipeline.passes.communication import add_communication
-from megatron.pipeline.passes.host_updates import add_host_updates
-from megatron.pipeline.passes.predictions import add_predictions
-from megatron.pipeline.passes.recompute import add_recompute
-from megatron.pipeline.passes.residency import add_residency
-from megatron.pipeline.passes.stash import add_stash
-from megatron.pipeline.passes.updates import add_updates
-from megatron.pipeline.passes.versions import set_versions
-from megatron.pipeline.periodic import PeriodicProgram
-from megatron.pipeline.program import Program, shifted_row
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.periodic import PeriodicProgram
+from megatron.pipeline.program.program import Program, shifted_row
 from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes.balance import add_balance
+from megatron.pipeline.schedules.passes.communication import add_communication
+from megatron.pipeline.schedules.passes.host_updates import add_host_updates
+from megatron.pipeline.schedules.passes.predictions import add_predictions
+from megatron.pipeline.schedules.passes.recompute import add_recompute
+from megatron.pipeline.schedules.passes.residency import add_residency
+from megatron.pipeline.schedules.passes.stash import add_stash
+from megatron.pipeline.schedules.passes.updates import add_updates
+from megatron.pipeline.schedules.passes.versions import set_versions
 from megatron.pipeline.schedules.saved import bounds_of_ranks
 
 if TYPE_CHECKING:

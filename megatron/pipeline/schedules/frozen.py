@@ -13,10 +13,10 @@ the prefix to fill again.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.pipeline.edges import Edge
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.passes import Legs
+from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.order import Order, forward
+from megatron.pipeline.schedules.passes import Legs
 
 
 def frozen_chain(num_stages: int, num_frozen: int) -> tuple[Edge, ...]:

@@ -9,8 +9,8 @@ activations of a whole batch.
 
 from collections.abc import Sequence
 
-from megatron.pipeline.passes import Legs
 from megatron.pipeline.schedules.order import Order, backward, forward
+from megatron.pipeline.schedules.passes import Legs
 
 
 class GPipe(Order):

@@ -17,8 +17,8 @@ and after the last chunk the next group. Backwards run in the same order with th
 
 from collections.abc import Sequence
 
-from megatron.pipeline.passes import Leg, Legs
 from megatron.pipeline.schedules.order import Order, backward, forward
+from megatron.pipeline.schedules.passes import Leg, Legs
 from megatron.pipeline.schedules.placements import round_robin
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron.pipeline.passes import Legs
-from megatron.pipeline.program import Program, Row, Rows, shifted_row
+from megatron.pipeline.program.instruction import Row, Rows
+from megatron.pipeline.program.program import Program, shifted_row
+from megatron.pipeline.schedules.passes import Legs
 
 
 @dataclass(frozen=True)

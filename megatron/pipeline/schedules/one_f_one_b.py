@@ -12,8 +12,8 @@ later, which hides its transfers, at the price of 2(p-s)-1 saved microbatches.
 
 from collections.abc import Sequence
 
-from megatron.pipeline.passes import Legs
 from megatron.pipeline.schedules.order import Order, backward, forward
+from megatron.pipeline.schedules.passes import Legs
 
 
 class OneForwardOneBackward(Order):

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from megatron.pipeline.edges import Edge, StageGraph
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.moves import Pairs
-from megatron.pipeline.passes import Legs
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.schedules.passes import Legs
 
 Work = Sequence[tuple[float, float]]  # seconds of a forward and of a backward, recompute included, of each stage
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.schedules.asynchronous import Asynchronous
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved
@@ -11,7 +12,6 @@ from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.schedules.relay import Relay
-from megatron.pipeline.weights import WeightPolicy, weight_policy
 
 ORDERS: dict[str, type[Order]] = {
     "gpipe": GPipe,

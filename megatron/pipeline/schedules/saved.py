@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.pipeline.passes.balance import balanced_bounds
-from megatron.pipeline.residency import RELOADED_AHEAD
+from megatron.pipeline.program.lane_order import RELOADED_AHEAD
+from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.stages import stages_by_rank
+from megatron.pipeline.schedules.passes.balance import balanced_bounds
 
 _OFFLOADED = RELOADED_AHEAD + 1  # of a stage whose inputs leave, the most that are on the device
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megatron.pipeline.edges import Edge, StageGraph
-from megatron.pipeline.moves import Pairs
-from megatron.pipeline.periodic import PeriodicProgram
-from megatron.pipeline.program import Program
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.periodic import PeriodicProgram
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.stages import stages_by_rank, stages_of
+from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
 from megatron.pipeline.schedules.building import build_evaluation, build_in_legs, build_periodic
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
 from megatron.pipeline.schedules.legs import ProgramInLegs
@@ -24,8 +26,6 @@ from megatron.pipeline.schedules.rules import validate_choices, validate_frozen,
 from megatron.pipeline.schedules.saved import SavedActivations
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.schedules.unread import unread
-from megatron.pipeline.stages import stages_by_rank, stages_of
-from megatron.pipeline.weights import WeightPolicy, predicting, weight_policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program import Program, Row, Rows
+from megatron.pipeline.program.instruction import Row, Rows
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.legs import ProgramInLegs, ShiftedRows
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from functools import lru_cache
 
-from megatron.pipeline.instruction import ENDS_BACKWARD
+from megatron.pipeline.program.instruction import ENDS_BACKWARD
+from megatron.pipeline.program.stages import stages_of
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.stages import stages_of
 
 
 @lru_cache(maxsize=256)

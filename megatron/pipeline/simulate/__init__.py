@@ -9,7 +9,7 @@ instructions, so what it says changes when the program changes:
   `latency` later. Transfers overlap with computation, or with `Costs.overlap` False hold their sender (`channels`);
 - F waits until its input has arrived, B and I until the gradient of their output has;
 - EVICT, ACCEPT, RETURN and LOAD only request a move of saved activations. Each rank carries its moves out one after
-  another in the background, as `megatron.pipeline.moves` says; one starts when both its ends have come to it, and takes
+  another in the background, as `program.move_order` says; one starts when both its ends have come to it, and takes
   its time on the pair (`pair_moves`). What waits for moves is said there, too;
 - REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row;
   one starts when all its members have reached it (`reductions`);
@@ -24,11 +24,11 @@ time: each runs until it waits for something whose time is not known yet, and is
 makes it known. Every instruction is executed once: the time is linear in their number, about a microsecond each.
 """
 
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.ranks import Simulation
 from megatron.pipeline.simulate.state import SimulationError
-from megatron.pipeline.timeline import Span, Timeline
+from megatron.pipeline.simulate.timeline import Span, Timeline
 
 __all__ = ["Costs", "SimulationError", "Span", "Timeline", "simulate"]
 

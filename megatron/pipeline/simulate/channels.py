@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import RECEIVE_OF, RECEIVES, SEND_OF, SENDS, Instruction, Kind, Tensor
+from megatron.pipeline.program.instruction import RECEIVE_OF, RECEIVES, SEND_OF, SENDS, Instruction, Kind, Tensor
+from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
 NOBODY = -1

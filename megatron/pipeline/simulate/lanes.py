@@ -1,4 +1,4 @@
-"""The lanes between device and host, as `megatron.pipeline.residency` defines them.
+"""The lanes between device and host, as `program.lane_order` defines them.
 
 Each rank has one of each kind, which carries out its words one after another: one starts when the rank has posted it,
 the one before it is complete, and so is what it waits for. All that is on the same rank, so times become known when the
@@ -7,8 +7,8 @@ rank posts a word or one of its reductions is complete.
 
 from collections import deque
 
-from megatron.pipeline.instruction import HOST_WORDS, Kind, Lane
-from megatron.pipeline.residency import awaited_in_lanes
+from megatron.pipeline.program.instruction import HOST_WORDS, Kind, Lane
+from megatron.pipeline.program.lane_order import awaited_in_lanes
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
 

@@ -1,9 +1,9 @@
-"""Moves of saved activations between the ranks of a pair, as `megatron.pipeline.moves` defines them."""
+"""Moves of saved activations between the ranks of a pair, as `program.move_order` defines them."""
 
 from operator import attrgetter
 
-from megatron.pipeline.instruction import MOVES, OWN_MOVES, Instruction, Kind
-from megatron.pipeline.moves import awaited_moves
+from megatron.pipeline.program.instruction import MOVES, OWN_MOVES, Instruction, Kind
+from megatron.pipeline.program.move_order import awaited_moves
 from megatron.pipeline.simulate.state import UNKNOWN, State
 
 

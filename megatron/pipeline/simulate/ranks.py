@@ -2,8 +2,7 @@
 
 import math
 
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import (
+from megatron.pipeline.program.instruction import (
     AWAITS_REDUCTIONS,
     HOST_WORDS,
     SHARED_REDUCTIONS,
@@ -12,13 +11,14 @@ from megatron.pipeline.instruction import (
     Lane,
     Subject,
 )
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.simulate.channels import Channels
+from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.lanes import Lanes
 from megatron.pipeline.simulate.pair_moves import PairMoves
 from megatron.pipeline.simulate.reductions import Reductions
 from megatron.pipeline.simulate.state import UNKNOWN, SimulationError, State
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.timeline import Timeline
 
 _COMPUTE, _SEND, _RECEIVE, _MOVE, _STEP, _REDUCE, _CARRY = range(7)
 

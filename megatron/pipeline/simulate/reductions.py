@@ -8,7 +8,7 @@ no later STEP waits for it. Tied embeddings on the host are added up once the ra
 
 from collections import Counter, deque
 
-from megatron.pipeline.instruction import SHARED_REDUCTIONS, Kind
+from megatron.pipeline.program.instruction import SHARED_REDUCTIONS, Kind
 from megatron.pipeline.simulate.lanes import Lanes
 from megatron.pipeline.simulate.state import UNKNOWN, State
 

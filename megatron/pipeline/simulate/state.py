@@ -1,6 +1,6 @@
 """What the parts of a simulation share: the program, the times that are known, and the ranks that can go on."""
 
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 
 UNKNOWN = -1.0  # a time that is not known yet; times are never negative
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from megatron.pipeline.weights import TWO_BW
-from megatron.planner.configuration import Configuration
+from megatron.pipeline.program.weight_policies import TWO_BW
+from megatron.planner.job.configuration import Configuration
 from megatron.planner.search.offers import offer
 from megatron.planner.search.outcome import Kept
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron.pipeline.weights import TWO_BW
+from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.planner.architecture import Architecture
-from megatron.planner.configuration import Configuration
-from megatron.planner.devices import Verdict, judge, reserve_gib
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import Verdict, judge, reserve_gib
+from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay, relayed, rules
 from megatron.planner.search.offers import offer, offered

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.planner.configuration import Configuration
-from megatron.planner.estimate import Estimate
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.estimate import Estimate
 from megatron.planner.search.offers import preset_of
 
 

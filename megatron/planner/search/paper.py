@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.planner.activations import Activations
-from megatron.planner.configuration import Configuration
-from megatron.planner.estimate import Estimate
-from megatron.planner.parameters import layer_parameters
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.memory.activations import Activations
+from megatron.planner.memory.parameters import layer_parameters
 from megatron.planner.planner import Planner
-from megatron.planner.two_bw import Blocks, Choice, PaperPlanner, Plan, Servers
+from megatron.planner.published.two_bw import Blocks, Choice, PaperPlanner, Plan, Servers
 
 _GIGA, _GIB = 1e9, 2**30
 

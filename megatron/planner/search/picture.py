@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from megatron.planner.devices import BORDERLINE
+from megatron.planner.job.devices import BORDERLINE
 from megatron.planner.search.offers import offered
 from megatron.planner.search.outcome import Choice, Outcome
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from megatron.planner.files import write_whole
-from megatron.planner.memory import GIB
+from megatron.placement.whole_files import write_whole
+from megatron.planner.memory.memory import GIB
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 
 CHOICES = tuple(field.name for field in fields(Choice))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron.pipeline.residency import EAGER
-from megatron.planner.cluster import Cluster
-from megatron.planner.configuration import Configuration
+from megatron.pipeline.program.lane_order import EAGER
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.configuration import Configuration
 from megatron.planner.search.offers import offer
 from megatron.planner.search.outcome import Choice, Kept
 from megatron.planner.search.rules import Training

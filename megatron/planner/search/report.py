@@ -5,11 +5,11 @@ from html import escape
 
 from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.simulate import simulate
+from megatron.planner.memory.sizes import resized
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.picture import as_svg, describe, draw_outcome
 from megatron.planner.search.table import HEADINGS, cells, reasons
-from megatron.planner.sizes import resized
 
 _MANY_CELLS, _MOST_CELLS = 2_000, 8_000  # of a drawing: what can be read, and what can be drawn
 _STYLE = """

@@ -1,14 +1,14 @@
 """What cannot run, or is not worth trying: each rule says so in one clause, or None.
 
 The constraints are BPipe's (section 4.2), PipeDream-2BW's (section 4.3) and those of the training programs, which
-refuse in their own words (`megatron/training/arguments`, `Schedule`); a test compares with them.
+refuse in their own words (`megatron/trainer/arguments`, `Schedule`); a test compares with them.
 """
 
 from dataclasses import dataclass
 
 from megatron.pipeline.schedules import Schedule
-from megatron.planner.architecture import Architecture
-from megatron.planner.demands import stated_demand
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.demands import stated_demand
 from megatron.planner.search.offers import PLAIN, fewest_ranks, name_of, offer
 from megatron.planner.search.outcome import Choice
 from megatron.planner.search.space import Space

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron.pipeline.schedules import PRESETS
-from megatron.planner.configuration import Configuration
+from megatron.planner.job.configuration import Configuration
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules
 from megatron.planner.search.explore import Explorer, Refusal

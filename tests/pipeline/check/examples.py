@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import FLUSH, PROVISIONAL, STASH, weight_policy
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import FLUSH, PROVISIONAL, STASH, weight_policy
 from tests.pipeline.strategies import DELAYED, fewest_microbatches
 
 

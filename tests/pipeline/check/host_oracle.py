@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.residency import most_boundaries
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.lane_order import most_boundaries
 from tests.pipeline.check.oracle_reference import require
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from megatron.pipeline.program import Program
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 
 

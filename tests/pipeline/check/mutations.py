@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.program import Program
 from tests.pipeline.check.examples import with_row
 
 

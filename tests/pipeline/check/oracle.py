@@ -11,9 +11,9 @@ multiset, so the order in which microbatches are added does not matter.
 from collections import Counter
 from collections.abc import Iterator
 
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program
-from megatron.pipeline.weights import PROVISIONAL, STASH
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH
 from tests.pipeline.check.host_oracle import HOST_WORDS, HostMachine
 from tests.pipeline.check.oracle_reference import TRUE, Symbols, Wrong, predicted, reads_ties, reference, require, true
 

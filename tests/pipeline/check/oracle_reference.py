@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from megatron.pipeline.program import Program
-from megatron.pipeline.weights import PROVISIONAL, STASH
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH
 
 DELAYS = {"flush": 0, "2bw": 1, "3bw": 2, "4bw": 3}  # of the policies whose stages step together
 TRUE = -(10**6)  # true weights, where a policy predicts, are numbered from here down

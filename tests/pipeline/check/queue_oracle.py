@@ -28,7 +28,7 @@ from megatron.pipeline.check.device_operations import (
     lower,
 )
 from megatron.pipeline.check.hardware_queues import prove_hardware_queues
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 
 MANY = 64  # more hardware queues than any rank of these tests has streams

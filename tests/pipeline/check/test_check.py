@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import STASH
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import STASH
 from tests.pipeline.check.examples import cases, saved_bounds
 from tests.pipeline.check.oracle import verdict
 

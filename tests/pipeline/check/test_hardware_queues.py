@@ -19,8 +19,8 @@ from megatron.pipeline.check.hardware_queues import (
     num_streams,
     prove_hardware_queues,
 )
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.program import Program
 from tests.pipeline.check.examples import cases, written
 from tests.pipeline.check.queue_oracle import MANY, build, ends, lowered, refused
 

@@ -8,9 +8,9 @@ from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.hardware_queues import prove_hardware_queues
 from megatron.pipeline.check.lanes import awaited_reductions
-from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import with_row, written
 from tests.pipeline.check.hosted import hosted

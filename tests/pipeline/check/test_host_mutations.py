@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
-from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import broken, swapped, with_row
 from tests.pipeline.check.hosted import hosted, hosted_bounds, hosted_cases

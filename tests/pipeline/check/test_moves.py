@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import with_row
 from tests.pipeline.check.moves_oracle import Wrong, most_held

@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import PROVISIONAL
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import PROVISIONAL
 from tests.pipeline.check.examples import broken, cases, saved_bounds, swapped, with_row
 from tests.pipeline.check.mutations import accepts, assert_every_mutation_is_rejected, assert_judged, assert_rejected
 from tests.pipeline.check.oracle import verdict

@@ -6,8 +6,8 @@ import pytest
 
 from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.check.compact import CODE_OF_KIND, KIND_OF_CODE
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.program import Program
 from tests.pipeline.check.examples import with_row, written
 
 # One microbatch, two stages, flush: the smallest complete program.

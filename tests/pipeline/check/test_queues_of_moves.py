@@ -20,8 +20,8 @@ from megatron.pipeline.check.device_operations import (
 )
 from megatron.pipeline.check.device_queues import Execution
 from megatron.pipeline.check.hardware_queues import PROVED, count_deadlocks, prove_hardware_queues
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.program import Program
 from tests.pipeline.check.examples import with_row
 from tests.pipeline.check.queue_oracle import MANY, build, ends, lowered, refused
 

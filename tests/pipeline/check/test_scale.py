@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline.check import check, check_periodic
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.text import from_csv
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -97,7 +97,7 @@ def seconds_a_comment(number: int) -> float:
         gc.collect()
         gc.disable()
         start = time.process_time()
-        from_csv(text)
+        Program.from_csv(text)
         times.append(time.process_time() - start)
         gc.enable()
     return min(times) / number

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program
-from megatron.pipeline.residency import Residency, most_boundaries
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.lane_order import Residency, most_boundaries
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import broken, swapped, with_row, written
 from tests.pipeline.check.hosted import hosted, hosted_cases

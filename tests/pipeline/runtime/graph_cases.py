@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.pipeline.edges import Edge, StageGraph
-from megatron.pipeline.instruction import Tensor as Travelling
-from megatron.pipeline.runtime.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.edge_tensors import EdgeTensors
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import Tensor as Travelling
+from megatron.pipeline.runtime.contract.stage import BatchReport, Microbatch
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.trace import RankTrace, Tracer, gather_traces
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.gap_aware import GapAware
-from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
-from megatron.pipeline.runtime.module_update import ModuleUpdate
-from megatron.pipeline.runtime.stage import BatchReport, Microbatch, TensorSpec
-from megatron.pipeline.runtime.stage_updates import StageUpdates
-from megatron.pipeline.runtime.trace import RankTrace, Tracer, gather_traces
-from megatron.pipeline.runtime.versions import WeightVersions
-from megatron.pipeline.runtime.weight_predictor import WeightPredictor
+from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+from megatron.pipeline.runtime.stages.module.stage_updates import StageUpdates
+from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
+from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
+from megatron.pipeline.runtime.update.gap_aware import GapAware
+from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor
 from megatron.pipeline.schedules import Schedule
 
 WIDTH, SAMPLES = 8, 3

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron.pipeline.passes import Legs
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
+from megatron.pipeline.schedules.passes import Legs
 
 
 class Entangled(Order):

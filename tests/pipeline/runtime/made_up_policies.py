@@ -3,8 +3,8 @@
 from contextlib import contextmanager
 from unittest import mock
 
+from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, Preset
-from megatron.pipeline.weights import POLICIES, WeightPolicy
 
 DELAYS = {"3bw": 2, "4bw": 3}
 

@@ -5,12 +5,12 @@ wherever its backwards stand.
 import pytest
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests import workers
-from tests.pipeline.runtime import reference
 from tests.pipeline.runtime.made_up_orders import registered
-from tests.pipeline.runtime.reference import Training
+from tests.pipeline.runtime.stages.module import reference
+from tests.pipeline.runtime.stages.module.reference import Training
 
 torch = pytest.importorskip("torch")
 
@@ -22,14 +22,14 @@ FILE = """\
 
 
 def run_module(**options):
-    from tests.pipeline.runtime.module_cases import run
+    from tests.pipeline.runtime.stages.module.module_cases import run
 
     with registered():
         return run("2bw-entangled", **options)
 
 
 def train_gpt(schedule, **options):
-    from tests.pipeline.runtime.megatron_cases import train
+    from tests.pipeline.runtime.stages.megatron.megatron_cases import train
 
     with registered():
         return train(schedule=schedule, **options)

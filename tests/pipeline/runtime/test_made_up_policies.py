@@ -14,16 +14,16 @@ from megatron import backend
 backend.install()
 
 from tests import workers
-from tests.pipeline.runtime import megatron_cases as cases
-from tests.pipeline.runtime import reference
 from tests.pipeline.runtime.made_up_policies import DELAYS, registered
-from tests.pipeline.runtime.reference import Training
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.module import reference
+from tests.pipeline.runtime.stages.module.reference import Training
 
 FULL = pytest.mark.full
 
 
 def run_module(name, **options):
-    from tests.pipeline.runtime.module_cases import run
+    from tests.pipeline.runtime.stages.module.module_cases import run
 
     with registered():
         return run(name, **options)
@@ -35,7 +35,7 @@ def train_gpt(**options):
 
 
 def gpt_alone(**options):
-    from tests.pipeline.runtime.megatron_reference import reference
+    from tests.pipeline.runtime.stages.megatron.megatron_reference import reference
 
     with registered():
         return reference(**options)
@@ -47,7 +47,7 @@ def resume_gpt(**options):
 
 
 def record_gpt(**options):
-    from tests.pipeline.runtime.recorded_cases import train_gpt as record
+    from tests.pipeline.runtime.cuda.recorded_cases import train_gpt as record
 
     with registered():
         return record(**options)

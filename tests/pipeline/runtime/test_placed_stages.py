@@ -15,14 +15,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.pipeline.runtime.megatron_place import at_stage, config_of_stage, embedding_ranks
+from megatron.pipeline.runtime.stages.megatron.place import at_stage, config_of_stage, embedding_ranks
 from tests import workers
 from tests.pipeline.placed_schedules import registered
-from tests.pipeline.runtime import megatron_cases as cases
-from tests.pipeline.runtime import reference
-from tests.pipeline.runtime.reference import Training
-from tests.pipeline.runtime.test_megatron_update import CLOSE, EXACT, SPREAD, check, reference_key
-from tests.pipeline.runtime.test_module_pipeline import assert_same
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, check, reference_key
+from tests.pipeline.runtime.stages.module import reference
+from tests.pipeline.runtime.stages.module.reference import Training
+from tests.pipeline.runtime.stages.module.test_pipeline import assert_same
 
 FULL = pytest.mark.full
 V = {"schedule": "v", "p": 2, "v": 2}
@@ -77,7 +77,9 @@ def test_training_equals_one_process(options, allowed):
 
 @functools.cache  # placements of one case share it
 def train_alone(case: cases.Case) -> dict:
-    return workers.run(1, "tests.pipeline.runtime.megatron_reference:reference", timeout=200, **vars(case))[0]
+    return workers.run(
+        1, "tests.pipeline.runtime.stages.megatron.megatron_reference:reference", timeout=200, **vars(case)
+    )[0]
 
 
 def test_a_chunk_has_the_layers_of_its_stage():
@@ -131,7 +133,7 @@ MODULES = {
 
 
 def run_module(**options):
-    from tests.pipeline.runtime import module_cases
+    from tests.pipeline.runtime.stages.module import module_cases
 
     with registered():
         return module_cases.run(**options)

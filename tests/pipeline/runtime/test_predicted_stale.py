@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
-from megatron.pipeline.runtime.versions import WeightVersions
+from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape, random_shape

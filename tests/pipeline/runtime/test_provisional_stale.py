@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron.pipeline.runtime.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.graph_module_stage import GraphModuleStage
+from megatron.pipeline.program.weight_policies import Ahead
+from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import Ahead
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape, random_shape
 from tests.pipeline.runtime.test_graph import SHARES, SKIPS, assert_same, run

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.pipeline.edges import Edge
+from megatron.pipeline.program.edges import Edge
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape, random_shape
 from tests.pipeline.runtime.test_graph import SHARES, SKIPS, assert_same, run

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.edges import Edge
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.stages import stages_by_rank
-from megatron.pipeline.text import from_csv
+from megatron.pipeline.simulate.costs import Costs
 from tests.pipeline.runtime.graph_cases import random_shape
 
 PREDICTED = {"weights": "stale-predicted", "recompute": True}
@@ -54,7 +54,7 @@ def test_every_graph_is_proved_and_cut_where_a_run_may_stop(schedule, sizes):
     )
     ahead = Counter(each.stage for row in program.rows for each in row if each.ahead)
     assert report.live_versions == tuple(1 + (stage in ahead) for stage in range(schedule.num_stages))
-    assert from_csv(program.to_csv()) == program
+    assert Program.from_csv(program.to_csv()) == program
     simulate(program, Costs(step=0.1, latency=0.2))
     check_periodic(schedule.build_periodic(sizes[0]))
     stream, rows = schedule.stream(), [[] for _ in program.rows]

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.edges import Edge
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import weight_policy
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import SimulationError, simulate
-from megatron.pipeline.weights import weight_policy
+from megatron.pipeline.simulate.costs import Costs
 from tests.pipeline.check.mutations import assert_every_mutation_is_rejected
 
 PRESETS = ("gpipe", "flush", "2bw")

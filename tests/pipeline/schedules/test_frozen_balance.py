@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.instruction import COMPUTATIONS, MOVES, Instruction, Kind
-from megatron.pipeline.memory_curve import MemorySizes, memory_curves
-from megatron.pipeline.moves import awaited_moves
-from megatron.pipeline.program import Program, Row
+from megatron.pipeline.program.instruction import COMPUTATIONS, MOVES, Instruction, Kind, Row
+from megatron.pipeline.program.move_order import awaited_moves
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import SimulationError, simulate
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
+from megatron.pipeline.simulate.timeline import Timeline
 from tests.pipeline.check.examples import with_row
 from tests.pipeline.check.mutations import assert_every_mutation_is_rejected
 from tests.pipeline.schedules.test_frozen import placement

@@ -1,6 +1,6 @@
 """The order of GPipe."""
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.strategies import kinds_of
 

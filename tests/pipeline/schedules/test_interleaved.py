@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
-from megatron.pipeline.instruction import Instruction, Kind
-from megatron.pipeline.program import Program, Row
+from megatron.pipeline.program.instruction import Instruction, Kind, Row
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from tests import workers

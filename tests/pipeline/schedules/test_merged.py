@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.costs import Costs
-from megatron.pipeline.critical_path import critical_path
-from megatron.pipeline.edges import Edge, StageGraph
-from megatron.pipeline.instruction import RECEIVE_OF, Instruction, Kind
-from megatron.pipeline.memory_curve import MemorySizes, memory_curves
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import RECEIVE_OF, Instruction, Kind
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.merged import merge
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.text import from_csv
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.critical_path import critical_path
+from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
 from tests.pipeline.runtime.graph_cases import random_shape
 
 
@@ -44,7 +44,7 @@ def test_every_graph_is_proved_simulated_and_written(schedule, sizes, seed):
         program, max_saved=schedule.max_saved_microbatches(sizes), max_saved_on_rank=schedule.max_saved_on_rank(sizes)
     )
     assert report.num_stages == schedule.num_stages
-    assert from_csv(program.to_csv()) == program
+    assert Program.from_csv(program.to_csv()) == program
     choose = random.Random(seed)
     num_edges = len(program.graph.edges)
     costs = Costs(
@@ -133,10 +133,10 @@ def test_an_edge_that_is_not_served_is_found():
     chain = Schedule.preset("flush", num_stages=3).build((2,))
     text = program.to_csv()
     with pytest.raises(ProgramError, match=r"1 or 2|its peer is stage 1, not 2|not say which"):
-        check(from_csv(text.replace("# edges: 0>1 0>2 1>2\n", "")))
+        check(Program.from_csv(text.replace("# edges: 0>1 0>2 1>2\n", "")))
     with pytest.raises(ProgramError, match=r"does not say which stage is at its other end: 1 or 2"):
-        check(from_csv("# edges: 0>1 0>2 1>2\n" + chain.to_csv()))
-    lacking = from_csv(text.replace(",0SEND_F1>2", "").replace("2RECV_F1<0,", ""))
+        check(Program.from_csv("# edges: 0>1 0>2 1>2\n" + chain.to_csv()))
+    lacking = Program.from_csv(text.replace(",0SEND_F1>2", "").replace("2RECV_F1<0,", ""))
     with pytest.raises(ProgramError, match=r"2F1@0.*no 2RECV_F1<0 stands before it|no 0SEND_F1>2"):
         check(lacking)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.strategies import fewest_microbatches, kinds_of
 

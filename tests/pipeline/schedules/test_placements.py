@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import PRESETS, Schedule
 from tests.pipeline.placed_schedules import PLACED, registered
 

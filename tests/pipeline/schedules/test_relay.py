@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.instruction import COMPUTATIONS, Instruction
+from megatron.pipeline.program.instruction import COMPUTATIONS, Instruction
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import with_row
 

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
+from megatron.pipeline.program.weight_policies import TWO_BW, predicting
 from megatron.pipeline.schedules import ORDERS, Schedule, TooManyRead
-from megatron.pipeline.weights import TWO_BW, predicting
 from tests.pipeline.runtime import made_up_orders
 
 

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
-from megatron.pipeline.instruction import Kind
-from megatron.pipeline.program import shifted_row
-from megatron.pipeline.residency import Residency
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.program import shifted_row
+from megatron.pipeline.program.weight_policies import FLUSH, STASH, TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, Schedule
-from megatron.pipeline.weights import FLUSH, STASH, TWO_BW, WeightPolicy
 from tests.pipeline.strategies import Run, kinds_of, runs, text
 
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD)

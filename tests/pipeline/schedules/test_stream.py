@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.instruction import REDUCTIONS, Instruction, Kind
+from megatron.pipeline.program.instruction import REDUCTIONS, Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules import stream as stream_module
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes

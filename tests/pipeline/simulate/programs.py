@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from megatron.pipeline.instruction import Instruction
-from megatron.pipeline.program import Program
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.weights import FLUSH
 
 F, B = 1.0, 2.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import PRESETS
 from megatron.pipeline.simulate import Costs, simulate
 from tests.pipeline.simulate.programs import B, F, build, program, without_transfers

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.critical_path import critical_path
-from megatron.pipeline.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, SimulationError, simulate
-from megatron.pipeline.timeline import Timeline
+from megatron.pipeline.simulate.critical_path import critical_path
+from megatron.pipeline.simulate.timeline import Timeline
 from tests.pipeline.check.hosted import hosted
 
 SECONDS = st.sampled_from((0, 1, 2, 3, 5, 8, 13, 21))

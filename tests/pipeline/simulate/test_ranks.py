@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.instruction import Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, SimulationError, ranks, simulate
 from tests.pipeline.simulate.programs import B, F, build, program

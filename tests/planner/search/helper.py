@@ -3,11 +3,11 @@
 from functools import cache
 
 from megatron.planner import Architecture, Cluster
+from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
 from megatron.planner.search import Outcome, Space, Training, search
-from megatron.planner.software import Software
-from megatron.planner.timing.calibration import default_constants
-from megatron.planner.timing.first_principles import FirstPrinciples
+from megatron.planner.time.calibration import default_constants
+from megatron.planner.time.first_principles import FirstPrinciples
 
 TRAINING = Training()
 PAPER = Software(gradient_bytes=2)  # BPipe, section 1: 20 bytes a parameter

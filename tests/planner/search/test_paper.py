@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster
-from megatron.planner.parameters import layer_parameters
+from megatron.planner.memory.parameters import layer_parameters
 from megatron.planner.search.paper import describe_paper, paper_planner, run_paper_algorithm
 from tests.planner.search.helper import PAPER, gpt3, planner
 

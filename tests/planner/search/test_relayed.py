@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster
-from megatron.planner.flags import configuration_words
 from megatron.planner.search import Outcome, Training, relayed
+from megatron.planner.search.flags import configuration_words
 from tests.planner.search.helper import run
 
 DEEP = Architecture.gpt3(

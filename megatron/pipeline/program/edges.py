@@ -1,0 +1,181 @@
+"""Which stage hands tensors to which: the edges of a pipeline, a chain unless a program says otherwise.
+
+    chain    0>1 1>2 2>3          each stage hands its output to the next one
+    graph    0>1 0>3 1>2 2>3      stage 0 hands something to stage 3, too, past the others (FTPipe, section 4)
+
+Activations go from an edge's source to its target, and gradients back; an edge of ids or masks alone (`0>3:F`), or from
+a frozen stage, has no gradients. A stage that hands on tensors and gets no gradient for any is forward-only: frozen.
+Nothing that comes back holds it up, so it may have a few tensors unread and no more: see `most_unread`. Stages are
+numbered such that edges ascend, so there is no circle. All of the tensors that one stage hands to another are one edge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from megatron.pipeline.program.instruction import Instruction, Tensor
+
+_TEXT = re.compile(r"(0|[1-9][0-9]*)>(0|[1-9][0-9]*)(:F)?")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Edge:
+    """From stage `source` to stage `target`. `gradient`: whether anything comes back."""
+
+    source: int
+    target: int
+    gradient: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target}" + ":F" * (not self.gradient)
+
+    @staticmethod
+    def parse(text: str) -> Edge:
+        """Read what `str` writes. Raises ValueError for any other text."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not an edge; the form is SOURCE>TARGET, such as 0>3, or 0>3:F")
+        return Edge(int(match[1]), int(match[2]), match[3] is None)
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The stages of a pipeline and their edges, ascending.
+
+    Raises:
+        ValueError: what makes no pipeline: an edge that does not ascend or ends nowhere, two between the same stages, a
+            stage that waits for the gradients of a forward-only one.
+    """
+
+    num_stages: int
+    edges: tuple[Edge, ...]
+
+    @staticmethod
+    def of(num_stages: int, edges: Sequence[Edge] = ()) -> StageGraph:
+        """The graph of these edges; without any, the chain."""
+        return _graph(num_stages, tuple(edges))
+
+    def __post_init__(self) -> None:
+        for before, edge in zip((None, *self.edges), self.edges, strict=False):
+            if not 0 <= edge.source < edge.target < self.num_stages:
+                raise ValueError(
+                    f"there can be no edge {edge}: edges go from a stage to a later one, and the stages are 0 to "
+                    f"{self.num_stages - 1}"
+                )
+            if before is not None and (before.source, before.target) == (edge.source, edge.target):
+                raise ValueError(f"there are two edges from stage {edge.source} to stage {edge.target}; make them one")
+            if edge.gradient and self.is_forward_only(edge.target):
+                raise ValueError(
+                    f"stage {edge.source} waits for a gradient of stage {edge.target}, which gets none itself; make it "
+                    f"{replace(edge, gradient=False)}"
+                )
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each stage hands its output to the next one and nothing else is handed on."""
+        return self == _graph(self.num_stages, ())
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """Stages in front that are forward-only."""
+        return next(stage for stage in range(self.num_stages) if not self.is_forward_only(stage))
+
+    def is_forward_only(self, stage: int) -> bool:
+        """Whether a stage hands on tensors and gets no gradient for any."""
+        return bool(self._out[stage]) and not any(edge.gradient for edge in self._out[stage])
+
+    def takers(self, tensor: Tensor, stage: int) -> tuple[int, ...]:
+        """The stages to which `stage` hands the activations, or the gradients, that it makes; ascending."""
+        return self._takers[tensor][stage]
+
+    def makers(self, tensor: Tensor, stage: int) -> tuple[int, ...]:
+        """The stages from which `stage` gets the activations, or the gradients, that it needs; ascending."""
+        return self._makers[tensor][stage]
+
+    def edge_between(self, one: int, other: int) -> int:
+        """The number of the edge between two stages, whichever comes first in the pipeline."""
+        return self._number[(one, other) if one < other else (other, one)]
+
+    def peer_of(self, instruction: Instruction) -> int:
+        """The stage at the other end of a SEND or a RECV.
+
+        Raises:
+            ValueError: there is none, or there are several and the instruction does not say which.
+        """
+        word = instruction.kind.row
+        sends = word.sends is not None
+        peers = self.takers(word.sends, instruction.stage) if sends else self.makers(word.receives, instruction.stage)
+        if instruction.peer in peers:
+            return instruction.peer
+        if instruction.peer is None and len(peers) == 1:
+            return peers[0]
+        known = " or ".join(map(str, peers))
+        if not peers:
+            raise ValueError(f"{instruction}: no edge takes that {'from' if sends else 'to'} stage {instruction.stage}")
+        if instruction.peer is None:
+            raise ValueError(f"{instruction} does not say which stage is at its other end: {known}")
+        raise ValueError(f"{instruction}: its peer is stage {known}, not {instruction.peer}")
+
+    def named_peer(self, instruction: Instruction, peer: int) -> int | None:
+        """What the text of a SEND or a RECV says of its peer: nothing where there is one alone."""
+        word = instruction.kind.row
+        tensor = word.sends or word.receives
+        peers = self.takers if word.sends is not None else self.makers
+        return peer if len(peers(tensor, instruction.stage)) > 1 else None
+
+    def depth(self, stage: int) -> int:
+        """Edges on the longest way from a stage to the end (FTPipe, section 4.2): forwards that it is ahead."""
+        return self._depths[stage]
+
+    def most_unread(self, stage: int) -> int | None:
+        """The most tensors that a forward-only stage may have sent over an edge before their receive is posted: p-s+1.
+
+        A further SEND waits. None: backwards bound what a stage is ahead.
+        """
+        return self.depth(stage) + 2 if self.is_forward_only(stage) else None
+
+    @cached_property
+    def _number(self) -> dict[tuple[int, int], int]:
+        return {(edge.source, edge.target): number for number, edge in enumerate(self.edges)}
+
+    @cached_property
+    def _out(self) -> tuple[tuple[Edge, ...], ...]:
+        out: list[list[Edge]] = [[] for _ in range(self.num_stages)]
+        for edge in self.edges:
+            out[edge.source].append(edge)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def _takers(self) -> dict[Tensor, tuple[tuple[int, ...], ...]]:
+        takers: dict[Tensor, list[list[int]]] = {tensor: [[] for _ in range(self.num_stages)] for tensor in Tensor}
+        for edge in self.edges:
+            takers[Tensor.ACTIVATION][edge.source].append(edge.target)
+            if edge.gradient:
+                takers[Tensor.GRADIENT][edge.target].append(edge.source)
+        return {tensor: tuple(tuple(sorted(each)) for each in lists) for tensor, lists in takers.items()}
+
+    @cached_property
+    def _makers(self) -> dict[Tensor, tuple[tuple[int, ...], ...]]:
+        makers: dict[Tensor, list[list[int]]] = {tensor: [[] for _ in range(self.num_stages)] for tensor in Tensor}
+        for edge in self.edges:
+            makers[Tensor.ACTIVATION][edge.target].append(edge.source)
+            if edge.gradient:
+                makers[Tensor.GRADIENT][edge.source].append(edge.target)
+        return {tensor: tuple(tuple(sorted(each)) for each in lists) for tensor, lists in makers.items()}
+
+    @cached_property
+    def _depths(self) -> tuple[int, ...]:
+        depths = [0] * self.num_stages
+        for stage in reversed(range(self.num_stages)):
+            depths[stage] = max((depths[edge.target] + 1 for edge in self._out[stage]), default=0)
+        return tuple(depths)
+
+
+@lru_cache(maxsize=1024)
+def _graph(num_stages: int, edges: tuple[Edge, ...]) -> StageGraph:
+    if not edges:
+        return StageGraph(num_stages, tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1)))
+    return StageGraph(num_stages, tuple(sorted(edges)))

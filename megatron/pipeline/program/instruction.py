@@ -1,0 +1,344 @@
+"""The words of a pipeline program, and one instruction made of them.
+
+A schedule is data only if its smallest part can be written down, read back and compared. An instruction is a frozen
+value: what to do (`Kind`), on which global stage, and where they apply the microbatch, the weight version and the peer.
+Its text form (`2F5@1`, `2F5@1+2`, `2F5@1~3`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's.
+Reading it is strict.
+
+What a word means is said once, in `WORDS`. Passes, checker, simulator, planner, drawing and trace ask that table and
+keep none of their own, so a new word is a row there, its proof in the checker, and a method of the executor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+
+class Kind(str, Enum):
+    """What an instruction does; the value is its word in the text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of input and weights
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"  # the forward again, from the stored input
+    SEND_F = "SEND_F"  # post the transfer of an activation to a stage that needs it
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"  # post the transfer of a gradient to the stage that made the activation
+    RECV_B = "RECV_B"
+    EVICT = "EVICT"  # move the saved activations of a microbatch to the pair stage, and back
+    ACCEPT = "ACCEPT"
+    RETURN = "RETURN"
+    LOAD = "LOAD"
+    OFFLOAD = "OFFLOAD"  # where inputs are stashed on the host: copy the input of a microbatch there, and back
+    RELOAD = "RELOAD"
+    REDUCE_GRAD = "REDUCE_GRAD"  # the chain that leads to a version
+    REDUCE_EMBED = "REDUCE_EMBED"
+    REDUCE_NORM = "REDUCE_NORM"
+    STEP = "STEP"  # waits for the chain, then makes the version
+    HOLD = "HOLD"  # keep the gradients as they are here, for the prediction that leads to a version
+    REDUCE_PARTIAL = "REDUCE_PARTIAL"  # what is kept, over the replicas
+    REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"
+    PREDICT = "PREDICT"  # takes the step to a version provisionally, from a part of its gradients
+    FETCH = "FETCH"  # where weights live on the host: copy a version of a stage to the device
+    FREE = "FREE"  # what is computed before it was the last use of that copy
+    STORE_GRAD = "STORE_GRAD"  # copy the gradients that lead to a version of a stage to the host
+    UPDATE = "UPDATE"  # the host's optimizer makes a version of a stage
+
+    @property
+    def row(self) -> Word:
+        """What the word means."""
+        return WORDS[self]
+
+    @property
+    def is_computation(self) -> bool:
+        return self in COMPUTATIONS
+
+    @property
+    def is_transfer(self) -> bool:
+        return self in TRANSFERS
+
+    @property
+    def is_move(self) -> bool:
+        return self in MOVES
+
+    @property
+    def is_update(self) -> bool:
+        return self in UPDATES
+
+
+class Subject(Enum):
+    """What an instruction is about."""
+
+    MICROBATCH = "microbatch"
+    UPDATE = "update"  # of the weights: a version
+
+
+class Lane(Enum):
+    """Where an instruction takes its time. Outside of `COMPUTE` it is only posted, and its lane carries it out."""
+
+    COMPUTE = "compute"
+    TRANSFERS = "transfers"
+    MOVES = "moves"
+    CHAIN = "chain"
+    H2D = "host to device"
+    D2H = "device to host"
+    HOST = "host optimizer"
+
+
+class Tensor(Enum):
+    """What travels between stages that have an edge (see `edges`)."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+class Members(Enum):
+    """Whose part of a reduction a rank waits for."""
+
+    REPLICAS = "replicas"  # of its stages, which run the same program
+    ENDS = "ends"  # the ranks of the first and the last stage
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """A row of `WORDS`.
+
+    Attributes:
+        name: what a legend calls it.
+        lane, subject: see the classes.
+        needs, makes: what a computation takes from the stages before or behind it, and what it has for them.
+        uses_saved: it reads the saved activations of its microbatch, which so have to be at the stage.
+        adds_gradients: it adds its microbatch to the gradients of the weights, and ends the backward with that.
+        saved: what it does to the number of microbatches that the stage saves: +1 from its start on, -1 at its end.
+        of_pair: of a move, that what is saved belongs to the pair stage.
+        sends, receives: what a transfer takes to, or from, another stage.
+        other_end: of a transfer or a move, the word at the other stage.
+        members: of a reduction.
+        awaits: where weights live on the host, the words for which it waits in its lane: of its stage, and of its
+            version or its microbatch, as far as they stand before it in its row. Besides, every lane carries out its
+            words in the order of the row.
+        colour: family of colours in drawings.
+    """
+
+    name: str
+    lane: Lane
+    subject: Subject = Subject.MICROBATCH
+    needs: Tensor | None = None
+    makes: Tensor | None = None
+    uses_saved: bool = False
+    adds_gradients: bool = False
+    saved: int = 0
+    of_pair: bool = False
+    sends: Tensor | None = None
+    receives: Tensor | None = None
+    other_end: Kind | None = None
+    members: Members | None = None
+    awaits: tuple[Kind, ...] = ()
+    colour: str = "grey"
+
+    @property
+    def leaves(self) -> bool:
+        """Of a move, whether activations leave their stage with it, seen from either end: EVICT and ACCEPT."""
+        return (self.saved < 0) != self.of_pair
+
+
+_F, _B = Tensor.ACTIVATION, Tensor.GRADIENT
+
+WORDS: dict[Kind, Word] = {
+    Kind.FORWARD: Word(
+        name="forward", lane=Lane.COMPUTE, needs=_F, makes=_F, saved=+1, awaits=(Kind.FETCH,), colour="blue"
+    ),
+    Kind.BACKWARD: Word(
+        name="backward", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, adds_gradients=True, saved=-1,
+        awaits=(Kind.FETCH,), colour="green",
+    ),
+    Kind.BACKWARD_INPUT: Word(
+        name="backward, inputs", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, awaits=(Kind.FETCH,),
+        colour="green",
+    ),
+    Kind.BACKWARD_WEIGHT: Word(
+        name="backward, weights", lane=Lane.COMPUTE, adds_gradients=True, saved=-1, awaits=(Kind.FETCH,),
+        colour="olive",
+    ),
+    Kind.RECOMPUTE: Word(
+        name="recompute", lane=Lane.COMPUTE, uses_saved=True, awaits=(Kind.FETCH, Kind.RELOAD), colour="purple"
+    ),
+    Kind.SEND_F: Word(name="send activation", lane=Lane.TRANSFERS, sends=_F, other_end=Kind.RECV_F),
+    Kind.RECV_F: Word(name="receive activation", lane=Lane.TRANSFERS, receives=_F, other_end=Kind.SEND_F),
+    Kind.SEND_B: Word(name="send gradient", lane=Lane.TRANSFERS, sends=_B, other_end=Kind.RECV_B),
+    Kind.RECV_B: Word(name="receive gradient", lane=Lane.TRANSFERS, receives=_B, other_end=Kind.SEND_B),
+    Kind.EVICT: Word(name="eviction to the pair stage", lane=Lane.MOVES, saved=-1, other_end=Kind.ACCEPT),
+    Kind.ACCEPT: Word(
+        name="acceptance from the pair stage", lane=Lane.MOVES, saved=+1, of_pair=True, other_end=Kind.EVICT
+    ),
+    Kind.RETURN: Word(
+        name="return to the pair stage", lane=Lane.MOVES, saved=-1, of_pair=True, other_end=Kind.LOAD
+    ),
+    Kind.LOAD: Word(name="load from the pair stage", lane=Lane.MOVES, saved=+1, other_end=Kind.RETURN),
+    Kind.OFFLOAD: Word(name="input to the host", lane=Lane.D2H, saved=-1),
+    Kind.RELOAD: Word(name="input back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.OFFLOAD,)),
+    Kind.REDUCE_GRAD: Word(
+        name="gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
+    ),
+    Kind.REDUCE_EMBED: Word(
+        name="tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS,
+        awaits=(Kind.STORE_GRAD,),
+    ),
+    Kind.REDUCE_NORM: Word(name="norm reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ALL),
+    Kind.STEP: Word(name="step", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+    Kind.HOLD: Word(name="gradients kept", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+    Kind.REDUCE_PARTIAL: Word(
+        name="partial gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
+    ),
+    Kind.REDUCE_PARTIAL_EMBED: Word(
+        name="partial tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS
+    ),
+    Kind.PREDICT: Word(name="prediction", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+    Kind.FETCH: Word(name="weights fetched", lane=Lane.H2D, subject=Subject.UPDATE, awaits=(Kind.UPDATE,)),
+    Kind.FREE: Word(name="weights freed", lane=Lane.H2D, subject=Subject.UPDATE),
+    Kind.STORE_GRAD: Word(
+        name="gradients stored", lane=Lane.D2H, subject=Subject.UPDATE, awaits=(Kind.REDUCE_GRAD,)
+    ),
+    Kind.UPDATE: Word(
+        name="update on the host", lane=Lane.HOST, subject=Subject.UPDATE,
+        awaits=(Kind.STORE_GRAD, Kind.REDUCE_EMBED),
+    ),
+}  # fmt: skip
+
+
+def kinds(holds: Callable[[Word], object]) -> frozenset[Kind]:
+    """The kinds of whose rows this holds."""
+    return frozenset(kind for kind, word in WORDS.items() if holds(word))
+
+
+BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # what keeps a rank from computing anything else
+UPDATES = kinds(lambda word: word.subject is Subject.UPDATE)
+COMPUTATIONS = BUSY - UPDATES
+AWAITS_REDUCTIONS = BUSY & UPDATES  # of its version, as far as they stand before it
+MOVES = kinds(lambda word: word.lane is Lane.MOVES)
+OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # of the evictor
+SENDS = kinds(lambda word: word.sends)
+RECEIVES = kinds(lambda word: word.receives)
+REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
+HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # of one stage each
+STASH_WORDS = HOST_WORDS - UPDATES  # of one microbatch, too
+RESIDENCY_WORDS = UPDATES & kinds(lambda word: word.lane is Lane.H2D)  # their version is read, not made
+TRANSFERS = MOVES | SENDS | RECEIVES | STASH_WORDS
+AWAITED = frozenset(kind for word in WORDS.values() for kind in word.awaits)
+SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # stages wait for each other there
+USES_SAVED = kinds(lambda word: word.uses_saved)
+BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)
+ENDS_BACKWARD = kinds(lambda word: word.adds_gradients)
+
+SEND_OF = {WORDS[kind].sends: kind for kind in SENDS}  # by the tensor that is sent
+RECEIVE_OF = {WORDS[kind].receives: kind for kind in RECEIVES}
+
+_ARROWS = dict.fromkeys(SENDS, ">") | dict.fromkeys(RECEIVES, "<")
+_WORDS = "|".join(kind.value for kind in Kind)
+_TEXT = re.compile(
+    rf"(0|[1-9][0-9]*)({_WORDS})(0|[1-9][0-9]*)?(?:@(0|[1-9][0-9]*)(?:([+~])([1-9][0-9]*))?)?(?:([<>])(0|[1-9][0-9]*))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An instruction for one stage.
+
+    Attributes:
+        kind: what to do.
+        stage: global (virtual) stage.
+        microbatch: numbered on over the whole run; None for updates.
+        version: the weight version that a computation uses or an update leads to; None for transfers, and where a
+            program says nothing about versions.
+        peer: the other stage of a transfer; None where only one can be meant.
+        horizon: of a forward, how many steps ahead of its version the weights are predicted that it uses.
+        unstepped: of a forward, how many microbatches of the batch `version` have their backward behind them at the
+            stage: the step that their gradients lead to, taken provisionally, makes the weights that it uses. With a
+            horizon 0.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    version: int | None = None
+    peer: int | None = None
+    horizon: int = 0
+    unstepped: int = 0
+
+    @property
+    def ahead(self) -> str:
+        """How its weights are ahead of its version, as in the text: +2, ~3, or nothing."""
+        return (f"+{self.horizon}" if self.horizon else "") + (f"~{self.unstepped}" if self.unstepped else "")
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        version = "" if self.version is None else f"@{self.version}"
+        peer = "" if self.peer is None or self.kind not in _ARROWS else f"{_ARROWS[self.kind]}{self.peer}"
+        return f"{self.stage}{self.kind.value}{microbatch}{version}{self.ahead}{peer}"
+
+    def shifted(self, *, microbatches: int, versions: int) -> Instruction:
+        """The same instruction, later in the run."""
+        return Instruction(
+            self.kind,
+            self.stage,
+            None if self.microbatch is None else self.microbatch + microbatches,
+            None if self.version is None else self.version + versions,
+            self.peer,
+            self.horizon,
+            self.unstepped,
+        )
+
+    @staticmethod
+    @lru_cache(maxsize=65536)
+    def parse(text: str) -> Instruction:
+        """Read the text form; the whole text must be one instruction.
+
+        Raises:
+            ValueError: an unknown word, characters left over, a microbatch, version or what is ahead of it missing or
+                out of place.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} is not an instruction; the form is STAGE WORD MICROBATCH[@VERSION], "
+                "such as 2F5@1, 2SEND_F5, 2SEND_F5>4 or 2STEP@4"
+            )
+        stage, word, microbatch, version, sign, ahead, arrow, peer = match.groups()
+        kind = Kind(word)
+        if arrow is not None and _ARROWS.get(kind) != arrow:
+            raise ValueError(f"{text!r}: only SENDs go to a stage (>), and only RECVs come from one (<)")
+        if sign is not None and kind is not Kind.FORWARD:
+            reason = (
+                f"only a forward takes predicted weights, and {word} no steps ahead"
+                if sign == "+"
+                else f"only a forward takes weights of a provisional step, and {word} none"
+            )
+            raise ValueError(f"{text!r}: {reason} ({sign}{ahead})")
+        if kind.is_update:
+            if microbatch is not None or version is None:
+                raise ValueError(f"{text!r}: {word} takes a version and no microbatch, such as {stage}{word}@1")
+        elif microbatch is None:
+            raise ValueError(f"{text!r}: {word} needs a microbatch, such as {stage}{word}0")
+        elif kind.is_transfer and version is not None:
+            raise ValueError(f"{text!r}: {word} moves a tensor and takes no weight version")
+        return Instruction(
+            kind,
+            int(stage),
+            None if microbatch is None else int(microbatch),
+            None if version is None else int(version),
+            None if peer is None else int(peer),
+            int(ahead) if sign == "+" else 0,
+            int(ahead) if sign == "~" else 0,
+        )
+
+
+Row = tuple[Instruction, ...]
+"""What one rank does, in order."""
+Rows = tuple[Row, ...]
+"""One for each rank of a pipeline."""

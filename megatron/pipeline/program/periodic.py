@@ -1,0 +1,48 @@
+"""A run of any number of equal batches, in the space of a few.
+
+Once a pipeline that never drains has filled, it does the same for every batch, with later microbatches and versions.
+So a long run is its fill, one period repeated, and its drain; what is proved of these three holds for every number of
+batches.
+"""
+
+from dataclasses import dataclass, replace
+
+from megatron.pipeline.program.instruction import Rows
+from megatron.pipeline.program.program import Program, shifted_row
+
+
+@dataclass(frozen=True)
+class PeriodicProgram:
+    """Rows of a fill, of one period, which is one batch, and of a drain.
+
+    Attributes:
+        outline: the program of the fill and the drain, without its rows.
+        fill: from the drained start on.
+        period: the batch after the fill.
+        drain: what comes after the fill where no period does.
+        num_microbatches: of each batch.
+    """
+
+    outline: Program
+    fill: Rows
+    period: Rows
+    drain: Rows
+    num_microbatches: int
+
+    def unroll(self, num_periods: int) -> Program:
+        """The program of the fill, `num_periods` periods and the drain.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        if num_periods < 0:
+            raise ValueError(f"a program cannot have {num_periods} periods; give 0 and more")
+        rows = []
+        for fill, period, drain in zip(self.fill, self.period, self.drain, strict=True):
+            row = list(fill)
+            for index in range(num_periods):
+                row += shifted_row(period, microbatches=index * self.num_microbatches, versions=index)
+            row += shifted_row(drain, microbatches=num_periods * self.num_microbatches, versions=num_periods)
+            rows.append(tuple(row))
+        batches = self.outline.batches + (self.num_microbatches,) * num_periods
+        return replace(self.outline, rows=tuple(rows), batches=batches)

@@ -1,0 +1,169 @@
+"""A stage's saved activations, microbatch by microbatch, ready to leave and to come back.
+
+A stage owns one of two objects with the same methods: `CapturedActivations`, or `NotCaptured`, which costs nothing and
+refuses to evict. What a forward saves moves with it, but for
+
+- parameters, of whichever weight version they show, and buffers;
+- arguments of the model's forward other than the stage's input (tokens, masks): they are data;
+- what two microbatches have saved, one after the other: cached masks and rotary tables, weights that no module knows.
+
+So the first microbatch cannot leave before the second one has run.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.layout import ActivationLayout
+from megatron.pipeline.runtime.activations.saved_tensors import SavedTensors, storages_of
+from megatron.pipeline.runtime.contract.stage import Eviction
+
+
+class NotCaptured:
+    """Activations stay where autograd puts them."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+
+    def capture(self, microbatch: int) -> AbstractContextManager:
+        return nullcontext()
+
+    def keep(self, microbatch: int, tensor: Tensor | None) -> Tensor | None:
+        return tensor
+
+    def kept(self, tensor: Tensor | None) -> Tensor | None:
+        return tensor
+
+    def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None) -> None:
+        """Nothing to do."""
+
+    def drop(self, microbatch: int) -> None:
+        """Nothing to do."""
+
+    def saved_bytes(self, microbatch: int) -> int:
+        raise self._refusal()
+
+    def evict(self, microbatch: int) -> Eviction:
+        raise self._refusal()
+
+    def load(self, microbatch: int, buffer: Tensor) -> None:
+        raise self._refusal()
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"stage {self._stage} does not capture its activations, so they cannot move: build it with "
+            "activation_memory=ActivationMemory(device)"
+        )
+
+
+class CapturedActivations:
+    """The microbatches in flight at stage `stage`, which runs `module`; `memory` is the rank's."""
+
+    def __init__(self, stage: int, module: torch.nn.Module, memory: ActivationMemory) -> None:
+        self.layout: ActivationLayout | None = None
+        """Of every microbatch; known from the first eviction on."""
+        self._stage = stage
+        self._memory = memory
+        self._streams = streams_of(memory.device)
+        # Unbound, since megatron.core's DDP has a list named `buffers`.
+        self._own = [*torch.nn.Module.parameters(module), *torch.nn.Module.buffers(module)]
+        self._saved: dict[int, SavedTensors] = {}
+        self._num_sealed = 0
+        self._last: dict[int, StorageWeakRef] = {}  # moved with the microbatch before; a weak hold keeps an identity
+        self._shared: dict[int, StorageWeakRef] = {}
+        self._data: list[Tensor] | None = None  # arguments of the forward that runs
+        module.register_forward_pre_hook(self._note_arguments, with_kwargs=True)
+
+    @contextmanager
+    def capture(self, microbatch: int):
+        """Run the forward of `microbatch` in this context, then call `seal`."""
+        assert microbatch not in self._saved, f"microbatch {microbatch} is saved already"
+        saved = self._saved[microbatch] = SavedTensors(f"microbatch {microbatch} at stage {self._stage}")
+        self._data = []
+        with saved.hooks():
+            yield
+
+    def _note_arguments(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._data is not None:
+            self._data += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+
+    def keep(self, microbatch: int, tensor: Tensor | None) -> Any:
+        """Save a tensor that no graph saves (a recomputed forward's input): what `kept` turns back into it."""
+        return None if tensor is None else self._saved[microbatch].pack(tensor)
+
+    def kept(self, handle: Any) -> Tensor | None:
+        """The tensor behind `keep`'s answer; RuntimeError while it is evicted."""
+        return None if handle is None else handle.get()
+
+    def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None) -> None:
+        """The forward has ended. The values of `input`, a leaf, are dropped: what needs them has saved them."""
+        saved = self._saved[microbatch]
+        stay = storages_of(self._data) - storages_of((input, output)) | storages_of(self._own) | self._shared.keys()
+        self._data = None
+        moving = saved.seal(stay=stay, device=self._memory.device)
+        self._learn_shared(moving)
+        self._num_sealed += 1
+        if input is not None:
+            input.data = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
+        self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
+
+    def _learn_shared(self, moving: dict[int, StorageWeakRef]) -> None:
+        """What the microbatch before has saved too does not move, neither with this one nor with those still here."""
+        shared = moving.keys() & self._last.keys()
+        self._last = moving
+        if shared:
+            self._shared.update((storage, moving[storage]) for storage in shared)
+            for microbatch, saved in self._saved.items():
+                if not saved.is_evicted:
+                    saved.exclude(shared)
+                    self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
+
+    def drop(self, microbatch: int) -> None:
+        """The backward has ended."""
+        del self._saved[microbatch]
+        self._memory.drop(self._stage, microbatch)
+
+    def saved_bytes(self, microbatch: int) -> int:
+        """Bytes that the graph of `microbatch` saves now: 0 while they are elsewhere."""
+        saved = self._saved[microbatch]
+        return 0 if saved.is_evicted else saved.layout.saved_bytes
+
+    def evict(self, microbatch: int) -> Eviction:
+        """Begin to move what is saved of `microbatch`; its `pack` does it, into uint8 [layout.buffer_bytes].
+
+        Raises ValueError when its layout differs from the stage's, RuntimeError when it is evicted already or before
+        the stage's second forward.
+        """
+        saved = self._saved[microbatch]
+        if self._num_sealed < 2:
+            raise RuntimeError(
+                f"{saved.name} cannot be evicted before the stage's second forward: what microbatches share is not "
+                "known yet"
+            )
+        if self.layout is None:
+            self.layout = saved.layout
+        self.layout.require_equal(saved.layout, saved.name)
+        saved.leave()
+        made = self._streams.record()
+        held: list[Tensor] = []
+
+        def pack() -> Tensor:
+            self._streams.wait(made)
+            buffer = self._memory.take_buffer(saved.layout.buffer_bytes, instead_of=(self._stage, microbatch))
+            left = saved.evict(buffer)
+            if self._streams.runs_ahead:
+                held.extend(left)
+            return buffer
+
+        return Eviction(saved.layout.buffer_bytes, pack, held)
+
+    def load(self, microbatch: int, buffer: Tensor) -> None:
+        """Let the backward of `microbatch` read from `buffer`. It counts in the pool until nothing refers to it."""
+        self._saved[microbatch].restore(buffer)

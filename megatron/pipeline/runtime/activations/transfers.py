@@ -1,0 +1,235 @@
+"""Moves of saved activations: what EVICT, ACCEPT, RETURN and LOAD do on one rank.
+
+Problem: a microbatch's saved activations go from a stage to its pair and back while both compute (BPipe, section 3.2).
+Neither rank may hold more than the bound at any moment, whichever of them is faster, and the evictor's backward must
+not read its activations before they are back.
+
+Solution: the meaning that `program.move_order` gives them. All four request; a queue carries them out one after
+another on a thread of its own (`MoveQueue`), over one connection with the pair (`MoveLink`):
+
+    EVICT    packs what the graph saves into a buffer, frees it, sends the buffer
+    ACCEPT   receives into a buffer
+    RETURN   sends that buffer
+    LOAD     receives into a buffer, from which the backward then reads
+
+Computations wait for as many moves as `MoveOrder` says, and nothing else does. Packing, too, runs on the thread of the
+moves, beside the computation. That is safe: from the request on until the load the graph refuses to give out what is
+moved (`SavedTensors`), nothing writes to a saved tensor, and what a later forward turns out to share stays as it is.
+
+The size of a stage's buffers is the evictor's to say: it tells it ahead of its first eviction. Buffers are made when
+the row could need them at the worst timing, so their number depends on the program and not on who was faster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch import Tensor
+
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.move_order import MoveOrder, Pairs
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
+from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
+from megatron.pipeline.runtime.transport.channels import Channels, TransferError
+from megatron.pipeline.runtime.transport.move_queue import MoveQueue
+
+_Key = tuple[int, int]  # stage, microbatch
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the activations of a microbatch arrive; the buffer is taken when the move is posted."""
+
+    buffer: Tensor | None = None
+
+
+class ActivationTransfers:
+    """The moves of this rank's stages.
+
+    `memory` is the one that the stages were built with; `saved` counts; `order` says what waits for which moves, and
+    `pairs` between which stages they go; `timeout`: how long a computation waits.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        memory: ActivationMemory,
+        saved: SavedMicrobatches,
+        queue: MoveQueue,
+        *,
+        order: MoveOrder,
+        pairs: Pairs,
+        timeout: timedelta,
+    ) -> None:
+        self._channels = channels
+        self._link = channels.move_link
+        self._memory = memory
+        self._saved = saved
+        self._queue = queue
+        self._pairs = pairs
+        self._timeout = timeout.total_seconds()
+        self._order = order
+        self._sizes: dict[int, int] = {}  # own stage -> bytes of its buffers
+        self._lent_sizes: dict[int, int] = {}  # the same for stages of the pair; only on the thread of the moves
+        self._lent: dict[_Key, _Place] = {}
+        self._loading: dict[_Key, _Place] = {}
+        self._loaded: dict[_Key, Tensor] = {}  # until the end of its backward: the buffer
+        self._num_loaded: Counter[int] = Counter()  # size -> loads that were requested and whose backward has not ended
+        self.waiting: tuple[Instruction, int] | None = None
+        """While a computation waits: for which move, and the global rank at its other end."""
+
+    @property
+    def num_incomplete(self) -> int:
+        return self._queue.num_incomplete
+
+    @property
+    def current(self) -> Instruction | None:
+        """The move that this rank's queue is at."""
+        return self._queue.current
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def evict(self, stage: Stage, microbatch: Microbatch, instruction: Instruction) -> None:
+        eviction = stage.evict(microbatch)
+        size = eviction.num_bytes
+        is_first = stage.index not in self._sizes
+        self._sizes[stage.index] = size
+        self._memory.pool.reserve(self._num_loaded[size] + 1, size)
+
+        def move() -> list[Tensor]:
+            buffer = eviction.pack()
+            if is_first:
+                self._transfer(instruction, lambda: self._link.send_size(size))
+            self._transfer(instruction, lambda: self._link.send(buffer, microbatch.index))
+            self._saved.remove(stage.index)
+            return eviction.held
+
+        self._request(instruction, move)
+
+    def accept(self, instruction: Instruction) -> None:
+        key, evictor = _key(instruction), self._pairs.of_stage(instruction.stage)
+        place = self._lent[key] = _Place()
+
+        def move() -> None:
+            self._saved.add(instruction.stage)
+            if evictor not in self._lent_sizes:
+                self._lent_sizes[evictor] = self._transfer(instruction, self._link.receive_size)
+            place.buffer = self._memory.take_buffer(self._lent_sizes[evictor])
+            self._transfer(instruction, lambda: self._link.receive(place.buffer, instruction.microbatch))
+
+        self._request(instruction, move)
+
+    def give_back(self, instruction: Instruction) -> None:
+        place = self._lent.pop(_key(instruction), None)
+        if place is None:
+            raise _missing(instruction, Kind.ACCEPT)
+
+        def move() -> None:
+            self._transfer(instruction, lambda: self._link.send(place.buffer, instruction.microbatch))
+            place.buffer = None
+            self._saved.remove(instruction.stage)
+
+        self._request(instruction, move)
+
+    def load(self, instruction: Instruction) -> None:
+        if instruction.stage not in self._sizes:
+            raise _missing(instruction, Kind.EVICT)
+        size = self._sizes[instruction.stage]
+        self._num_loaded[size] += 1
+        self._memory.pool.reserve(self._num_loaded[size], size)
+        place = self._loading[_key(instruction)] = _Place()
+
+        def move() -> None:
+            self._saved.add(instruction.stage)
+            place.buffer = self._memory.take_buffer(size)
+            self._transfer(instruction, lambda: self._link.receive(place.buffer, instruction.microbatch))
+
+        self._request(instruction, move)
+
+    def _request(self, instruction: Instruction, move: Callable[[], list[Tensor] | None]) -> None:
+        assert self._link is not None, f"{instruction} on a rank without a pair"
+        self._order.awaited(instruction)
+        self._queue.request(instruction, move)
+
+    def _transfer(self, instruction: Instruction, call: Callable[[], int | None]) -> int | None:
+        """On the thread of the moves: what the link raises is a lost peer."""
+        try:
+            return call()
+        except RuntimeError as error:
+            own, peer = self._names(instruction)
+            raise TransferError(
+                f"{own} lost {peer} in {instruction}: {error}", peer_rank=self._peer_rank(instruction), timed_out=False
+            ) from error
+
+    # -- computations -------------------------------------------------------------------------------------------------
+
+    def wait_for(self, computation: Instruction) -> bool:
+        """Wait until the moves that `computation` needs are complete. Whether there was anything to wait for.
+
+        On CUDA the host waits until they have been given to the device, and the current stream until they are done.
+        Raises TransferError when that takes too long, or what a move raised.
+        """
+        needed = self._order.awaited(computation)
+        if self._queue.num_complete >= needed:
+            self._queue.follow(needed)
+            return False
+        move = self._queue.incomplete_move(needed)
+        if move is not None:
+            self.waiting = move, self._peer_rank(move)
+            if not self._queue.wait(needed, self._timeout):
+                raise self._overdue(computation, move)
+            self.waiting = None
+        self._queue.follow(needed)
+        return True
+
+    def finish_load(self, stage: Stage, microbatch: Microbatch) -> None:
+        """After `wait_for`, ahead of a recompute or a backward: hand over what was loaded, if it was."""
+        key = stage.index, microbatch.index
+        place = self._loading.pop(key, None)
+        if place is not None:
+            self._loaded[key] = place.buffer  # else it is free before it is marked, while kernels still read it
+            stage.load(microbatch, place.buffer)
+
+    def end_backward(self, stage: int, microbatch: int) -> None:
+        """What was loaded for the backward is needed no longer."""
+        buffer = self._loaded.pop((stage, microbatch), None)
+        if buffer is not None:
+            self._num_loaded[self._sizes[stage]] -= 1
+            self._memory.pool.mark_used(buffer)
+
+    def settle(self) -> None:
+        """When drained: the current stream comes after all moves, and nothing is held for them any more."""
+        self._queue.follow(self._queue.num_complete)
+
+    def close(self, timeout: float = 5.0) -> None:
+        self._queue.close(timeout)
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def _names(self, move: Instruction) -> tuple[str, str]:
+        peer = self._pairs.of_stage(move.stage)
+        return self._channels.name_of(move.stage), self._channels.name_of(peer)
+
+    def _peer_rank(self, move: Instruction) -> int:
+        return self._channels.global_rank_of(self._pairs.of_stage(move.stage))
+
+    def _overdue(self, computation: Instruction, move: Instruction) -> TransferError:
+        own, peer = self._names(move)
+        direction = "to" if move.kind.row.saved < 0 else "from"
+        current = self._queue.current
+        behind = f", behind {current}" if current is not None and current != move else ""
+        message = f"{own} waited {self._timeout:g} s in {computation} for {move} {direction} {peer}{behind}"
+        return TransferError(message, peer_rank=self._peer_rank(move), timed_out=True)
+
+
+def _key(instruction: Instruction) -> _Key:
+    return instruction.stage, instruction.microbatch
+
+
+def _missing(instruction: Instruction, kind: Kind) -> RuntimeError:
+    missing = f"{instruction.stage}{kind.value}{instruction.microbatch}"
+    return RuntimeError(f"{instruction} needs {missing}, which the program has not posted before it")

@@ -1,0 +1,336 @@
+"""What the executor asks of a stage and of its weight update.
+
+A schedule must not know what it drives: a megatron.core chunk, any ``nn.Module`` or a stage that only sleeps. So the
+executor speaks two small protocols. A `Stage` computes: forward, recompute, backward, and which weight version its
+parameters show. A `WeightUpdate` owns what lies between a batch's last backward and the weights made from it: the
+reductions, which run on a background thread, and the optimizer step.
+
+Order of the calls on one rank, for one batch::
+
+    begin_batch(info)        before the batch's first forward: choose its loss scale
+    begin_backward(info)     before its first backward: choose its gradient buffer
+    resume_backward(info)    before any other that follows a backward of another batch: show that buffer again
+    reduce_grad(version, s)  chain thread, after its last backward   (only if data parallel)
+    reduce_embed(version)    chain thread                            (only tied embeddings, where the first and the last
+                             stage are on two ranks; on one rank reduce_norm adds up their gradients first)
+    reduce_norm(version, ..) chain thread
+    step(version)            main thread, after what was posted before it: makes `version` = batch + 1
+
+Where the weights are predicted, these come between the batch's backwards and its reductions::
+
+    hold(version, n)             main thread, after n of its backwards: keep their gradients
+    hold_embed(version, n)       main thread: the same of tied embeddings, where their stages are on two ranks
+    reduce_partial(version)      chain thread, after `hold`         (only if predictions read the sum over replicas)
+    reduce_partial_embed(version)    chain thread, after `hold_embed`
+    predict(version, n)          main thread, after what was posted for it, and after step(version - 1): makes the
+                                 weights that the next batch uses, from the n backwards that are done, or were kept
+
+Where weights live on the host, each stage's come and its gradients go by themselves. These are called where the row has
+come to the word, and return what its lane then carries out::
+
+    fetch(stage, version)       before the stage's forwards, and again before its backwards
+    free(stage)                 after them: from the call on, nothing uses the weights
+    accumulate(stage)           no word: before each of its backwards
+    store_grad(stage, version)  after its last backward, and what reduce_grad(version, stage) posted before it
+    update(stage, version)      after step(version), or where updates are eager after store_grad
+
+Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only completes the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+
+EVALUATION_BATCH = -1
+"""Batch number of the microbatches of an evaluation: ``take_losses(EVALUATION_BATCH)`` returns their sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch: `index` counts over the whole run, `position` from 0 inside its batch."""
+
+    index: int
+    batch: int
+    position: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """One batch: `index` over the whole run, its microbatches per pipeline, its samples over all replicas."""
+
+    index: int
+    num_microbatches: int
+    num_samples: int
+
+
+@dataclass
+class BatchReport:
+    """What became of one batch; equal on every rank of the job except `learning_rate` where groups differ."""
+
+    batch: int
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    overflow: bool = False
+    skipped: bool = False
+    loss_scale: float = 1.0
+    learning_rate: float = 0.0
+    num_samples: int = 0
+    wishes: int = 0
+    nan: bool = False
+    layers_squared: tuple[float, ...] = ()
+    """The squared norm of the gradients of each layer of the model, where they are asked for; 0 of frozen ones."""
+    gauges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What each rank of the job measured of itself for this report: name -> values in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A microbatch that leaves its stage. `pack`, called once, on any thread and beside other computations, copies what
+    is saved of it into a buffer of the rank's pool, uint8 [num_bytes], and frees it. All microbatches of a stage have
+    one size. `held`: filled by `pack` with what the device may still copy from; it is free once nobody holds the list.
+    """
+
+    num_bytes: int
+    pack: Callable[[], Tensor]
+    held: list[Tensor] = field(default_factory=list)
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """One stage of the model on this rank. All calls come from the main thread, except `take_losses` and what `evict`
+    returns.
+    """
+
+    index: int
+    num_stages: int
+    input_spec: TensorSpec | None
+    """What arrives per microbatch; None on the first stage."""
+    output_spec: TensorSpec | None
+    """What leaves per microbatch; None on the last stage."""
+    loss_names: tuple[str, ...]
+    """Names of the losses, the same on every stage, so that ranks without losses can take part in their sum."""
+
+    def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        """Forward with what backward needs saved. Returns the output, contiguous and detached (None on the last
+        stage).
+        """
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        """Run the forward of `microbatch` again from its saved input, with its random state, for the backward."""
+
+    def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
+        """Accumulate weight gradients; return the gradient of the input (None on the first stage); drop what was
+        saved.
+        """
+
+    def free_output(self, microbatch: Microbatch) -> None:
+        """The output is on its way (the channel keeps the storage alive until it is read): drop the stage's hold on
+        it.
+        """
+
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        """Bytes that are saved for the backward of `microbatch` on this stage now; 0 while they are evicted.
+
+        This, `evict` and `load` raise RuntimeError on a stage that was built without an `ActivationMemory`.
+        """
+
+    def evict(self, microbatch: Microbatch) -> Eviction:
+        """Begin to move what is saved of `microbatch`: nothing may read it from now on, until `load` has ended."""
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        """Take back what was packed. The backward reads from `buffer`; nobody may write to it before that ended."""
+
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        """Between a forward that is to be recomputed and its recompute: give up the input that is kept, detached."""
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        """Before the recompute: keep this as the input, with the same values, shape and dtype."""
+
+    def load_version(self, version: int) -> None:
+        """Show weight `version` in the parameters; called before every forward, recompute and backward."""
+
+    def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        """Forward for evaluation, with the weights that are shown: nothing is saved."""
+
+    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
+        """Remove and return the loss sums of `batch`, name -> (numerator, denominator); {} but on the last stage.
+
+        Called on the chain thread (main thread for an evaluation), while the main thread may run the next batch.
+        """
+
+
+@runtime_checkable
+class GraphStage(Protocol):
+    """A stage of a graph: what it gets and hands on are several tensors for each stage that it has an edge with. The
+    rest is as for `Stage`; nothing of it moves. Gradients are those of the tensors of floating dtype, in their order;
+    None for a shared parameter but with the last microbatch of a batch, in and out.
+    """
+
+    index: int
+    num_stages: int
+    edges: Mapping[int, EdgeTensors]
+    """The other stage -> what travels between them, in both directions."""
+    loss_names: tuple[str, ...]
+
+    def forward(
+        self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
+    ) -> Mapping[int, tuple[Tensor, ...]]:
+        """Forward with what backward needs saved; stage -> tensors, in and out. What leaves is detached."""
+
+    def recompute(self, microbatch: Microbatch) -> None: ...
+
+    def backward(
+        self, microbatch: Microbatch, output_grads: Mapping[int, tuple[Tensor | None, ...]]
+    ) -> Mapping[int, tuple[Tensor | None, ...]]:
+        """Accumulate weight gradients; return those of the inputs, for the stages that want them."""
+
+    def load_version(self, version: int) -> None: ...
+
+    def load_ahead(self, version: int, horizon: int) -> None:
+        """Before a forward: show weight `version`, the newest, predicted so many steps ahead."""
+
+    def load_provisional(self, version: int, unstepped: int) -> None:
+        """Before a forward: show where weight `version`, the newest, is led by a step with the gradients of the so many
+        microbatches whose backwards no step has taken.
+        """
+
+    def forward_only(
+        self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
+    ) -> Mapping[int, tuple[Tensor, ...]]: ...
+
+    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]: ...
+
+
+@runtime_checkable
+class WeightUpdate(Protocol):
+    """The path from a batch's gradients to the next weight version, one per rank."""
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        """The first forward of the batch on this rank follows."""
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        """The first backward of the batch on this rank follows: its gradients go to a buffer of their own."""
+
+    def resume_backward(self, info: BatchInfo) -> None:
+        """Another backward of the batch follows, after one of another batch: its gradients go to the same buffer."""
+
+    def reduce_grad(self, version: int, stage: int) -> None:
+        """Chain thread: reduce the gradients that make `version` over the data-parallel replicas; return when done.
+
+        `stage`: whose. Where weights live on the device it is the rank's lowest, and stands for all of them.
+        """
+
+    def reduce_embed(self, version: int) -> None:
+        """Chain thread: add up the gradients of the tied embeddings of the first and the last stage."""
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and wishes.
+
+        Before it, the gradients of tied embeddings whose stages are both on this rank are added up.
+        """
+
+    def step(self, version: int) -> BatchReport:
+        """Make weight `version` from the gradients of batch ``version - 1``; the chain has been waited for.
+
+        The report may be completed later, by a `reduce_norm` that the program places after the step.
+        """
+
+    def begin_evaluation(self) -> None:
+        """Drained: forwards with the newest weights follow."""
+
+    def show_newest(self) -> None:
+        """Drained: show the newest weights in the parameters, for a checkpoint."""
+
+
+@runtime_checkable
+class StagewiseUpdate(Protocol):
+    """The weight update of a rank whose stages step each by itself; the rest is as for `WeightUpdate`."""
+
+    def begin_batch(self, info: BatchInfo) -> None: ...
+
+    def step(self, version: int) -> BatchReport:
+        """All stages have made `version`."""
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None: ...
+
+    def begin_evaluation(self) -> None: ...
+
+    def show_newest(self) -> None: ...
+
+    def of_stage(self, stage: int) -> StageUpdate:
+        """The update of one stage."""
+
+
+class StageUpdate(Protocol):
+    """The weight update of a stage that steps by itself, as far as it is called stage by stage."""
+
+    def begin_forward(self, info: BatchInfo, version: int) -> None:
+        """The first forward of the batch at the stage follows, with `version`: the parameters show its weights."""
+
+    def begin_backward(self, info: BatchInfo) -> None: ...
+
+    def step(self, version: int) -> BatchReport: ...
+
+
+@runtime_checkable
+class PredictingUpdate(WeightUpdate, Protocol):
+    """A weight update that also predicts. The gradients of the first n of m microbatches, whose backwards are done,
+    stand for the whole batch: what was added up, times m/n.
+    """
+
+    def hold(self, version: int, num_microbatches: int) -> None:
+        """Keep the gradients of the batch before `version` as they are after so many of its backwards."""
+
+    def hold_embed(self, version: int, num_microbatches: int) -> None:
+        """The same for the tied embeddings of the first and the last stage alone."""
+
+    def reduce_partial(self, version: int) -> None:
+        """Chain thread: average what is kept over the data-parallel replicas."""
+
+    def reduce_partial_embed(self, version: int) -> None:
+        """Chain thread: add up what is kept of the tied embeddings."""
+
+    def predict(self, version: int, num_microbatches: int) -> None:
+        """Make the predicted weights of `version` from what is kept, else from the gradients of so many microbatches.
+
+        They are a copy of the true weights where that part of the gradients is not finite.
+        """
+
+
+@runtime_checkable
+class RelayUpdate(WeightUpdate, Protocol):
+    """A weight update on the host, which brings the device the weights of few stages. `begin_backward` and
+    `resume_backward` say nothing to it, `accumulate` does. `residency`: the schedule's for which it is made; None: any.
+    """
+
+    residency: Residency | None
+
+    def fetch(self, stage: int, version: int) -> Callable[[], None]:
+        """Have `version` of the stage on the device. Returns what copies it, in the lane to the device."""
+
+    def free(self, stage: int) -> Callable[[], None]:
+        """The stage's weights on the device are not used any more. Returns what that lane does where their room is
+        free.
+        """
+
+    def accumulate(self, stage: int) -> None:
+        """A backward of the stage follows: its gradients go to the stage's buffer, or to a free one for a new batch."""
+
+    def store_grad(self, stage: int, version: int) -> Callable[[], None]:
+        """The gradients of the stage that lead to `version` are complete, or will be when the chain has reduced them.
+        Returns what copies them to the host, in the lane from the device.
+        """
+
+    def update(self, stage: int, version: int) -> Callable[[], None]:
+        """Returns what makes `version` of the stage on the host, in the lane of the host's optimizer."""

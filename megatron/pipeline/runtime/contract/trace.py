@@ -1,0 +1,273 @@
+"""Tracing: when each instruction of a rank started and ended, in bounded memory.
+
+A rank records its tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
+or for the chain before that), `chain` (the reductions on their background thread), `moves` (moves of saved
+activations on theirs, from when they are posted until they are complete) and, where weights live on the host, one for
+each lane to and from it (from when a word begins there until it is complete). Only the last batches are kept.
+The tracks of all ranks are gathered on one rank and written in Chrome's trace-event format, which Perfetto reads, or
+turned into the Timeline that the simulator yields, so that the same drawing shows the plan and the measured run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import Instruction, Lane, Tensor
+from megatron.pipeline.simulate.timeline import Span, Timeline
+
+COMPUTE, WAIT, CHAIN, MOVES = "compute", "wait", "chain", "moves"
+HOST_TRACKS = tuple(lane.value for lane in (Lane.H2D, Lane.D2H, Lane.HOST))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchExtent:
+    """A batch and its microbatches, numbered over the whole run."""
+
+    batch: int
+    first_microbatch: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """One traced interval; `start` and `end` in seconds since the epoch."""
+
+    track: str
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank traced: its global rank, the global ranks of its pipeline, of which batches every span is there,
+    and the edges between stages (none: a chain).
+    """
+
+    rank: int
+    pipeline: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
+    batches: tuple[BatchExtent, ...]
+    spans: tuple[TraceSpan, ...]
+    edges: tuple[Edge, ...] = ()
+
+
+class HostClock:
+    """Seconds of this process's steady clock; marks are plain floats."""
+
+    now = staticmethod(time.perf_counter)
+
+    def reader(self) -> Callable[[float], float]:
+        """What tells the seconds of a mark."""
+        return float
+
+
+class CudaClock:
+    """Marks are CUDA events on the current stream, so spans show when the device did the work, not when it was
+    queued.
+
+    CUDA tells the time between two events in milliseconds with 24 bits: after a day, in steps of 8 ms. So marks are
+    told from an event that is recorded when they are read, and not from one at the beginning of the run.
+    """
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reader(self) -> Callable[[torch.cuda.Event], float]:
+        """What tells the seconds of a mark that was made before; waits until the device has come to all of them."""
+        torch.cuda.synchronize()
+        end = self.now()
+        end.synchronize()
+        seconds = time.perf_counter()
+        return lambda mark: seconds - mark.elapsed_time(end) / 1000
+
+
+class Tracer:
+    """Collects the spans of one rank. `num_batches`: how many of the latest batches are kept."""
+
+    def __init__(self, *, num_batches: int = 16, clock: HostClock | CudaClock | None = None) -> None:
+        self._clock = clock or HostClock()
+        self.now = self._clock.now
+        self._legs: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
+        self._background: deque[list[tuple[str, Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by where it ends
+
+    def begin_batch(self, extent: BatchExtent) -> None:
+        """What follows belongs to the leg of this batch; the oldest batch beyond the bound is forgotten."""
+        leg: list[tuple[Instruction, Any, Any, Any]] = []
+        self._legs.append((extent, leg))
+        self._background.append([])
+        self.record = leg.append  # the hot loop calls this with (instruction, start, ready, end)
+
+    def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:
+        """What another thread has done; it belongs to the leg that the rank is in by then."""
+        self._background[-1].append((track, instruction, start, end))
+
+    def batches(self) -> tuple[BatchExtent, ...]:
+        return tuple(extent for extent, _ in self._legs)
+
+    def spans(self) -> tuple[TraceSpan, ...]:
+        """The kept spans; hosts with synchronised clocks line up."""
+        seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
+        spans = []
+        for _, leg in list(self._legs):
+            for instruction, start, ready, end in list(leg):
+                first, middle, last = (offset + seconds(mark) for mark in (start, ready, end))
+                if middle > first:
+                    spans.append(TraceSpan(WAIT, instruction, first, middle))
+                spans.append(TraceSpan(COMPUTE, instruction, middle, last))
+        for leg in list(self._background):
+            for track, instruction, start, end in list(leg):
+                spans.append(TraceSpan(track, instruction, offset + seconds(start), offset + seconds(end)))
+        return tuple(spans)
+
+
+def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | None:
+    """The traces of all ranks on the group's first rank, None on the others. Collective over `group` (default: all
+    ranks).
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1:
+        return [trace]
+    is_first = torch.distributed.get_rank(group) == 0
+    gathered: list[Any] | None = [None] * torch.distributed.get_world_size(group) if is_first else None
+    torch.distributed.gather_object(trace, gathered, group=group, group_dst=0)
+    return gathered
+
+
+def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
+    """The first pipeline's traces as a Timeline of the batches that are wholly there, in seconds from their first span.
+
+    The span of what another thread carries out is that thread's. A transfer for which a computation had to wait lasts
+    until that could go on, at both ends; the span of any other is its posting, for nobody knows when it arrived.
+    Raises ValueError when nothing was traced or ranks of the pipeline are missing.
+    """
+    traces = list(traces)
+    if not traces or not traces[0].batches:
+        raise ValueError("there is nothing to draw: no batch was traced; give the engine a Tracer and run a batch")
+    pipeline = traces[0].pipeline
+    of_rank = {trace.rank: trace for trace in traces}
+    missing = [rank for rank in pipeline if rank not in of_rank]
+    if missing:
+        raise ValueError(
+            f"the traces of ranks {missing} of the pipeline {list(pipeline)} are missing; gather all of them"
+        )
+    extents = traces[0].batches
+    first = extents[0]
+    graph = StageGraph.of(len(traces[0].rank_of_stage), traces[0].edges)
+    exposed = _exposed_transfers([of_rank[rank] for rank in pipeline], graph)
+    spans = []
+    for pipeline_rank, rank in enumerate(pipeline):
+        background = _by_posting(of_rank[rank].spans)
+        for span in of_rank[rank].spans:
+            instruction = span.instruction
+            if span.track == COMPUTE and _is_from(first, instruction):
+                shown = background.get(id(span), span)
+                start, end = exposed.get(_tensor(instruction, graph), (shown.start, shown.end))
+                spans.append(Span(pipeline_rank, instruction, start, end))
+    origin = min((span.start for span in spans), default=0.0)
+    return Timeline.from_spans(
+        spans,
+        rank_of_stage=traces[0].rank_of_stage,
+        batches=[extent.num_microbatches for extent in extents],
+        first_batch=first.batch,
+        first_microbatch=first.first_microbatch,
+        edges=traces[0].edges,
+        name=name,
+    ).shifted(-origin)
+
+
+def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
+    """For what a rank posted, by the identity of that span: what the background thread made of it.
+
+    A stage is fetched twice a batch. The last of both lists belong together, since the first ones may be forgotten.
+    """
+    posted: dict[Instruction, list[TraceSpan]] = defaultdict(list)
+    done: dict[Instruction, list[TraceSpan]] = defaultdict(list)
+    for span in spans:
+        if span.track != WAIT:
+            (posted if span.track == COMPUTE else done)[span.instruction].append(span)
+    return {
+        id(one): other
+        for instruction, background in done.items()
+        for one, other in zip(reversed(posted[instruction]), reversed(background), strict=False)
+    }
+
+
+_Brought = tuple[Tensor, int, int]  # what a transfer brings: the stage that needs it, the microbatch
+
+
+def _tensor(instruction: Instruction, graph: StageGraph) -> _Brought | None:
+    word = instruction.kind.row
+    if word.sends:
+        return word.sends, graph.peer_of(instruction), instruction.microbatch
+    return (word.receives, instruction.stage, instruction.microbatch) if word.receives else None
+
+
+def _exposed_transfers(traces: Sequence[RankTrace], graph: StageGraph) -> dict[_Brought | None, tuple[float, float]]:
+    """Start and end of the transfers that a computation waited for: posted by both ends, until it could go on."""
+    posted: dict[_Brought, float] = {}
+    waited: dict[_Brought, float] = {}
+    for span in (span for trace in traces for span in trace.spans):
+        instruction = span.instruction
+        if span.track == WAIT and (needs := instruction.kind.row.needs) is not None:
+            waited[needs, instruction.stage, instruction.microbatch] = span.end
+        elif span.track == COMPUTE and (tensor := _tensor(instruction, graph)) is not None:
+            posted[tensor] = max(span.end, posted.get(tensor, span.end))
+    return {tensor: (posted[tensor], end) for tensor, end in waited.items() if posted.get(tensor, end) < end}
+
+
+def _is_from(first: BatchExtent, instruction: Instruction) -> bool:
+    """Whether an instruction belongs to the first kept batch or a later one; of earlier batches only the tail is
+    kept.
+    """
+    if instruction.microbatch is None:  # weights are brought for the batch of their number, and made by the one before
+        brings = instruction.kind.row.lane is Lane.H2D
+        return instruction.version >= first.batch + (not brings)
+    return instruction.microbatch >= first.first_microbatch
+
+
+def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
+    """Chrome trace events: a process per rank, a thread per track, times in microseconds from the first span."""
+    traces = list(traces)
+    origin = min((span.start for trace in traces for span in trace.spans), default=0.0)
+    used = {span.track for trace in traces for span in trace.spans}
+    tracks = (COMPUTE, WAIT, CHAIN, MOVES, *(track for track in HOST_TRACKS if track in used))
+    threads = {track: thread for thread, track in enumerate(tracks)}
+    events: list[dict[str, Any]] = []
+    for trace in traces:
+        place = f"rank {trace.rank} (pipeline rank {trace.pipeline.index(trace.rank)})"
+        events.append({"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": place}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": trace.rank, "args": {"sort_index": trace.rank}})
+        for track, thread in threads.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": trace.rank, "tid": thread, "args": {"name": track}})
+        for span in trace.spans:
+            instruction = span.instruction
+            fields = {name: getattr(instruction, name) for name in ("stage", "microbatch", "version")}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(instruction),
+                    "cat": instruction.kind.value,
+                    "pid": trace.rank,
+                    "tid": threads[span.track],
+                    "ts": (span.start - origin) * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {name: value for name, value in fields.items() if value is not None},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_chrome_trace(traces: Iterable[RankTrace], path: str | Path) -> None:
+    """Write the trace where Perfetto (ui.perfetto.dev) or chrome://tracing can open it."""
+    Path(path).write_text(json.dumps(chrome_trace(traces)))

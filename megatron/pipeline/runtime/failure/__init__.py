@@ -1,0 +1,1 @@
+"""When one rank fails: who says why, and how all others end."""

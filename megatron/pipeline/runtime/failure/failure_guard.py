@@ -1,0 +1,368 @@
+"""When one rank fails, every rank ends within seconds and says why.
+
+Problem: a rank that raises, or is killed, leaves the others blocked in transfers and collectives until a timeout of
+many minutes, and what they then print is the consequence, not the cause.
+
+Solution: a guard around the training of each rank.
+
+- A key in the job's store holds the story of the first failure; the first writer wins. A daemon thread on every rank
+  polls it and ends the process with one line that tells the root cause, even while the main thread hangs in a
+  collective.
+- The ranks form a ring, each listening on a gloo connection to its two neighbours. When a process dies without a word
+  (``kill -9``, a crash), the kernel closes its connections and the neighbours know at once: no heartbeat, no false
+  alarm. A rank that leaves the guard in peace says so before.
+- A rank whose transfer broke because its peer is gone waits a moment for the peer's own story before it tells its own.
+- A host that is cut off closes no connection. Who waits for it ends at the timeout of the transfer or collective, and
+  says of which ranks nothing is heard: each tells every `POLL` seconds what it does. Who cannot reach the store any
+  more ends once it has been silent for as long.
+- A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that
+  sees it go would end them before they could speak, and because one of them may host the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Store, distributed_c10d
+
+from megatron.pipeline.runtime.failure.error_file import write_error_file
+from megatron.pipeline.runtime.failure.failure_board import FailureBoard
+from megatron.pipeline.runtime.transport.channels import TransferError
+from megatron.pipeline.runtime.transport.links import FOREVER, gloo_pair
+
+POLL = 0.3
+"""Seconds between two looks at the board."""
+SILENCE_PATIENCE = 0.2
+"""How long a neighbour of a dead rank waits for that rank's own story; it is told before its connections close."""
+CONSEQUENCE_PATIENCE = 2.0
+"""How long a rank with a broken transfer waits for somebody else's story."""
+LINGER = 2.0
+"""How long a failed rank stays for the others to read its story."""
+UNHEARD_PATIENCE = 5 * POLL
+"""How long a rank may say nothing until it counts as not heard of, once something has timed out."""
+_GOODBYE = timedelta(seconds=5)
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+)
+
+_active: Guard | None = None
+_num_guards = 0
+
+
+def active() -> Guard | None:
+    """The guard this process is in, if any."""
+    return _active
+
+
+def report(error: BaseException) -> None:
+    """End the job because of an error on a background thread; without a guard, leave it to the main thread to raise
+    it.
+    """
+    if _active is not None:
+        _active.fail(error)
+
+
+@contextmanager
+def guard(
+    *,
+    store: Store | None = None,
+    store_host: int = 0,
+    exit_code: int = 1,
+    timeout: timedelta = timedelta(minutes=10),
+    host: str | None = None,
+    before_exit: Callable[[], None] = lambda: None,
+) -> Iterator[Guard | None]:
+    """Guard the block: whatever it raises, on whichever rank, ends all ranks of the job with `exit_code`.
+
+    Collective: every rank of the default group enters it, after ``init_process_group``. `store`: the job's store
+    (default: the default group's). `store_host`: the rank whose process hosts it, where torchrun does not. With one
+    rank, or without a process group, exceptions simply pass. ``SystemExit`` with code 0 or None counts as a peaceful
+    end. `timeout`: how long the ranks may take to come here, and how long the store may be silent later; enter as soon
+    as the process group is up, for what is before the guard is not guarded. `host`: what to call this host.
+    `before_exit`: called where a failure ends this process, which unwinds nothing.
+    """
+    global _active, _num_guards
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield None
+        return
+    _num_guards += 1
+    guarding = Guard(
+        store or distributed_c10d._get_default_store(),
+        store_host=store_host,
+        scope=f"failure/{_num_guards}",
+        exit_code=exit_code,
+        timeout=timeout,
+        host=host or socket.gethostname(),
+        before_exit=before_exit,
+    )
+    _active = guarding
+    try:
+        yield guarding
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            guarding.fail(error)
+        guarding.leave()
+        raise
+    except BaseException as error:
+        guarding.fail(error)
+        raise
+    else:
+        guarding.leave()
+    finally:
+        _active = None
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether `error` says no more than that somebody else is gone."""
+    while error is not None:
+        if isinstance(error, TransferError):
+            return not error.timed_out
+        text = str(error).lower()
+        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and "timed out" in str(error).lower())
+
+
+class Guard:
+    """Watches over one rank of the job; made by `guard`."""
+
+    def __init__(
+        self, store: Store, *, store_host: int, scope: str, exit_code: int, timeout: timedelta, host: str,
+        before_exit: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+        self._board = FailureBoard(store, scope=scope, host=host)
+        self._exit_code, self._before_exit = exit_code, before_exit
+        self._timeout = timeout.total_seconds()
+        self._agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store_host = store_host
+        self._hosts_store = self.rank == store_host and not self._agent_hosts_store
+        self._name = f"rank {self.rank}"
+        self._doing: Callable[[], tuple[str, int | None]] = lambda: ("", None)
+        self._overdue: Callable[[], BaseException | None] = lambda: None
+        self._leaving = threading.Event()
+        self._ending = threading.Lock()  # held from the end on
+        self._is_ending = False
+        self._neighbours = self._join_ring(store, scope, timeout)
+        self._listeners = [self._spawn(self._listen, *neighbour) for neighbour in self._neighbours]
+        self._poller = self._spawn(self._poll)
+        self._replaces_default_handler = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._replaces_default_handler:
+            signal.signal(signal.SIGTERM, self._on_terminate)
+
+    def _spawn(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, name=f"failure {target.__name__}", daemon=True)
+        thread.start()
+        return thread
+
+    # -- what the engine tells ----------------------------------------------------------------------------------------
+
+    def watch(
+        self,
+        *,
+        name: str,
+        doing: Callable[[], tuple[str, int | None]],
+        overdue: Callable[[], BaseException | None],
+    ) -> None:
+        """Learn this rank's name ("rank 2 (stage 2)"), how to ask what it does, and whether a transfer is overdue."""
+        self._name, self._doing, self._overdue = name, doing, overdue
+        self._board.set_doing(self.rank, name, "", None)
+
+    def unwatch(self) -> None:
+        self._doing, self._overdue = lambda: ("", None), lambda: None
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        while not self._leaving.wait(POLL):
+            story = self._board.story()
+            if story is not None:
+                self._end(story)
+            self._board.set_doing(self.rank, self._name, *self._doing())
+            if self._board.is_lost:
+                self._end(self._story_of_lost_store())
+            if self._board.silent_seconds > self._timeout:
+                self._end(self._story_of_silent_store())
+            error = self._overdue()
+            if error is not None:
+                self.fail(error)
+
+    def _listen(self, neighbour: int, group: Any, side: int) -> None:
+        """Blocks until the neighbour says goodbye, or its process is gone."""
+        try:
+            group.recv([torch.empty(1)], 1 - side, side).wait(FOREVER)
+            return
+        except RuntimeError:
+            story = self._board.wait_for_story(SILENCE_PATIENCE)
+        if story is None:
+            name, doing, _ = self._board.doing(neighbour)
+            last = f"; last seen in {doing}" if doing else ""
+            story = self._tell(f"{name} ended without a word (killed, or crashed){last}", is_consequence=True)
+        self._end(story)
+
+    def _on_terminate(self, number: int, frame: Any) -> None:
+        """A launcher that saw another rank die ends this one; tell why before going. Training may set a handler of
+        its own.
+        """
+        if self._is_ending:
+            return  # perhaps on the thread that is interrupted here: it goes on ending the process
+        story = self._board.wait_for_story(CONSEQUENCE_PATIENCE)
+        if story is not None:
+            self._end(story)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    # -- stories ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, story: str, *, is_consequence: bool) -> str:
+        """The first story told counts. Where the store is gone, what may follow from that is put down to it."""
+        first = self._board.tell(story)
+        return self._story_of_lost_store() if is_consequence and self._board.is_lost else first
+
+    def _own_story(self, error: BaseException) -> str:
+        if isinstance(error, TransferError):
+            return str(error) + (self._circumstances(error.peer_rank) if error.timed_out else "")
+        instruction = getattr(error, "pipeline_instruction", None)
+        where = getattr(error, "pipeline_where", self._name)
+        during = f" in {instruction}" if instruction is not None else ""
+        text = " ".join(str(error).split())
+        story = f"{where} failed{during}: {type(error).__name__}: {text}"
+        return story + (self._circumstances() if _is_timeout(error) else "")
+
+    def _story_of_lost_store(self) -> str:
+        return (
+            f"{self._store_owner()} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+        )
+
+    def _story_of_silent_store(self) -> str:
+        where = os.environ.get("MASTER_ADDR", "its host")
+        return (
+            f"{self._store_owner()} has not answered for {self._board.silent_seconds:.0f} s: it hosts the job's store, "
+            f"and {where} is down or cannot be reached"
+        )
+
+    def _store_owner(self) -> str:
+        return "the launcher" if self._agent_hosts_store else f"rank {self._store_host}"
+
+    def _circumstances(self, peer: int | None = None) -> str:
+        """What is known where a collective, or a transfer from `peer`, did not end in time."""
+        if self._board.silent_seconds:
+            return f"; {self._story_of_silent_store()}"
+        unheard = self._board.unheard((rank for rank in range(self.world_size) if rank != self.rank), UNHEARD_PATIENCE)
+        text = ""
+        for host, ranks in unheard.items():
+            text += f"; nothing is heard of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host}"
+        return text + self._who_waits(peer)
+
+    def _who_waits(self, rank: int | None) -> str:
+        """Follow who waits for whom from `rank` on, as far as the ranks have told."""
+        text, seen = "", {self.rank}
+        while rank is not None and rank not in seen:
+            seen.add(rank)
+            name, doing, waits_for = self._board.doing(rank)
+            if doing:
+                text += f"; {name} is in {doing}"
+            if waits_for is not None:
+                text += f" from rank {waits_for}"
+            rank = waits_for
+        return text
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """End the job because of `error` on this rank. Does not return."""
+        consequence = is_consequence(error)
+        story = self._board.wait_for_story(CONSEQUENCE_PATIENCE if consequence else 0.0)
+        if story is None:
+            if not (consequence and self._board.is_lost):
+                sys.stderr.write("".join(traceback.format_exception(error)))  # before the story, which ends the job
+            story = self._tell(self._own_story(error), is_consequence=consequence)
+        self._end(story)
+
+    def _end(self, story: str) -> None:
+        """Print the root cause, let the others read it, and end the process. Only the first caller gets through."""
+        self._is_ending = True
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # another thread of this process is ending it
+        write_error_file(story)
+        sys.stderr.write(f"{self._name} stops: {story}\n")
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        deadline = time.monotonic() + LINGER
+        num_read = self._board.count("read", 1)
+        others_need_this_rank = self._hosts_store or story.startswith(self._name)
+        while others_need_this_rank and num_read < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            num_read = self._board.count("read")
+        with suppress(Exception):
+            self._before_exit()
+        logging.shutdown()
+        os._exit(self._exit_code)
+
+    def leave(self) -> None:
+        """Say goodbye to the neighbours and wait for theirs; a failure elsewhere still ends this process meanwhile.
+
+        The rank that hosts the store leaves last. No thread is left: one that wakes up while the interpreter shuts down
+        would abort the process.
+        """
+        for _, group, side in self._neighbours:
+            with suppress(RuntimeError):  # gone: the listener tells
+                group.send([torch.zeros(1)], 1 - side, 1 - side).wait(_GOODBYE)
+        for listener in self._listeners:
+            listener.join()
+        if not self._hosts_store:
+            self._stop_polling()
+        self._board.count("left", 1)
+        while self._hosts_store and self._board.count("left") < self.world_size and not self._board.is_lost:
+            time.sleep(0.02)
+        self._stop_polling()
+        self._board.close()
+        self._neighbours.clear()
+        if self._replaces_default_handler and signal.getsignal(signal.SIGTERM) == self._on_terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _stop_polling(self) -> None:
+        self._leaving.set()
+        self._poller.join()
+
+    # -- the ring -----------------------------------------------------------------------------------------------------
+
+    def _join_ring(self, store: Store, scope: str, timeout: timedelta) -> list[tuple[int, Any, int]]:
+        """(neighbour, group, own side) of this rank's edges; edge i joins rank i (side 0) and i + 1 (side 1)."""
+        size = self.world_size
+        edges = [(edge, (edge + 1) % size) for edge in range(size if size > 2 else 1)]
+
+        def order(edge: tuple[int, int]) -> tuple[int, int]:
+            closes_odd_ring = edge[1] == 0 and size % 2 == 1
+            return (2 if closes_odd_ring else edge[0] % 2), edge[0]
+
+        joined = []
+        for edge in sorted(edges, key=order):
+            if self.rank in edge:
+                side = edge.index(self.rank)
+                name = f"{scope}/alive/{edge[0]}-{edge[1]}"
+                joined.append((edge[1 - side], gloo_pair(name, store, member=side, timeout=timeout), side))
+        return joined

@@ -1,0 +1,211 @@
+"""The host's copy of a rank's stages: their weights, and where their gradients arrive.
+
+Problem: where weights live on the host, the device has those of a few stages, and the host's optimizer steps what it
+has itself. Copies have to be one call a stage, and on CUDA of memory from which the device copies while the host goes
+on.
+
+Solution: for each stage flat weights and flat gradients in such memory (`Streams.kept_host_buffer`: pinned on CUDA; a
+CPU's "device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
+apart). `parameters` are the host's own, which an optimizer steps. They are views of the weights, or, with masters, FP32
+tensors in such memory beside weights of lower precision, which are written from them behind each step. What an
+optimizer keeps of each element comes to lie there, too (`host_moments`).
+
+Replicas on a node have one store in memory that all have mapped (`node_replicas`). Each brings its share of a stage's
+elements to the host's gradients and steps them (`element_shares`), so weights and moments are made together, and no
+replica keeps anything that the others have, too.
+
+A stage has one place for gradients. It is free again when its update is complete, and that is before the stage can be
+fetched for its next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.backend.host_memory import host_mapping
+from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.relay.element_shares import share_of
+from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
+from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class HostStage:
+    """A stage on the host. `flat`, `flat_gradients`: dtype -> 1-d tensor; `weights`, `gradients`: name -> view;
+    `masters`: name -> FP32 view, for those weights that have one. `share`: name -> the elements that this process steps
+    where others step the rest, else None.
+    """
+
+    layout: FlatLayout
+    flat: dict[torch.dtype, Tensor]
+    weights: dict[str, Tensor]
+    gradient_layout: FlatLayout
+    flat_gradients: dict[torch.dtype, Tensor]
+    gradients: dict[str, Tensor]
+    master_layout: FlatLayout
+    masters: dict[str, Tensor]
+    share: dict[str, slice] | None
+
+    def own(self, name: str, tensor: Tensor) -> Tensor:
+        """What this process steps of a tensor of a parameter's shape: the tensor itself, or a 1-d view of a part."""
+        return tensor if self.share is None else tensor.detach().view(-1)[self.share[name]]
+
+    def own_gradients(self) -> dict[torch.dtype, tuple[slice, Tensor]]:
+        """dtype -> where the same elements lie in the flat gradients, and their view there: what STORE_GRAD brings."""
+        layout = self.gradient_layout
+        spans = (
+            {dtype: slice(None) for dtype in layout.num_elements} if self.share is None else layout.spans(self.share)
+        )
+        return {dtype: (span, self.flat_gradients[dtype][span]) for dtype, span in spans.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes + self.gradient_layout.num_bytes + self.master_layout.num_bytes
+
+
+class HostStore:
+    """The stages of one rank on the host.
+
+    `stages`: stage -> name -> parameter, with their initial values, which are copied; names are different ones over all
+    stages. `masters`: FP32 parameters stand for weights of lower precision: new ones, or by name those that there are,
+    which move into the host's memory. `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what
+    the values are. `replicas`: those with which the store is shared; then making it is collective, and the values of
+    the first one count. `gathers`: they fetch shares of weights, of which their devices gather the whole.
+
+    Attributes:
+        stages: stage -> its place on the host.
+        parameters: name -> the host's parameter: what an optimizer is to be made of.
+        is_shared, replicas: whether other replicas have it, too, and with this one which (else None).
+        gathers: whether there are any to gather from.
+        versions: stage -> the version that its weights have.
+
+    Raises:
+        ValueError: two stages have a name or a parameter in common.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Mapping[str, torch.nn.Parameter]],
+        *,
+        device: torch.device | str = "cpu",
+        masters: bool | Mapping[str, Tensor] = False,
+        gradient_dtype: torch.dtype | None = None,
+        first_version: int = 0,
+        replicas: NodeReplicas | None = None,
+        gathers: bool = False,
+    ) -> None:
+        _require_own(stages)
+        self.is_shared = replicas is not None and replicas.size > 1
+        self.gathers = gathers and self.is_shared
+        self.replicas = replicas if self.is_shared else None
+        self.make = replicas.buffer if self.is_shared else streams_of(torch.device(device)).kept_host_buffer
+        self.stages: dict[int, HostStage] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.versions = dict.fromkeys(stages, first_version)
+        for stage, parameters in stages.items():
+            share = share_of(parameters, replicas.index, replicas.size) if self.is_shared else None
+            parts = replicas.size if self.gathers else 1
+            place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make, share, parts)
+            for name, parameter in parameters.items():
+                weight, master = place.weights[name], place.masters.get(name)
+                if not self.is_shared or replicas.index == 0:
+                    weight.copy_(parameter.detach())
+                    if master is not None:
+                        master.copy_((masters[name] if isinstance(masters, Mapping) else weight).detach())
+                self.parameters[name] = self._parameter(parameter, weight, master, masters, name)
+        if self.is_shared:
+            replicas.barrier()
+
+    def _parameter(
+        self,
+        parameter: torch.nn.Parameter,
+        weight: Tensor,
+        master: Tensor | None,
+        masters: bool | Mapping[str, Tensor],
+        name: str,
+    ) -> Tensor:
+        if master is None or not isinstance(masters, Mapping):
+            values = weight if master is None else master
+            return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        masters[name].data = master
+        return masters[name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weights, gradients and masters; an optimizer's moments come on top."""
+        return sum(stage.num_bytes for stage in self.stages.values())
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """name -> weight, of all stages: the host's own, not a copy."""
+        return {name: weight for stage in self.stages.values() for name, weight in stage.weights.items()}
+
+    @torch.no_grad()
+    def write_weights(self, stage: int) -> None:
+        """Behind a step: bring weights of lower precision up to their masters, this process's share of them."""
+        place = self.stages[stage]
+        for name, weight in place.weights.items():
+            parameter = self.parameters[name]
+            if parameter.dtype != weight.dtype:
+                place.own(name, weight).copy_(place.own(name, parameter))
+
+
+def _place_of(
+    parameters: Mapping[str, Tensor],
+    gradient_dtype: torch.dtype | None,
+    masters: bool | Mapping[str, Tensor],
+    make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    share: dict[str, slice] | None,
+    parts: int,
+) -> HostStage:
+    def has_master(name: str) -> bool:
+        return name in masters if isinstance(masters, Mapping) else masters and parameters[name].dtype in LOW_PRECISION
+
+    layout, gradient_layout = FlatLayout(parameters, parts=parts), FlatLayout(parameters, dtype=gradient_dtype)
+    master_layout = FlatLayout({name: parameters[name] for name in parameters if has_master(name)}, dtype=torch.float32)
+    flat, flat_gradients = layout.allocate(make), gradient_layout.allocate(make)
+    return HostStage(
+        layout,
+        flat,
+        layout.views(flat),
+        gradient_layout,
+        flat_gradients,
+        gradient_layout.views(flat_gradients),
+        master_layout,
+        master_layout.views(master_layout.allocate(make)),
+        share,
+    )
+
+
+def to_host_memory(module: torch.nn.Module) -> None:
+    """Move the parameters of a stage that has just been built to the host, until a `HostStore` copies them.
+
+    A rank that does so stage by stage never has more than one of them where they are built, be it the device or, on a
+    CPU, the process's private memory.
+    """
+    parameters = dict(module.named_parameters())
+    layout = FlatLayout(parameters)
+    for name, view in layout.views(layout.allocate(host_mapping)).items():
+        parameters[name].data = view.copy_(parameters[name].data)
+
+
+def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None:
+    """Stages come and go by themselves, so none has a parameter of another one."""
+    name_of: dict[torch.nn.Parameter, str] = {}
+    names: set[str] = set()
+    for stage, parameters in stages.items():
+        for name, parameter in parameters.items():
+            if name in names:
+                raise ValueError(f"two parameters are called {name}, one of them at stage {stage}; name them apart")
+            if parameter in name_of:
+                raise ValueError(
+                    f"{name} of stage {stage} is {name_of[parameter]}, which would be gone with its own stage; give "
+                    "the stage a copy, and say that the two are tied"
+                )
+            names.add(name)
+            name_of[parameter] = name

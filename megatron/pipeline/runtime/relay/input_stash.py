@@ -1,0 +1,111 @@
+"""Inputs that wait for their recompute in the host's memory.
+
+Problem: each stage of a relay keeps the inputs of a whole batch from its forwards to its recomputes, so the device's
+bytes would grow with the number of stages.
+
+Solution: OFFLOAD takes the input from its stage and copies it to host memory (`Streams.host_buffer`: pinned on CUDA, a
+shared mapping on a CPU), RELOAD copies it into new memory of the device, and the recompute gets that. Copies run in the
+lanes. What the thread that computes allocates and frees it does at places of its row, never when a copy happens to be
+done: memory is that of the program, and on CUDA every block is made and given back in the order of one stream. So an
+input that leaves is held until a computation has waited for its OFFLOAD, or for one behind it in its lane, and a host
+buffer is taken again once one has waited for the RELOAD from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.backend.streams import streams_of
+from megatron.pipeline.program.instruction import STASH_WORDS, Instruction
+from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
+from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
+from megatron.pipeline.runtime.relay.ledger import RelayLedger
+
+_Key = tuple[int, int]  # stage, microbatch
+
+
+class InputStash:
+    """The stash of one rank. All calls come from the thread that computes, but for what `offload` and `reload` return,
+    which the lanes call. `saved` counts what is on the device, `ledger` its bytes and those of the buffers.
+
+    Attributes:
+        num_offloaded, num_bytes_offloaded: how many inputs have left, and what that has copied; as much comes back.
+        num_buffers: of host memory, each for one input.
+    """
+
+    def __init__(
+        self, saved: SavedMicrobatches, *, device: torch.device | str = "cpu", ledger: RelayLedger | None = None
+    ) -> None:
+        self.num_offloaded = self.num_bytes_offloaded = self.num_buffers = 0
+        self._saved = saved
+        self._device = torch.device(device)
+        self._make = streams_of(self._device).host_buffer
+        self._ledger = ledger
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # host buffers
+        self._away: dict[_Key, Tensor] = {}  # host buffers
+        # On the device, each in a list of its own, so that the thread of a lane holds none of them beyond its copy.
+        self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # in the order of their lane
+        self._coming: dict[_Key, list[Tensor]] = {}
+
+    def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
+        """The stage gives up the input of a microbatch. Returns what copies it."""
+        key, input = (stage.index, microbatch.index), stage.release_input(microbatch)
+        buffer = self._away[key] = self._take(input)
+        place = [input]
+        self._leaving.append((key, place))
+        self.num_offloaded += 1
+        self.num_bytes_offloaded += input.nbytes
+        del input
+        return lambda: _copy(place[0], buffer)
+
+    def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
+        """The input shall be on the device again. Returns what copies it."""
+        key = stage.index, microbatch.index
+        assert key in self._away, f"the input of microbatch {key[1]} has never left stage {key[0]}"
+        buffer = self._away[key]
+        self._saved.add(stage.index)
+        place = self._coming[key] = [torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)]
+        if self._ledger is not None:
+            self._ledger.note_on_device(place[0])
+        return lambda: _copy(buffer, place[0])
+
+    def note_awaited(self, word: Instruction) -> None:
+        """A computation has waited for a word: of an OFFLOAD, or a RELOAD, which has waited for its OFFLOAD."""
+        key = word.stage, word.microbatch
+        if word.kind in STASH_WORDS and any(each == key for each, _ in self._leaving):
+            left = None
+            while left != key:
+                left, place = self._leaving.popleft()
+                place.clear()
+                self._saved.remove(left[0])
+
+    def restore(self, stage: Stage, microbatch: Microbatch) -> None:
+        """A recompute follows, which has waited for the RELOAD, if there is one: hand over what it has brought."""
+        key = stage.index, microbatch.index
+        place = self._coming.pop(key, None)
+        if place is not None:
+            buffer = self._away.pop(key)
+            self._free[buffer.shape, buffer.dtype].append(buffer)
+            stage.restore_input(microbatch, place.pop())
+
+    def require_empty(self) -> None:
+        """Drained: every input has come back."""
+        assert not (self._away or self._leaving or self._coming), f"inputs {list(self._away)} are still away"
+
+    def _take(self, input: Tensor) -> Tensor:
+        free = self._free.setdefault((input.shape, input.dtype), [])
+        if not free:
+            self.num_buffers += 1
+            buffer = self._make(tuple(input.shape), input.dtype)
+            if self._ledger is not None:
+                self._ledger.note_on_host(buffer)
+            return buffer
+        return free.pop()
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)

@@ -1,0 +1,209 @@
+"""The lanes of a rank whose weights live on the host: to the device, from it, and the host's optimizer.
+
+Problem: FETCH, FREE, STORE_GRAD and UPDATE take time beside the computation, each kind in an order of its own, and each
+waits for others: in its own lane, in another one, in the chain of reductions, in the row.
+
+Solution: three `Lane`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator share. A
+word begins when the one before it in its lane is complete, when what it awaits is, and, on CUDA, when the device has
+done what the row gave it before. Computations wait for what they await, and so do reductions, in their own thread. A
+word is complete when its call has returned and the lane's stream has done it: other streams wait for that, and so does
+the host where it reads or writes the host's memory itself.
+
+A failure on any of these threads ends all waits here at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.backend.streams import Event, streams_of
+from megatron.pipeline.program.instruction import AWAITED, Instruction
+from megatron.pipeline.program.instruction import Lane as LaneName
+from megatron.pipeline.program.lane_order import LaneOrder
+from megatron.pipeline.runtime.contract.trace import Tracer
+from megatron.pipeline.runtime.transport.lane import Lane
+
+_LANES = (LaneName.H2D, LaneName.D2H, LaneName.HOST)
+
+
+@dataclass(eq=False, slots=True)
+class _Posted:
+    """A word that others may wait for."""
+
+    instruction: Instruction
+    is_complete: bool = False
+    event: Event = None
+
+
+class Lanes:
+    """The three lanes of one rank.
+
+    `order`: what waits for what; all instructions of the rank that wait, or are waited for, are told here, in the order
+    of its row. `timeout`: seconds that a computation waits. `on_awaited`: told each word that a computation has waited
+    for, on the computation's thread.
+    """
+
+    def __init__(
+        self,
+        order: LaneOrder,
+        *,
+        device: torch.device,
+        timeout: float,
+        tracer: Tracer | None = None,
+        on_error: Callable[[Exception], None] = lambda error: None,
+        annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
+        on_awaited: Callable[[Instruction], None] = lambda word: None,
+    ) -> None:
+        self.traced = True
+        """Whether what is requested now shall be in the trace."""
+        self.waiting: Instruction | None = None
+        """While a computation waits: for which word."""
+        self._order = order
+        self._timeout = timeout
+        self._streams = streams_of(device)
+        self._on_error = on_error
+        self._on_awaited = on_awaited
+        self._error: Exception | None = None
+        self._progress = threading.Condition()
+        self._num_told = 0
+        self._posted: dict[int, _Posted] = {}  # by number, those that may still be awaited
+        self._most_kept = 64
+        self._last: dict[LaneName, _Posted] = {}
+        self._lanes = {
+            name: Lane(name.value, device=device, tracer=tracer, on_error=self.fail, annotate=annotate)
+            for name in _LANES
+        }
+
+    @property
+    def num_incomplete(self) -> int:
+        return sum(lane.num_incomplete for lane in self._lanes.values())
+
+    def request(self, instruction: Instruction, call: Callable[[], Any]) -> None:
+        """Have the instruction's lane call `call`; it is complete when that has returned, on the device too."""
+        self._raise_error()
+        name = instruction.kind.row.lane
+        posted, awaited = self._tell(instruction)
+        given = self._streams.record()
+        on_host = name is LaneName.HOST  # it reads what a copy has brought, with no kernel of the device
+
+        def ready() -> None:
+            self._join(awaited, on_host=on_host)
+            self._streams.wait(given)
+
+        def carry_out() -> None:
+            call()
+            self._complete(posted)
+
+        self._last[name] = posted
+        self._lanes[name].request(instruction, carry_out, ready=ready, traced=self.traced)
+
+    def in_chain(self, instruction: Instruction, call: Callable[[], None]) -> Callable[[], None]:
+        """What the chain shall call for a reduction that waits for lanes, or for which they wait."""
+        posted, awaited = self._tell(instruction)
+
+        def reduce() -> None:
+            self._join(awaited, on_host=True)
+            call()
+            self._complete(posted)
+
+        return reduce
+
+    def wait_for(self, computation: Instruction) -> bool:
+        """Wait until what `computation` awaits is complete. Whether there was anything to wait for.
+
+        On CUDA the host waits until it has been given to the device, and the current stream until that is done.
+
+        Raises:
+            TimeoutError: that takes too long; names what is awaited, and what is in its way.
+            Exception: what a lane or a reduction raised.
+        """
+        _, awaited = self._tell(computation)
+        waits = any(not each.is_complete for each in awaited)
+        if waits:
+            self.waiting = next((each.instruction for each in awaited if not each.is_complete), None)
+        self._join(awaited, timeout=self._timeout, waiting=computation)
+        self.waiting = None
+        for each in awaited:
+            self._on_awaited(each.instruction)
+        return waits
+
+    def settle(self) -> None:
+        """When drained: wait until all that was requested is complete, and the lanes hold and note nothing more."""
+        self._join(list(self._last.values()), timeout=self._timeout, on_host=True)
+        self._last.clear()
+        for lane in self._lanes.values():
+            lane.wait(lane.num_requested, self._timeout)
+
+    def fail(self, error: Exception) -> None:
+        """What a lane or the chain raised ends all waits; the first is told."""
+        with self._progress:
+            if self._error is not None:
+                return
+            self._error = error
+            self._progress.notify_all()
+        self._on_error(error)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the threads once what was requested is done."""
+        for lane in self._lanes.values():
+            lane.close(timeout)
+
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    def _tell(self, instruction: Instruction) -> tuple[_Posted, list[_Posted]]:
+        """The instruction as others will wait for it, and what it waits for itself."""
+        awaited = [self._posted[number] for number in self._order.awaited(instruction)]
+        posted = _Posted(instruction)
+        if instruction.kind in AWAITED:
+            self._posted[self._num_told] = posted
+        self._num_told += 1
+        if len(self._posted) > self._most_kept:
+            still = self._order.still_awaited()
+            self._posted = {number: each for number, each in self._posted.items() if number in still}
+            self._most_kept = 2 * len(self._posted) + 64
+        return posted, awaited
+
+    def _complete(self, posted: _Posted) -> None:
+        event = self._streams.record()
+        with self._progress:
+            posted.event, posted.is_complete = event, True
+            self._progress.notify_all()
+
+    def _join(
+        self,
+        awaited: Sequence[_Posted],
+        *,
+        on_host: bool = False,
+        timeout: float | None = None,
+        waiting: Instruction | None = None,
+    ) -> None:
+        """Until all of these are complete: on the host, and then on the device for the current stream, or `on_host` for
+        the host, too.
+        """
+        if not awaited:
+            return
+        with self._progress:
+            self._progress.wait_for(
+                lambda: self._error is not None or all(each.is_complete for each in awaited), timeout
+            )
+            late = next((each.instruction for each in awaited if not each.is_complete), None)
+        if late is not None:
+            self._raise_error()
+            raise self._overdue(late, waiting)
+        for each in awaited:
+            (self._streams.finish if on_host else self._streams.wait)(each.event)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _overdue(self, late: Instruction, waiting: Instruction | None) -> TimeoutError:
+        who = "the end of the leg" if waiting is None else str(waiting)
+        under_way = [str(lane.current) for lane in self._lanes.values() if lane.current not in (None, late)]
+        beside = f"; {' and '.join(under_way)} {'are' if len(under_way) > 1 else 'is'} under way" if under_way else ""
+        return TimeoutError(f"{who} waited {self._timeout:g} s for {late} ({late.kind.row.lane.value}){beside}")

@@ -1,0 +1,1 @@
+"""Stages that sleep instead of computing: they measure the schedule and the runtime."""

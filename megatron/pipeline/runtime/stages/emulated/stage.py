@@ -1,0 +1,265 @@
+"""A stage that sleeps instead of computing, and really sends what a stage would send.
+
+Problem: on two cores nobody can measure how well a schedule of sixteen stages overlaps; the processors would be the
+limit.
+
+Solution: forward and backward sleep until a deadline, so many stages run on few cores, while transfers and reductions
+move real bytes between real processes. What is measured is the schedule and the runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport, Eviction, Microbatch
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.update.norm_reduction import all_reduce_norm
+
+_PR_SET_TIMERSLACK = 29
+
+
+def sharpen_sleep() -> None:
+    """Ask Linux to wake this thread when it said (1 ns slack instead of 50 us); elsewhere sleeping stays coarse."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+    except (AttributeError, OSError):
+        return
+
+
+_OVERSLEEP = 0.0002
+
+
+def sleep_for(seconds: float) -> None:
+    """Wait until `seconds` from now by the monotonic clock.
+
+    Sleeping takes longer than asked, by 0.1 ms and more on a virtual machine, and would do so in every computation. So
+    the last 0.2 ms pass awake.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(max(left - _OVERSLEEP, 0.0))
+
+
+@dataclass(frozen=True)
+class EmulatedTimes:
+    """Seconds that a microbatch takes at a stage; `recompute` defaults to nothing being recomputed."""
+
+    forward: float
+    backward: float
+    recompute: float = 0.0
+
+
+class EmulatedStage:
+    """Stage `index` of `num_stages` that takes `times` and sends `payload_bytes` per microbatch in both directions.
+
+    It counts `activation_bytes` for each microbatch that it saves, and moves as many if it has an `activation_memory`.
+    """
+
+    loss_names = ("loss",)
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        num_stages: int,
+        times: EmulatedTimes,
+        payload_bytes: int,
+        activation_bytes: int = 0,
+        activation_memory: ActivationMemory | None = None,
+    ) -> None:
+        spec = TensorSpec((max(1, payload_bytes // 4),), torch.float32)
+        self.index = index
+        self.num_stages = num_stages
+        self.input_spec = None if index == 0 else spec
+        self.output_spec = None if index == num_stages - 1 else spec
+        self._times = times
+        self._payload = torch.zeros(spec.shape, dtype=spec.dtype)  # never written: every send may read the same tensor
+        if activation_memory is not None and activation_bytes < 8:
+            raise ValueError(
+                f"activation_bytes is {activation_bytes}; give 8 and more, for a moved microbatch carries its number"
+            )
+        self._activation_bytes = activation_bytes
+        self._memory = activation_memory
+        self._saved: dict[int, Tensor | None] = {}  # microbatch -> the buffer that it was loaded into
+        sharpen_sleep()
+
+    def load_version(self, version: int) -> None:
+        """No weights to show."""
+
+    def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        sleep_for(self._times.forward)
+        if self._memory is not None:
+            self._saved[microbatch.index] = None
+            self._memory.hold(self.index, microbatch.index, self._activation_bytes)
+        return None if self.output_spec is None else self._payload
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        sleep_for(self._times.recompute)
+
+    def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
+        sleep_for(self._times.backward)
+        if self._memory is not None:
+            del self._saved[microbatch.index]
+            self._memory.drop(self.index, microbatch.index)
+        return None if self.input_spec is None else self._payload
+
+    def free_output(self, microbatch: Microbatch) -> None:
+        """The payload stays."""
+
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        return self._activation_bytes if microbatch.index in self._saved else 0
+
+    def evict(self, microbatch: Microbatch) -> Eviction:
+        if self._memory is None:
+            raise RuntimeError(f"stage {self.index} has no activation_memory, so nothing of it can move")
+        index = microbatch.index
+        del self._saved[index]
+
+        def pack() -> Tensor:
+            buffer = self._memory.take_buffer(self._activation_bytes, instead_of=(self.index, index))
+            buffer[:8].view(torch.int64).fill_(index)
+            return buffer
+
+        return Eviction(self._activation_bytes, pack)
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        """Raises RuntimeError when another microbatch comes back."""
+        assert microbatch.index not in self._saved, f"microbatch {microbatch.index} is here already"
+        if (found := buffer[:8].view(torch.int64).item()) != microbatch.index:
+            raise RuntimeError(f"stage {self.index} was given back microbatch {found} for {microbatch.index}")
+        self._saved[microbatch.index] = buffer
+
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        return torch.full_like(self._payload, microbatch.index)
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        """Raises RuntimeError when another microbatch's comes back."""
+        if not torch.equal(input, torch.full_like(self._payload, microbatch.index)):
+            raise RuntimeError(f"stage {self.index} was given back another input for microbatch {microbatch.index}")
+
+    def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        sleep_for(self._times.forward)
+        return None if self.output_spec is None else self._payload
+
+    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class EmulatedReduction:
+    """One link of the chain: an all-reduce of `num_bytes` over `group`, or without a group a sleep of `seconds`."""
+
+    num_bytes: int = 0
+    group: Any = None
+    seconds: float = 0.0
+
+    def run(self, buffer: Tensor | None) -> None:
+        if self.group is not None:
+            torch.distributed.all_reduce(buffer, group=self.group)
+        if self.seconds:
+            sleep_for(self.seconds)
+
+
+class EmulatedUpdate:
+    """A weight update that only moves bytes: `grad` and `embed` are reduced where the program says so, `step`,
+    `predict` and `hold` sleep.
+
+    `job_group`: all ranks of the job, for the norm reduction; None skips it.
+    """
+
+    def __init__(
+        self,
+        *,
+        grad: EmulatedReduction | None = None,
+        embed: EmulatedReduction | None = None,
+        job_group: Any = None,
+        step_seconds: float = 0.0,
+        predict_seconds: float = 0.0,
+        hold_seconds: float = 0.0,
+    ) -> None:
+        self._grad, self._grad_buffer = grad, self._buffer(grad)
+        self._embed, self._embed_buffer = embed, self._buffer(embed)
+        self._job_group = job_group
+        self._step_seconds = step_seconds
+        self._predict_seconds = predict_seconds
+        self._hold_seconds = hold_seconds
+        self._reports: dict[int, BatchReport] = {}
+        self._unfinished: dict[int, int] = {}  # version -> how many of step and norm are to come
+
+    @staticmethod
+    def _buffer(reduction: EmulatedReduction | None) -> Tensor | None:
+        if reduction is None or reduction.group is None:
+            return None
+        return torch.zeros(max(1, reduction.num_bytes // 4))
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
+        self._unfinished[info.index + 1] = 2
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        """No gradients."""
+
+    def resume_backward(self, info: BatchInfo) -> None:
+        """No gradients."""
+
+    def reduce_grad(self, version: int, stage: int) -> None:
+        self.reduce_partial(version)
+
+    def reduce_partial(self, version: int) -> None:
+        if self._grad is not None:
+            self._grad.run(self._grad_buffer)
+
+    def reduce_embed(self, version: int) -> None:
+        if self._embed is not None:
+            self._embed.run(self._embed_buffer)
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        report = self._report(version)
+        sums = all_reduce_norm(
+            norm_squared=1.0,
+            overflow=False,
+            wishes=wishes,
+            losses=losses,
+            loss_names=EmulatedStage.loss_names,
+            group=self._job_group,
+            device=torch.device("cpu"),
+        )
+        report.grad_norm = sums.norm
+        report.wishes = sums.wishes
+
+    def step(self, version: int) -> BatchReport:
+        sleep_for(self._step_seconds)
+        return self._report(version)
+
+    def begin_evaluation(self) -> None:
+        """No weights."""
+
+    def show_newest(self) -> None:
+        """No weights."""
+
+    def hold(self, version: int, num_microbatches: int) -> None:
+        sleep_for(self._hold_seconds)
+
+    def hold_embed(self, version: int, num_microbatches: int) -> None:
+        """No gradients."""
+
+    reduce_partial_embed = reduce_embed
+
+    def predict(self, version: int, num_microbatches: int) -> None:
+        sleep_for(self._predict_seconds)
+
+    def _report(self, version: int) -> BatchReport:
+        """The report that the step and the norm share, whichever comes last."""
+        self._unfinished[version] -= 1
+        if self._unfinished[version]:
+            return self._reports[version]
+        del self._unfinished[version]
+        return self._reports.pop(version)

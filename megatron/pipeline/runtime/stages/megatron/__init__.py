@@ -1,0 +1,1 @@
+"""Chunks of megatron.core as stages, and megatron.core's optimizers as their update."""

@@ -1,0 +1,122 @@
+"""What is decided about a batch for all of the job alike: its loss scale, its report, how its gradients are scaled, and
+what follows for the next batch.
+
+Wherever the weights live, one norm and one overflow decide about a batch, over one float64 all-reduce; the step divides
+by the loss scale and clips with one factor, and then learning rate and loss scale go on.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from megatron import backend
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
+from megatron.pipeline.runtime.stages.megatron.loss_scale import LossScales
+from megatron.pipeline.runtime.stages.megatron.optimizers import single_optimizer
+from megatron.pipeline.runtime.update.norm_reduction import all_reduce_norm
+
+
+class Decisions:
+    """Those of one rank.
+
+    Args:
+        optimizer, scheduler, loss_names, gauges: as for `MegatronWeightUpdate`.
+        delay: by how many batches the weights of a batch lie behind it.
+        world: all ranks of the job, used on the chain's thread; None for a single one.
+
+    Attributes:
+        scales: the loss scales of the batches.
+        clip_grad: the norm to clip to; 0: none.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None,
+        *,
+        delay: int,
+        world: ChainGroup | None,
+        loss_names: tuple[str, ...],
+        gauges: Mapping[str, Callable[[], float]] | None,
+    ) -> None:
+        inner = single_optimizer(optimizer)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._scaler = getattr(inner, "grad_scaler", None)
+        self._world = world
+        self._loss_names = loss_names
+        self._gauges = dict(gauges or {})
+        self.clip_grad = inner.config.clip_grad
+        self.scales = LossScales(self._scaler, delay=delay + 1)
+
+    def begin(self, info: BatchInfo) -> BatchReport:
+        """The report of a batch that begins, which has its loss scale."""
+        scale = self.scales.of_batch(info.index)
+        return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
+
+    def complete(
+        self,
+        report: BatchReport,
+        norm_squared: float,
+        wishes: int,
+        losses: Mapping[str, tuple[float, float]],
+        *,
+        layers_squared: Sequence[float] = (),
+    ) -> None:
+        """Fill in the batch's report from what all ranks say. Collective, on the chain's thread.
+
+        `norm_squared`: of this rank's gradients, with the loss scale in them; `layers_squared`: of each layer's.
+        """
+        sums = all_reduce_norm(
+            norm_squared=norm_squared,
+            overflow=not math.isfinite(norm_squared),
+            wishes=wishes,
+            losses=losses,
+            loss_names=self._loss_names,
+            group=self._world and self._world.process_group,
+            device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
+            layers_squared=layers_squared,
+            gauges={name: read() for name, read in self._gauges.items()},
+        )
+        overflow = sums.num_overflows > 0
+        report.grad_norm = sums.norm / report.loss_scale
+        report.overflow = self._scaler is not None and overflow
+        report.wishes = sums.wishes
+        report.layers_squared = tuple(each / report.loss_scale**2 for each in sums.layers_squared)
+        report.gauges = sums.gauges
+        report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
+        report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
+            self._scaler is None and overflow
+        )
+
+    def coefficient(self, report: BatchReport, *, norm: float | None = None) -> float:
+        """The factor that unscales and clips a batch's gradients; by another norm than its own where one is given."""
+        norm = report.grad_norm if norm is None else norm
+        coefficient = 1.0 / report.loss_scale
+        if self.clip_grad > 0.0:
+            clip = self.clip_grad / (norm + 1.0e-6)
+            if clip < 1.0:
+                coefficient *= clip
+        return coefficient
+
+    def note(self, report: BatchReport) -> None:
+        """The batch is to be stepped, unless it overflowed: with which learning rate."""
+        report.learning_rate = self.learning_rate
+        report.skipped = report.overflow
+
+    def advance(self, report: BatchReport) -> None:
+        """Learning rate and loss scale go on behind the batch."""
+        if not report.skipped and self._scheduler is not None:
+            self._scheduler.step(increment=report.num_samples)
+        self.scales.step(report.batch, scale=report.loss_scale, overflow=report.overflow)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, of the groups that follow the schedule."""
+        groups = self._optimizer.param_groups
+        followers = [group for group in groups if group.get("default_config", True)] or groups
+        return float(followers[0]["lr"]) if followers else 0.0

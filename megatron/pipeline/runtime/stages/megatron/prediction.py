@@ -1,0 +1,262 @@
+"""Predicted weights of megatron.core's chunks: from a part of a batch's gradients, through its own optimizer.
+
+The step to come is taken provisionally (`provisional_step`), with the gradients that lie in the running buffer
+times c m / (n s): n of the batch's m microbatches are done, s is its loss scale and c clips (`prediction_clip`). The
+result goes into the slot of the weights that the next batch uses: each parameter from its FP32 master, or
+with the distributed optimizer each replica's shards, which are gathered then.
+
+Replicas read what they have themselves, so without the distributed optimizer each computes at a point of its own;
+`reduce_partial` has them read the mean. Tensor ranks have to agree: what each of them has seen a part of is added up,
+they clip by one norm, and an overflow of one leaves all without a prediction. A tied embedding is judged by its own
+gradient, which both stages have, so its copies stay equal.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot
+from megatron.pipeline.runtime.stages.megatron.optimizers import MegatronCoreOptimizer
+from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, tensor_parallel_parameters
+from megatron.pipeline.runtime.stages.megatron.weights import DistributedSlots, named_parameters, separate_masters
+from megatron.pipeline.runtime.update.gradient_norm import norm_squared
+from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.update.prediction_clip import prediction_factor
+from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep, is_scale_invariant
+
+
+@dataclass
+class PartialGradients:
+    """What so many microbatches of a batch add up to."""
+
+    slot: GradientSlot
+    num_microbatches: int
+
+
+@dataclass
+class PartialEmbedding:
+    """The same of a tied embedding alone."""
+
+    gradient: Tensor
+    num_microbatches: int
+
+
+class MegatronPrediction:
+    """Predicts the weights of one rank's chunk.
+
+    Attributes:
+        versions: the predicted weights, and the true ones.
+        reduces: replicas read the mean of all.
+        uniform: predictions are to be equal over cuts into stages, so they clip by `clip_factor` alone.
+        clip_factor: of the last step that was not skipped; None: there was none yet, and it will clip.
+
+    Raises:
+        ValueError: an optimizer that keeps no FP32 masters, or hides them.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronCoreOptimizer,
+        reduction: Callable[[], GradientReduction],
+        *,
+        reduce_partial: bool,
+        uniform: bool,
+    ) -> None:
+        if optimizer.config.use_precision_aware_optimizer:
+            raise ValueError(
+                "Predicted weights start from FP32 masters, which a precision-aware optimizer does not show: leave out "
+                "--use-precision-aware-optimizer, or --2bw-provisional."
+            )
+        self._optimizer = optimizer
+        self.reduces = reduce_partial
+        self.uniform = uniform
+        self._distributed = isinstance(optimizer, DistributedOptimizer)
+        self._shards_group = chunks[0].intra_dp_cp_group
+        self._num_unread = 0 if reduce_partial else chunks[0].dp_cp_group.size() - 1
+        self._reduction = reduction
+        self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
+        slots = None
+        if self._distributed:
+            separate_masters(optimizer, share_storage=False)
+            slots = DistributedSlots(chunks)
+        self._provisional = None if optimizer.is_stub_optimizer else ProvisionalStep(optimizer.optimizer)
+        self._model_of = dict(self._masters())
+        self.versions = PredictedVersions(
+            named_parameters(chunks),
+            stepped=frozenset(self._names[model] for own, (model, _) in self._model_of.items() if own is model),
+            write_true=self._write_true,
+            make_slot=slots and slots.make,
+            on_switch=slots and slots.switch,
+        )
+        summed, averaged = tensor_parallel_parameters(chunks)
+        self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
+        self.clip_factor: float | None = None if optimizer.config.clip_grad > 0.0 else 1.0
+
+    def _masters(self) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
+        """Each parameter of the optimizer, with the one of the model and the part of it that it is."""
+        optimizer = self._optimizer
+        if optimizer.is_stub_optimizer:
+            return
+        if isinstance(optimizer, FP32Optimizer):
+            pairs = [(group["params"], group["params"]) for group in optimizer.optimizer.param_groups]
+        elif self._distributed:
+            pairs = [
+                *zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True),
+                *zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True),
+            ]
+        else:
+            pairs = [
+                *zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True),
+                *zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True),
+            ]
+        for masters, models in pairs:
+            for master, model in zip(masters, models, strict=True):
+                part = slice(None)
+                if self._distributed:
+                    within = optimizer._get_model_param_range_map(model)["param"]
+                    part = slice(within.start, within.end)
+                yield master, (model, part)
+
+    # Called on the chain thread.
+
+    def reduce(self, partial: PartialGradients) -> None:
+        """Average what is kept over the replicas."""
+        self._reduction().over_data(partial.slot)
+
+    def reduce_embedding(self, partial: PartialEmbedding) -> None:
+        """Add up what both stages keep of their embedding."""
+        self._reduction().over_partial_embedding(partial.gradient, over_data=self.reduces)
+
+    # Called on the main thread.
+
+    def hold_embedding(self, slot: GradientSlot, num_microbatches: int) -> PartialEmbedding:
+        """What the buffer has of the tied embedding."""
+        embedding = self._reduction().tied_embedding
+        return PartialEmbedding(slot.views[embedding].clone(), num_microbatches)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        version: int,
+        partial: PartialGradients,
+        embedding: PartialEmbedding | None,
+        *,
+        num_microbatches: int,
+        loss_scale: float,
+        can_overflow: bool,
+    ) -> None:
+        """Make the predicted weights of `version` from a part of the gradients of a batch of so many microbatches."""
+        gradients = {model: partial.slot.views[model] for model in self._names}
+        tied = None
+        if embedding is not None:
+            tied = self._reduction().tied_embedding
+            gradients[tied] = embedding.gradient
+        for model, gradient in self._partial_sums_over_tensor(gradients):
+            gradients[model] = gradient
+        read = [each.num_microbatches for each in (partial, embedding) if each is not None]
+        parts = [each / num_microbatches for each in read]
+        clips = self._optimizer.config.clip_grad > 0.0 and not self.uniform
+        squares = self._norms_squared(gradients, tied) if clips or can_overflow else None
+        factors = self._factors(parts, squares if clips else None, loss_scale=loss_scale)
+        finite = squares.isfinite().unbind() if can_overflow else (None, None)
+        knows = self.clip_factor is not None or self._is_scale_invariant()
+        with self.versions.predicting(version) as target:
+
+            def target_of(own: Tensor) -> Tensor:
+                model, part = self._model_of[own]
+                return target[self._names[model]].view(-1)[part]
+
+            def gradient_of(own: Tensor) -> tuple[Tensor, float | Tensor]:
+                model, part = self._model_of[own]
+                return gradients[model].view(-1)[part], factors[model is tied]
+
+            with self.versions.true_weights():
+                if knows and self._provisional is not None:
+                    self._provisional.take(
+                        gradient_of, target_of, where=lambda own: finite[self._model_of[own][0] is tied]
+                    )
+                else:
+                    for own in self._model_of:
+                        target_of(own).copy_(own.view(-1))
+            self._gather()
+
+    def _partial_sums_over_tensor(self, gradients: dict[Parameter, Tensor]) -> list[tuple[Parameter, Tensor]]:
+        """Copies, added up over the tensor ranks, of gradients of which each of them has seen a part."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        result = []
+        for models, operation in self._over_tensor if group.size() > 1 else ():
+            if models:
+                flat = torch.cat([gradients[model].reshape(-1) for model in models])
+                dist.all_reduce(flat, group=group)  # SUM and MAX are what the group was warmed up with
+                if operation is dist.ReduceOp.AVG:
+                    flat.div_(group.size())
+                parts = flat.split([model.numel() for model in models])
+                result += [(model, part.view(model.shape)) for model, part in zip(models, parts, strict=True)]
+        return result
+
+    def _is_scale_invariant(self) -> bool:
+        return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
+
+    def _norms_squared(self, gradients: dict[Parameter, Tensor], tied: Parameter | None) -> Tensor:
+        """Squared norms by which the parameters of the stage are judged, and the tied embedding, whose gradient both
+        its copies have: two scalars, equal on all ranks that have the same parameters, or parts, and read the same.
+        """
+        of_stage = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
+        reads_shards = self._distributed and self.reduces  # of the rest there is no mean on this rank
+        if reads_shards:
+            of_stage = {
+                model: of_stage[model].view(-1)[part] for model, part in self._model_of.values() if model in of_stage
+            }
+        parts = of_stage.values(), [gradients[tied]] if tied is not None else []
+        squares = torch.stack([norm_squared(each, device=backend.device()) for each in parts])
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(squares, group=group)
+        if reads_shards:
+            dist.all_reduce(squares[0], group=self._shards_group)
+        return squares
+
+    def _counts(self, model: Parameter) -> bool:
+        """Whether this tensor rank has a part of the parameter, or the one copy that counts."""
+        return param_is_not_tensor_parallel_duplicate(model, parallel_state.get_tensor_model_parallel_group())
+
+    def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:
+        """On the gradients of the stage and of the tied embedding, of which such parts of the batch are known."""
+        last = self.clip_factor or 1.0
+        if squares is None:
+            return [last / part / loss_scale for part in parts]
+        largest = self._optimizer.config.clip_grad
+        return [
+            prediction_factor(
+                part, each, last=last, largest=largest, num_unread=self._num_unread, loss_scale=loss_scale
+            )
+            for part, each in zip(parts, squares, strict=False)
+        ]
+
+    def step(self) -> None:
+        """Step the optimizer, whose gradients are ready; the model's parameters stay as they are."""
+        if not self._optimizer.is_stub_optimizer:
+            with self.versions.true_weights():
+                self._optimizer.optimizer.step()
+
+    def _write_true(self) -> None:
+        """Write what masters hold into the parameters that are shown."""
+        if not self._optimizer.is_stub_optimizer:
+            self._optimizer._copy_main_params_to_model_params()
+        self._gather()
+
+    def _gather(self) -> None:
+        if self._distributed:
+            for chunk in self._optimizer.model_chunks:
+                chunk.start_param_sync()

@@ -1,0 +1,181 @@
+"""What the chain reduces: one batch's gradients, over replicas, tensor ranks and tied embeddings, and their norm.
+
+megatron.core does the same in `finalize_model_grads` and in its optimizers' `prepare_grads`, but on the buffers that
+backwards write to, on its own groups and with two or three collectives for norm and overflow. Here every function
+takes the gradient slot of one finished batch, so the next batch's backwards may run meanwhile.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron import backend
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot, bucket_of
+from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
+from megatron.pipeline.runtime.stages.megatron.optimizers import MegatronCoreOptimizer
+from megatron.pipeline.runtime.stages.megatron.place import tied_embeddings
+from megatron.pipeline.runtime.stages.megatron.weights import named_parameters
+from megatron.pipeline.runtime.update.gradient_norm import norms_of, sum_of_squares
+
+
+class GradientReduction:
+    """Reduces gradient slots of one rank's chunks on the chain's groups.
+
+    A slot may hold a part of the rank's parameters, as where gradients leave stage by stage; what is asked about others
+    is about none then. `buffers`: megatron.core's, which say how the slots' flat tensors are scaled and cut; none where
+    `over_data` is not asked.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronCoreOptimizer,
+        buffers: Sequence[Any],
+        groups: ChainGroups,
+    ) -> None:
+        self._optimizer = optimizer
+        self._distributed = isinstance(optimizer, DistributedOptimizer)
+        self._buffers = buffers
+        self._groups = groups
+        self._embeddings = tied_embeddings(chunks)
+        summed, averaged = tensor_parallel_parameters(chunks)
+        self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
+        self._counted = self._find_counted(chunks)
+
+    def over_data(self, slot: GradientSlot) -> None:
+        """Average over the data-parallel replicas; with the distributed optimizer only this rank's shards are valid."""
+        group = self._groups.data
+        for buffer, flat in zip(self._buffers, slot.flats, strict=True):
+            if buffer.gradient_scaling_factor != 1.0:
+                flat.mul_(buffer.gradient_scaling_factor)
+            if group is None:
+                continue
+            if not self._distributed:
+                group.all_reduce(flat)
+                continue
+            for bucket in buffer.buckets:
+                group.reduce_scatter(bucket_of(flat, bucket))
+
+    def over_embedding(self, slot: GradientSlot) -> None:
+        """Add up the gradients of the word embedding that the first and the last stage share."""
+        if not self._embeddings or self._groups.embedding is None:
+            return
+        [embedding] = self._embeddings
+        gradient = self._owned(embedding, slot)
+        if gradient is not None:
+            self._groups.embedding.all_reduce(gradient)
+
+    @property
+    def tied_embedding(self) -> Parameter:
+        """The rank's copy of the word embedding that another stage shares."""
+        [embedding] = self._embeddings
+        return embedding
+
+    def over_partial_embedding(self, partial: Tensor | GradientSlot, *, over_data: bool) -> None:
+        """Add up what both stages give of its gradient; `over_data`: and average it over the replicas before.
+
+        `partial`: the gradient, or a slot that has it, if this rank has a copy of the embedding.
+        """
+        if isinstance(partial, GradientSlot):
+            if len(self._embeddings) != 1 or self._groups.embedding is None:
+                return
+            partial = partial.views[self.tied_embedding]
+        gradient = partial
+        if over_data and self._groups.data is not None:
+            self._groups.data.all_reduce(gradient)
+            gradient.div_(self._groups.data.size)
+        if self._groups.embedding is not None:
+            self._groups.embedding.all_reduce(gradient)
+
+    def over_embedding_copies(self, slot: GradientSlot) -> None:
+        """The same where both stages are on this rank: no group, and no instruction."""
+        if len(self._embeddings) < 2:
+            return
+        first, last = (self._owned(each, slot) for each in self._embeddings)  # shards of both are alike
+        if first is not None:
+            first.add_(last)
+            last.copy_(first)
+
+    def over_tensor(self, slot: GradientSlot) -> None:
+        """Add up the gradients of parameters of which each tensor rank has seen a part (sequence parallelism)."""
+        for all_params, operation in self._over_tensor:
+            params = [param for param in all_params if param in slot.views]
+            if params and self._groups.tensor is not None:
+                views = [slot.views[param] for param in params]
+                flat = torch.cat([view.reshape(-1) for view in views])
+                self._groups.tensor.all_reduce(flat, operation)
+                for view, reduced in zip(views, flat.split([view.numel() for view in views]), strict=True):
+                    view.copy_(reduced.view_as(view))
+
+    def local_norm_squared(self, slot: GradientSlot) -> Tensor:
+        """Square of the norm of the gradients that this rank counts: every element of the model is counted once.
+
+        One FP32 norm per parameter, their squares added in float64: so the sum depends on the cut into stages only in
+        its last bits.
+        """
+        return self.norm_squared(self.local_norms(slot))
+
+    def local_norms(self, slot: GradientSlot) -> dict[Parameter, Tensor]:
+        """The norms of the gradients that this rank counts, of those in the slot: FP32 scalars."""
+        held = [param for param in self._counted if param in slot.views]
+        parts = {param: part for param in held if (part := self._owned(param, slot)) is not None}
+        return dict(zip(parts, norms_of(parts.values()), strict=True))
+
+    @property
+    def counted(self) -> Sequence[Parameter]:
+        """The parameters that this rank counts in the norm, in the order of the sum."""
+        return self._counted
+
+    def norm_squared(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
+        """The square of the rank's norm from `local_norms` of all its parameters, however these were come by."""
+        ordered = [norms[param] for param in self._counted if param in norms]
+        return sum_of_squares(ordered, device=backend.device())
+
+    def _owned(self, param: Parameter, slot: GradientSlot) -> Tensor | None:
+        """The part of a parameter's gradient that is valid on this rank after `over_data`; None if there is none."""
+        view = slot.views[param]
+        if not self._distributed:
+            return view
+        if param not in self._ranges:
+            return None
+        part = self._ranges[param]
+        return view.view(-1)[part.start : part.end]
+
+    def _find_counted(self, chunks: list[DistributedDataParallel]) -> list[Parameter]:
+        tensor_group = getattr(self._optimizer, "tp_group", None)
+        params = [
+            param
+            for param in named_parameters(chunks).values()
+            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tensor_group)
+        ]
+        self._ranges = {}
+        if self._distributed and not self._optimizer.is_stub_optimizer:
+            for param in self._optimizer.model_param_gbuf_map:
+                self._ranges[param] = self._optimizer._get_model_param_range_map(param)["param"]
+        replica = 0 if self._groups.data is None or self._distributed else self._groups.data.rank
+        return params if replica == 0 else []
+
+
+def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
+    """Parameters whose gradients are summed, and averaged, over the tensor-parallel group; megatron.core's rules."""
+    summed, averaged = [], []
+    for chunk in chunks:
+        for name, param in unwrap_model(chunk).named_parameters():
+            if not param.requires_grad:
+                continue
+            if getattr(param, "average_gradients_across_tp_domain", False):
+                averaged.append(param)
+            elif (chunk.config.sequence_parallel and getattr(param, "sequence_parallel", False)) or (
+                chunk.config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+            ):
+                summed.append(param)
+    return summed, averaged

@@ -1,0 +1,345 @@
+"""Weights on the host for megatron.core's chunks and optimizers: the relay of L2L (Pudipeddi et al., 2020).
+
+Problem: megatron.core's optimizers own masters and moments, and with them the formats of all checkpoints; in FP32 they
+own the model's parameters themselves, which show what is on the device: a slot, or NaN.
+
+Solution: the optimizer is made of the chunks' parameters as ever, and nobody steps it. The host's optimizer steps
+tensors of its own, stage by stage, with the optimizer's state of the parameters for which they stand: the host's
+weights in FP32, else the optimizer's masters, behind which the low-precision weights are written. Drained, parameters
+show the host's weights, and then chunks and optimizer are what they are where weights live on the device: checkpoints
+are written and read by the same code.
+
+A stage's gradients are averaged and summed over ranks before they leave, and give their norms: one FP32 norm of each
+parameter, as everywhere, so that the norm of a rank is, in one order of its parameters, that of other schedules to the
+last bit. Tied embeddings, of which both gradients have left by then, come back for a moment to be added up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.weight_policies import FLUSH, weight_policy
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer, Settings
+from megatron.pipeline.runtime.relay.host_store import HostStore
+from megatron.pipeline.runtime.relay.host_versions import HostVersions
+from megatron.pipeline.runtime.relay.ledger import RelayLedger
+from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
+from megatron.pipeline.runtime.relay.norms_on_host import NormsOnHost
+from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights, StageWeights
+from megatron.pipeline.runtime.relay.stage_gradients import StageGradients, copied_back
+from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
+from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot
+from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups, uses_nccl
+from megatron.pipeline.runtime.stages.megatron.optimizers import masters_of, single_optimizer
+from megatron.pipeline.runtime.stages.megatron.place import tied_embeddings
+from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction
+from megatron.pipeline.runtime.stages.megatron.relay_chunk import RelayChunk, show_as_main_grad
+from megatron.pipeline.runtime.stages.megatron.warm_up import warm_up_common
+
+
+@dataclass
+class _Batch:
+    """A batch between its first forward and the last of its updates.
+
+    `settings`: what the optimizer's groups said when it began. `coefficient`: what STEP decided to multiply them by.
+    """
+
+    report: BatchReport
+    settings: Settings
+    num_updates_left: int
+    coefficient: float = 1.0
+    stepped: bool = False
+
+
+class MegatronRelayUpdate:
+    """`RelayUpdate` of one rank's chunks and their megatron.core optimizer.
+
+    Args:
+        chunks: the rank's model chunks, in the order of their stages.
+        optimizer: what `get_megatron_optimizer` returned for them; not the distributed optimizer.
+        scheduler, loss_names, timeout, gauges: as for `MegatronWeightUpdate`; `ledger` adds its own.
+        stages: those of the chunks.
+        residency: of the schedule.
+        host: what to call this host; replicas that say the same share one store. None: its host name.
+        gathers: they fetch shares of weights, of which their devices gather the whole.
+
+    Raises:
+        ValueError: an optimizer or chunks that this update cannot drive exactly.
+    """
+
+    weights = weight_policy(FLUSH)
+    replicas_predict_apart = False
+
+    def __init__(
+        self,
+        chunks: Sequence[RelayChunk],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None = None,
+        *,
+        stages: Sequence[int],
+        residency: Residency,
+        loss_names: tuple[str, ...] = ("lm loss",),
+        timeout: timedelta | None = None,
+        gauges: Mapping[str, Callable[[], float]] | None = None,
+        host: str | None = None,
+        gathers: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.residency = residency
+        self._is_eager = residency.is_eager
+        self._inner = single_optimizer(optimizer)
+        self._groups = ChainGroups.create(timeout=timeout or DEFAULT_TIMEOUT)
+        self._check(chunks)
+        models = dict(zip(stages, map(unwrap_model, chunks), strict=True))
+        self._parameters = {
+            stage: {f"{stage}.{name}": each for name, each in model.named_parameters()}
+            for stage, model in models.items()
+        }
+        named = {name: each for of_stage in self._parameters.values() for name, each in of_stage.items()}
+        masters = masters_of(self._inner)
+        self._sums_in_fp32 = chunks[0].ddp_config.grad_reduce_in_fp32
+        device = backend.device()
+        self.store = HostStore(
+            self._parameters,
+            device=device,
+            masters={name: masters[each] for name, each in named.items() if each in masters},
+            gradient_dtype=torch.float32 if self._sums_in_fp32 else None,
+            replicas=NodeReplicas(
+                dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+                host=host, device=device, timeout=timeout or DEFAULT_TIMEOUT,
+            ),
+            gathers=gathers,
+        )  # fmt: skip
+        if gathers:
+            self._check_gather()
+        stands_for = {each: self.store.parameters[name] for name, each in named.items() if each not in masters}
+        self._host = HostOptimizer(self._inner.optimizer, self.store, stands_for=stands_for)
+        self.resident = ResidentWeights(models, self.store, num_resident=residency.stages, device=device)
+        self.versions = HostVersions(self.store, self.resident)
+        self.gradients = StageGradients(self.store.stages, self._parameters, show=show_as_main_grad, device=device)
+        self.ledger = RelayLedger(
+            always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
+            on_host=lambda: self.store.num_bytes + self._host.moments.num_bytes,
+        )
+        self._decisions = Decisions(
+            optimizer, scheduler, delay=0, world=self._groups.world, loss_names=loss_names,
+            gauges={**(gauges or {}), **self.ledger.gauges},
+        )  # fmt: skip
+        self._reduction = GradientReduction(list(chunks), self._inner, (), self._groups)
+        self._norms = NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device)
+        self._tied = tied_embeddings(chunks)
+        self._tied_replicas = self.store.replicas.again() if self.store.is_shared and self._tied else None
+        self._batches: dict[int, _Batch] = {}  # by the version that each leads to
+        self._last_norm: float | None = None
+        self._warm_up(chunks)
+
+    @torch.no_grad()
+    def _warm_up(self, chunks: Sequence[RelayChunk]) -> None:
+        """Every collective of training, once, on gradients that are zero (see `megatron_warm_up`)."""
+        for stage in self.store.stages:
+            self.gradients.accumulate(stage)
+            slot = self._slot(stage)
+            self._reduce(slot)
+            if any(each in slot.views for each in self._tied):
+                self._reduction.over_embedding(slot)
+            self.gradients.store(stage)  # which leaves the buffer; nothing is copied
+        warm_up_common(chunks, self._groups.world)
+
+    def _check(self, chunks: Sequence[RelayChunk]) -> None:
+        if isinstance(self._inner, DistributedOptimizer):
+            raise ValueError("The distributed optimizer keeps its shards on the device: leave it out.")
+        for chunk in chunks:
+            if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
+                raise ValueError(
+                    "calculate_per_token_loss and average_in_collective are not supported: gradients are averaged over "
+                    "microbatches and replicas, so turn both off."
+                )
+            if chunk.config.gradient_accumulation_fusion:
+                raise ValueError(
+                    "gradient_accumulation_fusion adds to gradients behind the back of what carries them to the host: "
+                    "turn it off."
+                )
+        if self._is_eager and (self._inner.config.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None)):
+            raise ValueError(
+                "An eager update is made before the norm of all gradients and any overflow are known: use deferred "
+                "updates, or neither clip nor scale the loss."
+            )
+
+    def _check_gather(self) -> None:
+        if not self.store.gathers:
+            raise ValueError(
+                "a fetch of shares is gathered from replicas on the node, and this rank's are on others: fetch whole "
+                "stages, or place replicas together."
+            )
+        if backend.is_cuda() and not uses_nccl():
+            raise ValueError("GPUs gather shares of a fetch over NCCL: use it, or fetch whole stages.")
+
+    # Called on the main thread while a batch runs.
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        """Choose the loss scale of a batch that begins, and note with which settings it is to be stepped."""
+        report = self._decisions.begin(info)
+        self._batches[info.index + 1] = _Batch(report, self._host.settings(), len(self.store.stages))
+
+    def loss_scale(self, batch: int) -> float:
+        """The factor on the losses of a running batch."""
+        return self._batches[batch + 1].report.loss_scale
+
+    def versions_of(self, stage: int) -> StageWeights:
+        """What a stage of the rank asks for its weights."""
+        return self.resident.of_stage(stage)
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        """Each stage takes a buffer of its own: see `accumulate`."""
+
+    def resume_backward(self, info: BatchInfo) -> None:
+        """Batches do not interrupt one another here."""
+
+    # Called on the chain's thread.
+
+    def reduce_grad(self, version: int, stage: int) -> None:
+        """Average a stage's gradients over the replicas, and sum up what tensor ranks have seen a part of."""
+        slot = self._slot(stage)
+        self._reduce(slot)
+        self._norms.note(version, self._reduction.local_norms(slot))
+
+    def _reduce(self, slot: GradientSlot) -> None:
+        group = self._groups.data
+        for flat in slot.flats if group is not None else ():
+            flat.mul_(1.0 / group.size)
+            group.all_reduce(flat)
+        self._reduction.over_tensor(slot)
+
+    @torch.no_grad()
+    def reduce_embed(self, version: int) -> None:
+        """Add up the tied word embeddings' gradients of the first and the last stage, which are on the host."""
+        places = {
+            each: (name, self.store.stages[stage])
+            for stage, named in self._parameters.items()
+            for name, each in named.items()
+            if any(each is tied for tied in self._tied)
+        }
+        on_host = {each: place.gradients[name] for each, (name, place) in places.items()}
+        back = copied_back(on_host, self._tied_replicas, device=backend.device())
+        for each in back.values():
+            self.ledger.note_on_device(each)
+        slot = GradientSlot([], back)
+        self._reduction.over_embedding(slot)
+        self._reduction.over_embedding_copies(slot)
+        self._norms.note(version, self._reduction.local_norms(slot))
+        for each, (name, place) in places.items():
+            place.own(name, on_host[each]).copy_(place.own(name, back[each]))
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
+        norms = self._norms.take(version)
+        assert len(norms) == len(self._reduction.counted), "the program has a REDUCE_GRAD for each stage or none"
+        report = self._batches[version].report
+        self._decisions.complete(report, self._reduction.norm_squared(norms).item(), wishes, losses)
+
+    def _slot(self, stage: int) -> GradientSlot:
+        """What the stage has added up, on the device."""
+        views = self.gradients.views(stage)
+        flats = list(self.gradients.flat(stage).values())
+        return GradientSlot(flats, {each: views[name] for name, each in self._parameters[stage].items()})
+
+    # Called on the main thread, after the chain.
+
+    def step(self, version: int) -> BatchReport:
+        """Decide for all updates of the batch. None is made where a loss scale overflowed."""
+        batch = self._batches[version]
+        report = batch.report
+        self._decisions.note(report)
+        if not report.skipped:
+            batch.coefficient = self._decisions.coefficient(report)
+        self._decisions.advance(report)
+        self._last_norm = report.grad_norm
+        batch.stepped = True
+        self._forget(version)
+        return report
+
+    # The words of the host: called on the main thread; what they return, on that of their lane.
+
+    def fetch(self, stage: int, version: int) -> Callable[[], None]:
+        """Have `version` of the stage on the device."""
+        return self.resident.fetch(stage, version)
+
+    def free(self, stage: int) -> Callable[[], None]:
+        """The stage's weights on the device are not used any more."""
+        return self.resident.free(stage)
+
+    def accumulate(self, stage: int) -> None:
+        """A backward of the stage follows."""
+        self.gradients.accumulate(stage)
+
+    def store_grad(self, stage: int, version: int) -> Callable[[], None]:
+        """Bring the stage's gradients to the host."""
+        if not self.reduces_stages:
+            self._norms.note(version, self._reduction.local_norms(self._slot(stage)))
+        return self.gradients.store(stage)
+
+    def update(self, stage: int, version: int) -> Callable[[], None]:
+        """Make `version` of the stage on the host."""
+        batch = self._batches[version]
+        batch.num_updates_left -= 1
+        self._forget(version)
+
+        def make() -> None:
+            if not batch.report.skipped:
+                self._host.update(stage, batch.settings, factor=batch.coefficient)
+            self.store.versions[stage] = version
+
+        return make
+
+    @property
+    def reduces_stages(self) -> bool:
+        """Whether the gradients of a stage are reduced over other ranks before they leave, so that the program needs a
+        REDUCE_GRAD for each.
+        """
+        return self._groups.data is not None or self._groups.tensor is not None
+
+    def _forget(self, version: int) -> None:
+        batch = self._batches[version]
+        if batch.stepped and not batch.num_updates_left:
+            del self._batches[version]
+
+    # Called between batches, drained.
+
+    def begin_evaluation(self) -> None:
+        """Stages are fetched."""
+
+    def show_newest(self) -> None:
+        """Show the host's weights in the parameters, for a checkpoint."""
+        self.versions.show_newest()
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step, of the groups that follow the schedule."""
+        return self._decisions.learning_rate
+
+    def close(self) -> None:
+        """End the groups of the chain. Collective: every rank of the job calls it, after the engine's."""
+        dist.barrier()  # a group that one member has left may fail another that is still at its last reduction
+        self._groups.close()
+        self.resident.close()
+
+    def state_dict(self) -> dict:
+        """What is beyond megatron.core's optimizer, scheduler and the weights, in `MegatronWeightUpdate`'s form."""
+        return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
+
+    def load_state_dict(self, state: dict | None) -> None:
+        """Restore `state_dict`, also another update's, after the optimizer's own; None where a checkpoint has none."""
+        self._decisions.scales.load_state_dict(state and state["loss_scales"])
+        self._last_norm = state["last_grad_norm"] if state else None

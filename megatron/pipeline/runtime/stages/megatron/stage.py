@@ -1,0 +1,362 @@
+"""One pipeline stage: a megatron.core model chunk under Megatron's contract of a forward step.
+
+The contract: `forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`; on the last stage
+`loss_func(output_tensor)` returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` where the loss is a sum over
+tokens; numbers is a dict of what to report, each a scalar or a tensor `[sum, count]`. Losses are averaged over the
+microbatches of their batch. Whether this stage reads the data iterator is the step function's business; while it runs,
+`parallel_state` gives the stage for the pipeline's rank.
+
+Memory follows megatron.core: a sent output keeps only its graph, its storage goes as soon as the send has read it, and
+the backward is started in the C++ engine, which does not mind the missing values.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import CapturedActivations, NotCaptured
+from megatron.pipeline.runtime.activations.dropout import SeededDropout
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
+from megatron.pipeline.runtime.stages.megatron.place import at_stage
+from megatron.pipeline.runtime.stages.megatron.prefix import without_first_layers
+from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+
+ForwardStep = Callable[[Iterator | None, torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple]]]
+
+_HELD_BY_AUTOGRAD = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Modules that megatron.core recomputes through `CheckpointWithoutOutput`."""
+
+
+@dataclass
+class _Saved:
+    """What a microbatch keeps between its forward and its backward."""
+
+    input: Tensor | None
+    output: Tensor | None = None  # with its graph; on the last stage the loss
+    kept_input: Any = None  # the input again, if the forward is to be recomputed from it
+    data: list[Any] | None = None  # what the forward step drew from the data iterator, if it is to be recomputed
+
+    def recorder(self, source: Iterator | None) -> Iterator | None:
+        """`source`, remembering what is drawn from it."""
+        if source is None:
+            return None
+        self.data = []
+        return _Recorder(source, self.data)
+
+    def replay(self) -> Iterator | None:
+        """What the recorder remembers."""
+        return None if self.data is None else iter(self.data)
+
+
+class OutputCache(Protocol):
+    """Keeps what the frozen first stage puts out."""
+
+    def read(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """The output for a microbatch as the data iterator yields it, [sequence, microbatch, hidden]; None where it has
+        to be computed.
+        """
+
+    def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
+        """The output of the first layers of the stage, and how many these are; None where all has to be computed."""
+
+    def write(self, batch: dict[str, Tensor], output: Tensor) -> None: ...
+
+    def read_ahead(self, data: Iterator) -> None:
+        """What `data` yields next will be asked for."""
+
+
+class MegatronStage:
+    """`Stage` over a DDP-wrapped model chunk.
+
+    Args:
+        model: the chunk, wrapped in megatron.core's DDP.
+        forward_step: see the module's docstring.
+        update: the rank's weight update, which holds weight versions and loss scales; a frozen stage asks nothing of
+            it.
+        index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
+        seq_length, micro_batch_size: of every microbatch; they give the shape of what travels between stages,
+            [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
+        data_iterator: training data, or None where this rank reads none; may be replaced between batches.
+        evaluation_iterator: the same for `forward_only`.
+        recompute: the schedule recomputes: forwards keep their input and data only, no graph.
+        seed: the run's seed, for dropout.
+        loss_names: names of the reported numbers, the same on all ranks.
+        activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
+        first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
+            alone, in training batches too, and the first one behind them hands back no gradient.
+
+    Raises:
+        ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        forward_step: ForwardStep,
+        update: MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        index: int | None = None,
+        num_stages: int | None = None,
+        data_iterator: Iterator | None = None,
+        evaluation_iterator: Iterator | None = None,
+        recompute: bool = False,
+        seed: int = 1234,
+        loss_names: tuple[str, ...] = ("lm loss",),
+        activation_memory: ActivationMemory | None = None,
+        first_trained: int = 0,
+    ) -> None:
+        self.model = model
+        self.index = parallel_state.get_pipeline_model_parallel_rank() if index is None else index
+        self.num_stages = parallel_state.get_pipeline_model_parallel_world_size() if num_stages is None else num_stages
+        self.loss_names = loss_names
+        self.data_iterator = data_iterator
+        self.evaluation_iterator = evaluation_iterator
+        self.output_cache: OutputCache | None = None
+        """Of the first stage, once it is frozen: what has its output for samples that come again."""
+        self._config = get_model_config(model)
+        self._forward_step = forward_step
+        self._set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
+        self._update = update
+        self.is_frozen = self.index < first_trained
+        self._returns_gradient = self.index > first_trained
+        self._versions = None if self.is_frozen else update.versions_of(self.index)
+        self._recompute = recompute
+        self._dropout = SeededDropout(model, seed=seed)
+        self._samples_per_microbatch = micro_batch_size * parallel_state.get_data_parallel_world_size()
+        self._first_sample = micro_batch_size * parallel_state.get_data_parallel_rank()
+        self._is_last = self.index == self.num_stages - 1
+        spec = self._edge(seq_length, micro_batch_size)
+        self.input_spec = None if self.index == 0 else spec
+        self.output_spec = None if self._is_last else spec
+        self._saved: dict[int, _Saved] = {}
+        self._captured = self._capture_in(None if self.is_frozen else activation_memory)
+        self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
+
+    def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
+        if memory is None:
+            return NotCaptured(self.index)
+        if self._config.recompute_granularity == "selective":
+            held = _HELD_BY_AUTOGRAD.intersection(self._config.recompute_modules)
+            if held:
+                raise ValueError(
+                    f"--recompute-modules {' '.join(sorted(held))}: megatron.core lets autograd hold their inputs as "
+                    "leaves, which cannot be freed, so activations can be neither moved nor counted: recompute "
+                    "core_attn, or neither balance nor count activations."
+                )
+        return CapturedActivations(self.index, self.model, memory)
+
+    def _edge(self, seq_length: int, micro_batch_size: int) -> TensorSpec:
+        config = self._config
+        parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype or config.params_dtype
+        return TensorSpec((seq_length // parts, micro_batch_size, config.hidden_size), dtype)
+
+    @property
+    def num_saved(self) -> int:
+        """Microbatches between forward and backward now."""
+        return len(self._saved)
+
+    def load_version(self, version: int) -> None:
+        """Show weight `version` in the parameters."""
+        self._versions.load(version)
+
+    def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        """Forward of one microbatch. Returns the detached output; None on the last stage, which records its loss."""
+        self._set_training(True)
+        saved = self._saved[microbatch.index] = _Saved(input)
+        with self._captured.capture(microbatch.index):
+            if self._recompute:
+                with torch.no_grad():
+                    output = self._run(microbatch, saved, saved.recorder(self.data_iterator), record=True)
+                saved.kept_input = self._captured.keep(microbatch.index, saved.input)
+            else:
+                self._require_input_grad(saved)
+                output = saved.output = self._run(microbatch, saved, self.data_iterator, record=True)
+        self._captured.seal(microbatch.index, input=saved.input, output=output)
+        return None if self._is_last else output.detach()
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        """Forward again, with graph, from the saved input and data, with the weights that are loaded."""
+        saved = self._saved[microbatch.index]
+        saved.input = self._captured.kept(saved.kept_input)
+        self._require_input_grad(saved)
+        saved.output = self._run(microbatch, saved, saved.replay(), record=False)
+        self.free_output(microbatch)
+
+    def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
+        """Backward of one microbatch into the gradient buffer that is shown. Returns the gradient of the input."""
+        saved = self._saved.pop(microbatch.index)
+        assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
+        scale = self._update.loss_scale(microbatch.batch)
+        if self._config.num_moe_experts is not None:
+            _scale_auxiliary_loss(scale / microbatch.num_microbatches)
+        with self._dropout.microbatch(self._sample(microbatch)):
+            if self._is_last:
+                torch.autograd.backward(saved.output, grad_tensors=torch.full_like(saved.output, scale))
+            else:
+                deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
+                custom_backward(saved.output, output_grad)
+        self._captured.drop(microbatch.index)
+        return saved.input.grad if saved.input is not None and self._returns_gradient else None
+
+    def free_output(self, microbatch: Microbatch) -> None:
+        """Drop the storage of the output; its graph stays."""
+        saved = self._saved.get(microbatch.index)
+        if saved is not None and saved.output is not None and not self._is_last:
+            deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
+
+    def evict(self, microbatch: Microbatch) -> Eviction:
+        """Begin to move the saved activations of `microbatch`; see `CapturedActivations`."""
+        self.free_output(microbatch)
+        return self._captured.evict(microbatch.index)
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        """Let the backward of an evicted microbatch read its activations from `buffer`."""
+        self._captured.load(microbatch.index, buffer)
+
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        """Give up the input that is kept for the recompute of `microbatch`."""
+        saved = self._saved[microbatch.index]
+        input, saved.input, saved.kept_input = saved.input.detach(), None, None
+        return input
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        """Take it back."""
+        self._saved[microbatch.index].kept_input = input
+
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        """Bytes saved of `microbatch` in its graph now."""
+        return self._captured.saved_bytes(microbatch.index)
+
+    @torch.no_grad()
+    def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
+        """Forward for evaluation, and of a frozen stage: no dropout, nothing saved, the loss recorded on the last
+        stage.
+        """
+        self._set_training(False)
+        is_evaluation = microbatch.batch == EVALUATION_BATCH
+        if self.output_cache is not None and not is_evaluation:
+            return self._from_cache(microbatch)
+        data = self.evaluation_iterator if is_evaluation else self.data_iterator
+        output = self._run(microbatch, _Saved(input), data, record=True)
+        return None if self._is_last else output
+
+    def _from_cache(self, microbatch: Microbatch) -> Tensor:
+        """The output of the first stage, which is frozen, read or else computed and written."""
+        batch = next(self.data_iterator)
+        output = self.output_cache.read(batch)
+        if output is None:
+            older = self.output_cache.read_older(batch)
+            hidden, num_layers = older or (None, 0)
+            with without_first_layers(self.model, num_layers) if older else nullcontext():
+                output = self._run(microbatch, _Saved(hidden), iter([batch]), record=True)
+            self.output_cache.write(batch, output)
+        self.output_cache.read_ahead(self.data_iterator)
+        return output
+
+    def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
+        """Remove and return the sums of a batch's reported numbers, name -> (sum, count); {} where others report.
+
+        Only tensor rank 0 of the last stage reports. A scalar counts as one. Values are summed in float64.
+        """
+        records = self._losses.pop(batch, [])
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return {}
+        sums = {}
+        for name in {name: None for record in records for name in record}:
+            pairs = torch.stack([record[name] for record in records if name in record])
+            numerator, denominator = pairs.double().sum(dim=0).tolist()
+            sums[name] = (numerator, denominator)
+        return sums
+
+    def _sample(self, microbatch: Microbatch) -> int:
+        """Index over the whole run of the first sample of this rank's microbatch."""
+        return microbatch.index * self._samples_per_microbatch + self._first_sample
+
+    def _set_training(self, training: bool) -> None:
+        if self.model.training is not training:
+            self.model.train(training)
+
+    def _require_input_grad(self, saved: _Saved) -> None:
+        """Behind a frozen stage nobody wants the gradient, but megatron.core's full recompute gives the weights none
+        where no input asks for one.
+        """
+        if saved.input is not None:
+            wanted = self._returns_gradient or self._config.recompute_granularity == "full"
+            saved.input = saved.input.detach().requires_grad_(wanted)
+
+    def _run(self, microbatch: Microbatch, saved: _Saved, data: Iterator | None, *, record: bool) -> Tensor:
+        """The chunk's forward; returns its output, on the last stage the loss to differentiate."""
+        self._set_input_tensor(saved.input)
+        with at_stage(self.index, self.num_stages):
+            with self._dropout.microbatch(self._sample(microbatch)), self._autocast():
+                output, loss_function = self._forward_step(data, self.model)
+            self._set_input_tensor(None)  # the chunk would keep it alive beyond its backward
+            return self._loss(microbatch, loss_function(output), record) if self._is_last else output
+
+    def _autocast(self):
+        if not self._config.enable_autocast:
+            return nullcontext()
+        return torch.autocast(backend.device().type, dtype=self._config.autocast_dtype)
+
+    def _loss(self, microbatch: Microbatch, outputs: tuple, record: bool) -> Tensor:
+        if len(outputs) == 3:
+            loss, num_tokens, numbers = outputs
+            loss = loss / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
+        else:
+            loss, numbers = outputs
+        if record:
+            pairs = {name: _pair(value) for name, value in numbers.items() if name in self.loss_names}
+            self._losses[microbatch.batch].append(pairs)
+        return loss / microbatch.num_microbatches
+
+
+class _Recorder:
+    """An iterator that remembers what was drawn from it, so that a recomputed forward sees the same data."""
+
+    def __init__(self, source: Iterator | None, drawn: list[Any]) -> None:
+        self._source = source
+        self._drawn = drawn
+
+    def __iter__(self) -> "_Recorder":
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._source)
+        self._drawn.append(item)
+        return item
+
+
+def _pair(value: Tensor | float) -> Tensor:
+    """(sum, count) of a reported number, detached."""
+    value = torch.as_tensor(value).detach().float().reshape(-1)
+    if value.numel() == 1:
+        return torch.cat([value, torch.ones_like(value)])
+    if value.numel() != 2:
+        raise ValueError(
+            f"A loss function reported a tensor of {value.numel()} elements: report a scalar or a tensor [sum, count]."
+        )
+    return value.clone()
+
+
+def _scale_auxiliary_loss(scale: float) -> None:
+    """Load-balancing losses of mixture-of-experts layers enter the graph on every stage and are scaled by a global."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.full((), scale, device=backend.device()))  # no copy that waits

@@ -1,0 +1,224 @@
+"""Any module as a stage of a graph: what comes from several stages goes in, and what goes to several comes out.
+
+It does what `ModuleStage` does. A tensor that several stages take gets the sum of their gradients, added from the last
+stage down, which is the order in which autograd adds up the uses of a tensor in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.pipeline.program.edges import StageGraph
+from megatron.pipeline.program.instruction import Tensor as Travelling
+from megatron.pipeline.program.weight_policies import Ahead
+from megatron.pipeline.runtime.activations.kept import ActivationStore, RandomState
+from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
+from megatron.pipeline.runtime.update.versions import WeightVersions
+
+_Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
+
+
+@dataclass
+class _Saved:
+    """Of one microbatch. `roots`: where its backward begins: (target, autograd edge of each output that has one)."""
+
+    inputs: _Tensors
+    random_state: RandomState | None = None
+    roots: list[tuple[int, list[object | None]]] = field(default_factory=list)
+    loss: Tensor | None = None
+
+
+class GraphModuleStage:
+    """Stage `index` of a graph, running `module`.
+
+    Args:
+        module: called as `module(data, inputs)`; `inputs`: stage -> tensors. Returns (stage -> tensors, the scalar mean
+            loss or None).
+        graph: the stages.
+        edges: the other stage -> what travels between them.
+        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` of
+            their kind where the schedule's weights look ahead.
+        data: what a stage takes of a microbatch besides inputs.
+        has_loss: the module returns a loss.
+        recompute: the program contains R instructions for this stage.
+
+    Raises:
+        ValueError: edges that are not the graph's.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        index: int,
+        graph: StageGraph,
+        edges: Mapping[int, EdgeTensors],
+        versions: WeightVersions,
+        data: Callable[[Microbatch], object] = lambda microbatch: None,
+        has_loss: bool = False,
+        recompute: bool = False,
+        loss_name: str = "loss",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sources, targets = (
+            graph.makers(Travelling.ACTIVATION, index),
+            graph.takers(Travelling.ACTIVATION, index),
+        )
+        if set(edges) != {*sources, *targets}:
+            raise ValueError(
+                f"stage {index} has edges with stages {sorted({*sources, *targets})}, and tensors are said for "
+                f"{sorted(edges)}; give those of each edge"
+            )
+        self.module = module
+        self.index = index
+        self.num_stages = graph.num_stages
+        self.edges = dict(edges)
+        self.loss_names = (loss_name,)
+        self.activations: ActivationStore = ActivationStore()
+        self._targets = targets
+        self._with_gradients = graph.makers(Travelling.GRADIENT, index)  # the stages that give some back
+        self._wanted = graph.takers(Travelling.GRADIENT, index)  # the stages that want gradients of what they gave
+        self._versions = versions
+        self._data = data
+        self._has_loss = has_loss
+        self._recompute = recompute
+        self._device = torch.device(device)
+        self._losses: dict[int, tuple[Tensor, int]] = {}
+        self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> of the shared parameters it gave, so far
+
+    def load_version(self, version: int) -> None:
+        self._versions.load(version)
+
+    def load_ahead(self, version: int, horizon: int) -> None:
+        self._ahead(Ahead.PREDICTION).load_ahead(version, horizon)
+
+    def load_provisional(self, version: int, unstepped: int) -> None:
+        self._ahead(Ahead.PROVISIONAL_STEP).load_ahead(version, unstepped)
+
+    def _ahead(self, wanted: Ahead) -> AheadVersions:
+        versions = self._versions
+        if not isinstance(versions, AheadVersions) or versions.ahead is not wanted:
+            raise ValueError(
+                f"stage {self.index} is to use {wanted.value} weights, which its {type(versions).__name__} have not; "
+                f"give it AheadVersions with ahead={wanted}"
+            )
+        return versions
+
+    def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
+        saved = _Saved(inputs)
+        self.activations.put(microbatch.index, saved)
+        if self._recompute:
+            saved.random_state = RandomState.capture(self._device)
+            with torch.no_grad():
+                outputs, loss = self._run(microbatch, inputs)
+        else:
+            outputs, loss = self._run_saving(microbatch, saved)
+        if self._has_loss:
+            self._add_loss(microbatch.batch, loss)
+        return self._detached(outputs)
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        saved = self.activations.get(microbatch.index)
+        now = RandomState.capture(self._device)
+        saved.random_state.restore(self._device)
+        self._run_saving(microbatch, saved)
+        now.restore(self._device)
+
+    def backward(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:
+        saved = self.activations.take(microbatch.index)
+        roots, grads = [], []
+        for target, edges in sorted(saved.roots, reverse=True, key=lambda pair: pair[0]):
+            for edge, grad in zip(edges, output_grads[target], strict=True):
+                if edge is not None and grad is not None:
+                    roots.append(edge)
+                    grads.append(grad)
+        if saved.loss is not None:
+            roots.insert(0, saved.loss)
+            grads.insert(0, None)
+        torch.autograd.backward(roots, grads)
+        return {source: self._input_gradients(source, microbatch, saved.inputs[source]) for source in self._wanted}
+
+    def forward_only(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
+        was_training = self.module.training
+        self.module.eval()
+        with torch.no_grad():
+            outputs, loss = self._run(microbatch, inputs)
+        self.module.train(was_training)
+        if self._has_loss:
+            self._add_loss(microbatch.batch, loss)
+        return self._detached(outputs)
+
+    def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
+        if not self._has_loss:
+            return {}
+        total, count = self._losses.pop(batch)
+        return {self.loss_names[0]: (total.item(), float(count))}
+
+    def _input_gradients(
+        self, source: int, microbatch: Microbatch, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """For stage `source`. Those of shared parameters are added up over the batch, and None until its last
+        microbatch (`shared_parameters`).
+        """
+        gradients, travelling = _gradients(inputs), self.edges[source].gradients
+        if not travelling.has_shared:
+            return gradients
+        shared = [grad for grad, owner in zip(gradients, travelling.owners, strict=True) if owner is not None]
+        if microbatch.position:
+            for total, grad in zip(self._shared_gradients[source], shared, strict=True):
+                total += grad
+        else:
+            self._shared_gradients[source] = shared
+        if microbatch.position < microbatch.num_microbatches - 1:
+            totals = [None] * len(shared)
+        else:
+            totals = self._shared_gradients.pop(source)
+        found = iter(totals)
+        return tuple(
+            grad if owner is None else next(found) for grad, owner in zip(gradients, travelling.owners, strict=True)
+        )
+
+    def _run_saving(self, microbatch: Microbatch, saved: _Saved) -> tuple[_Tensors, Tensor | None]:
+        """The forward with a graph, from inputs that are leaves of it."""
+        saved.inputs = {
+            source: tuple(
+                tensor.detach().requires_grad_(source in self._wanted and tensor.is_floating_point())
+                for tensor in tensors
+            )
+            for source, tensors in saved.inputs.items()
+        }
+        outputs, loss = self._run(microbatch, saved.inputs)
+        saved.roots = [
+            (target, [_root(tensor) for tensor in outputs[target] if tensor.is_floating_point()])
+            for target in self._with_gradients
+        ]
+        saved.loss = None if loss is None else loss / microbatch.num_microbatches
+        return outputs, loss
+
+    def _run(self, microbatch: Microbatch, inputs: _Tensors) -> tuple[_Tensors, Tensor | None]:
+        return self.module(self._data(microbatch), inputs)
+
+    def _detached(self, outputs: _Tensors) -> _Tensors:
+        return {target: tuple(tensor.detach() for tensor in outputs[target]) for target in self._targets}
+
+    def _add_loss(self, batch: int, loss: Tensor) -> None:
+        total, count = self._losses.get(batch, (torch.zeros((), dtype=torch.float64, device=loss.device), 0))
+        self._losses[batch] = total + loss.detach(), count + 1
+
+
+def _root(tensor: Tensor) -> object | None:
+    """Where backward starts; None where nothing behind the tensor has a gradient."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of the tensors of floating dtype; zeros where nothing came back."""
+    floating = (tensor for tensor in tensors if tensor.is_floating_point())
+    return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in floating)

@@ -1,0 +1,101 @@
+"""What the ranks and the replicas of plain modules tell each other about a batch: sums of gradients, and its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.update.norm_reduction import all_reduce_norm
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that several stages hold a copy of.
+
+    `names`: the copies on this rank. `group`: the ranks that have any, None where this is the only one. The norm counts
+    a parameter once: on the rank with `counts_in_norm`, the first of its copies.
+    """
+
+    names: tuple[str, ...]
+    group: Any = None
+    counts_in_norm: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleReduction:
+    """The groups of one rank.
+
+    `data_parallel_group`: the replicas of this rank, None for one replica. `counts_in_norm`: False on all replicas but
+    one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so nobody else
+    may use them.
+    """
+
+    data_parallel_group: Any = None
+    job_group: Any = None
+    tied: TiedParameter | None = None
+    counts_in_norm: bool = True
+    loss_names: tuple[str, ...] = ("loss",)
+    device: torch.device
+
+    @property
+    def uncounted(self) -> frozenset[str]:
+        """Names of copies that this rank leaves out of the norm."""
+        return frozenset() if self.tied is None else frozenset(self.tied.names[1 if self.tied.counts_in_norm else 0 :])
+
+    def warm_up(self) -> None:
+        """Use each group once while nothing else runs: NCCL connects a group at its first use, for which it waits for
+        the whole device, and later receives spin there.
+        """
+        tied = None if self.tied is None else self.tied.group
+        for group in (self.data_parallel_group, tied, self.job_group):
+            if group is not None:
+                group.allreduce([torch.zeros(1, device=self.device)]).wait()
+        streams = streams_of(self.device)
+        streams.finish(streams.record())
+
+    def average(self, gradients: Iterable[Tensor]) -> None:
+        """Over the replicas."""
+        for gradient in gradients if self.data_parallel_group is not None else ():
+            torch.distributed.all_reduce(gradient, group=self.data_parallel_group)
+            gradient.div_(torch.distributed.get_world_size(self.data_parallel_group))
+
+    def add_copies(self, views: Mapping[str, Tensor]) -> None:
+        """Give all copies of the tied parameter the sum of their gradients."""
+        first, *others = (views[name] for name in self.tied.names)
+        for other in others:
+            first.add_(other)
+        if self.tied.group is not None:
+            torch.distributed.all_reduce(first, group=self.tied.group)
+        for other in others:
+            other.copy_(first)
+
+    def reduce_norm(
+        self, report: BatchReport, norm_squared: float, wishes: int, losses: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """Complete the report with what all ranks of the job say; `norm_squared`: of this rank."""
+        sums = all_reduce_norm(
+            norm_squared=norm_squared if self.counts_in_norm else 0.0,
+            overflow=not math.isfinite(norm_squared),
+            wishes=wishes,
+            losses=losses,
+            loss_names=self.loss_names,
+            group=self.job_group,
+            device=self.device,
+        )
+        report.overflow = sums.num_overflows > 0
+        report.grad_norm = sums.norm
+        report.wishes = sums.wishes
+        report.losses = sums.mean_losses
+        report.nan = not all(math.isfinite(loss) for loss in report.losses.values())
+
+
+def clip_factor(largest: float, norm: float) -> float:
+    """By which a step multiplies gradients of this norm, at most 1; `largest`: the norm to clip to, 0 for none."""
+    return min(1.0, largest / (norm + 1e-6)) if largest else 1.0

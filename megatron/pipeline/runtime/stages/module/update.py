@@ -1,0 +1,276 @@
+"""A torch optimizer as the weight update of a stage.
+
+The gradients of a batch are averaged over replicas, those of tied parameters added up, and the exact global norm is
+taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where
+a gradient is not finite anywhere, no rank steps: the new version is an alias of the one before and the learning rate
+stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.pipeline.program.weight_policies import Ahead
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
+from megatron.pipeline.runtime.update.ahead_versions import AheadVersions, Make
+from megatron.pipeline.runtime.update.gap_aware import GapAware
+from megatron.pipeline.runtime.update.gradient_norm import norm_squared
+from megatron.pipeline.runtime.update.gradients import GradientBuffer, GradientBuffers
+from megatron.pipeline.runtime.update.partial_step import PartialStep
+from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.update.prediction_clip import prediction_factor
+from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep, is_scale_invariant
+from megatron.pipeline.runtime.update.versions import Slot, WeightVersions
+from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor
+
+
+@dataclass
+class _Partial:
+    """Gradients of a part of a batch: by name, what so many microbatches add up to."""
+
+    gradients: dict[str, Tensor]
+    num_microbatches: int
+
+
+@dataclass
+class _Pending:
+    """A batch between its first forward and its report."""
+
+    info: BatchInfo
+    report: BatchReport
+    buffer: GradientBuffer | None = None
+    norm_squared: Tensor | None = None  # of a batch that is stepped before its norm is reduced
+    partial: _Partial | None = None  # what a prediction reads, where that is not the buffer
+    partial_embed: _Partial | None = None
+    reduced: bool = False
+    norm: float = math.nan
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+class ModuleUpdate:
+    """The weight update of one rank.
+
+    `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
+    none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
+    `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
+    but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
+    nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate scheduler
+    over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
+    are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
+    stages, so each clips as the step before did, and not by what its stage's own gradients ask for. `AheadVersions` get
+    what makes their weights here, of their kind.
+
+    Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        versions: WeightVersions,
+        optimizer: torch.optim.Optimizer | GapAware,
+        scheduler: Any = None,
+        clip_grad: float = 0.0,
+        num_grad_buffers: int = 2,
+        data_parallel_group: Any = None,
+        counts_in_norm: bool = True,
+        job_group: Any = None,
+        tied: TiedParameter | None = None,
+        loss_names: tuple[str, ...] = ("loss",),
+        reduce_partial: bool = False,
+        uniform: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.versions = versions
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._clip_grad = clip_grad
+        self._buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers)
+        self._accumulating: GradientBuffer | None = None
+        self._tied = tied
+        self._reduction = ModuleReduction(
+            data_parallel_group=data_parallel_group,
+            job_group=job_group,
+            tied=tied,
+            counts_in_norm=counts_in_norm,
+            loss_names=loss_names,
+            device=torch.device(device),
+        )
+        self._reduces_partial = reduce_partial
+        self._uniform = uniform
+        self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
+        self._predicts = isinstance(versions, PredictedVersions)
+        self._provisional = ProvisionalStep(optimizer)
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
+        if isinstance(versions, AheadVersions):
+            versions.make_with(self._maker(versions.ahead, parameters))
+        self._reduction.warm_up()
+
+    def _maker(self, ahead: Ahead, parameters: Mapping[str, torch.nn.Parameter]) -> Make:
+        """What writes weights that are ahead so; see `AheadVersions`."""
+        if ahead is Ahead.PREDICTION:
+            inner = self.optimizer.optimizer if isinstance(self.optimizer, GapAware) else self.optimizer
+            predictor = WeightPredictor(inner, scheduler=self.scheduler)
+            return lambda version, horizon, weights, targets: predictor.predict(
+                horizon, [(each, weights[name], targets[name]) for name, each in parameters.items()]
+            )
+        step = PartialStep(self.optimizer, parameters)
+
+        def make(version: int, unstepped: int, weights: Slot, targets: Slot) -> None:
+            pending = self._pending[version + 1]  # whose gradients are being added up
+            step.take(pending.buffer.views, pending.info.num_microbatches / unstepped, targets)
+
+        return make
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        report = BatchReport(batch=info.index, num_samples=info.num_samples)
+        self._pending[info.index + 1] = _Pending(info, report)
+
+    def begin_forward(self, info: BatchInfo, version: int) -> None:
+        """Where the stage steps by itself: its first forward of the batch has the weights that are shown."""
+        if isinstance(self.optimizer, GapAware) and version < info.index:
+            self.optimizer.remember(info.index)
+
+    def begin_backward(self, info: BatchInfo) -> None:
+        self._accumulating = self._pending[info.index + 1].buffer = self._buffers.take()
+
+    def resume_backward(self, info: BatchInfo) -> None:
+        self._accumulating = self._pending[info.index + 1].buffer
+        self._buffers.show(self._accumulating)
+
+    def reduce_grad(self, version: int, stage: int) -> None:
+        self._reduction.average(self._pending[version].buffer.flat)
+
+    def reduce_embed(self, version: int) -> None:
+        if self._tied is not None and self._tied.group is not None:
+            self._reduction.add_copies(self._pending[version].buffer.views)
+
+    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        pending = self._pending[version]
+        stepped = pending.buffer is None
+        if self._tied is not None and self._tied.group is None:  # no instruction is for this rank alone
+            assert not stepped, "tied copies are added up before the step"
+            self._reduction.add_copies(pending.buffer.views)
+        local = (pending.norm_squared if stepped else self._norm_squared(pending.buffer)).item()
+        self._reduction.reduce_norm(pending.report, local, wishes, losses)
+        pending.reduced = True
+        if stepped:
+            del self._pending[version]
+
+    def take_stepped(self, version: int) -> tuple[float, float]:
+        """(squared norm of the gradients, learning rate) of a batch that is stepped, in place of `reduce_norm`, where
+        others add up norms.
+        """
+        pending = self._pending.pop(version)
+        return pending.norm_squared.item(), pending.report.learning_rate
+
+    def step(self, version: int) -> BatchReport:
+        pending = self._pending[version]
+        report = pending.report
+        if not pending.reduced and self._clip_grad:
+            raise ValueError("clipping needs the global norm before the step, which this weight policy takes after it")
+        report.learning_rate = self.optimizer.param_groups[0]["lr"]
+        report.skipped = pending.reduced and report.overflow
+        if not pending.reduced:  # before a gap-aware step shrinks gradients
+            pending.norm_squared = self._norm_squared(pending.buffer)
+        if not report.skipped:
+            self._write(version, pending)
+        elif not self._predicts:
+            self.versions.alias(version, of=version - 1)
+        buffer, pending.buffer = pending.buffer, None
+        if pending.reduced:
+            del self._pending[version]
+        self._buffers.give_back(buffer)
+        return report
+
+    def _write(self, version: int, pending: _Pending) -> None:
+        if self._clip_grad:
+            self.clip_factor = clip_factor(self._clip_grad, pending.report.grad_norm)
+            if self.clip_factor < 1.0:
+                pending.buffer.scale(self.clip_factor)
+        self._buffers.show(pending.buffer)
+        with self.versions.true_weights() if self._predicts else self.versions.making(version):
+            if isinstance(self.optimizer, GapAware):
+                self.optimizer.step_of(version - 1)
+            else:
+                self.optimizer.step()
+        self._buffers.show(self._accumulating if self._accumulating is not pending.buffer else None)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def begin_evaluation(self) -> None:
+        self.versions.show_newest()
+
+    def show_newest(self) -> None:
+        self.versions.show_newest()
+
+    # --- predictions
+
+    def hold(self, version: int, num_microbatches: int) -> None:
+        pending = self._pending[version]
+        kept = {name: view.clone() for name, view in pending.buffer.views.items()}
+        pending.partial = _Partial(kept, num_microbatches)
+
+    def hold_embed(self, version: int, num_microbatches: int) -> None:
+        pending = self._pending[version]
+        (name,) = self._tied.names  # its stages are on two ranks
+        pending.partial_embed = _Partial({name: pending.buffer.views[name].clone()}, num_microbatches)
+
+    def reduce_partial(self, version: int) -> None:
+        self._reduction.average(self._pending[version].partial.gradients.values())
+
+    def reduce_partial_embed(self, version: int) -> None:
+        gradients = self._pending[version].partial_embed.gradients.values()
+        if self._reduces_partial:
+            self._reduction.average(gradients)
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient, group=self._tied.group)
+
+    def predict(self, version: int, num_microbatches: int) -> None:
+        pending = self._pending[version]
+        partial, ties = pending.partial or _Partial(pending.buffer.views, num_microbatches), pending.partial_embed
+        pending.partial = pending.partial_embed = None
+        table: dict[str, tuple[Tensor, float | Tensor, Tensor]] = {}  # name -> gradient, factor, whether to step
+        tied = ties.gradients if ties is not None else {}  # which all copies have: judged by themselves
+        of_stage = {name: each for name, each in partial.gradients.items() if name not in tied}
+        for part, gradients in ((partial, of_stage), (ties, tied)):
+            if not gradients:
+                continue
+            squares = norm_squared(gradients.values(), device=self._reduction.device)
+            factor = self._factor(part.num_microbatches / pending.info.num_microbatches, squares)
+            is_finite = squares.isfinite()
+            table.update({name: (each, factor, is_finite) for name, each in gradients.items()})
+        names = self._names
+        stepped: set[Tensor] = set()
+        if self.clip_factor is not None or is_scale_invariant(self.optimizer):  # else nobody knows how the step clips
+            stepped.update(parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        with self.versions.predicting(version) as target, self.versions.true_weights():
+            for parameter, name in names.items():
+                if parameter not in stepped:
+                    target[name].copy_(parameter)
+            if stepped:
+                self._provisional.take(
+                    lambda parameter: table[names[parameter]][:2],
+                    lambda parameter: target[names[parameter]],
+                    where=lambda parameter: table[names[parameter]][2],
+                )
+
+    def _factor(self, part: float, squares: Tensor) -> float | Tensor:
+        """On gradients of which such a part of the batch is known."""
+        last = self.clip_factor or 1.0
+        if not self._clip_grad or self._uniform:
+            return last / part
+        group = None if self._reduces_partial else self._reduction.data_parallel_group
+        num_unread = 0 if group is None else torch.distributed.get_world_size(group) - 1
+        return prediction_factor(part, squares, last=last, largest=self._clip_grad, num_unread=num_unread)
+
+    def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
+        return buffer.norm_squared(leave_out=self._reduction.uncounted)

@@ -1,0 +1,1 @@
+"""How tensors get from rank to rank, and the lanes on which that happens beside the computation."""

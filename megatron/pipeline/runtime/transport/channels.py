@@ -1,0 +1,334 @@
+"""Channels: where the transfers of a rank's stages go, and who is to blame when one does not come.
+
+A channel is one link per edge of the pipeline and kind of traffic: activations from its source to its target, gradients
+back. Stages on the same rank need none: the executor hands tensors over. Two paired ranks have one more link,
+for saved activations (`move_link`), which the thread of the moves alone uses. Links are made in one order that every
+rank computes alike, so that start-up cannot deadlock, and edges that share no rank are made at the same time (an edge
+colouring), so that start-up does not grow with the pipeline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megatron.backend.streams import Event, streams_of
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import SENDS, Instruction, Kind
+from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.transport.links import LINKS, Link, Receive
+from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS, MoveLink
+
+_num_built: Counter[tuple[int, ...]] = (
+    Counter()
+)  # pipelines built in this process per list of ranks: part of the link names
+
+
+_LOOK_EVERY = 0.0005  # seconds, where a frozen stage is too far ahead
+
+_Awaited = tuple[Kind, int, int, None, int | None]  # what an Instruction is made of
+
+
+class TransferError(RuntimeError):
+    """A transfer broke or did not come in time. `peer_rank` is the global rank at its other end."""
+
+    def __init__(self, message: str, *, peer_rank: int, timed_out: bool) -> None:
+        super().__init__(message)
+        self.peer_rank = peer_rank
+        self.timed_out = timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A tensor that a stream waits for: when the host came there, and what for."""
+
+    event: Event
+    since: float
+    awaited: _Awaited
+    during: Instruction
+
+
+def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> Iterator[tuple[str, int, int]]:
+    """(letter, sending stage, receiving stage) of every channel, in the one order in which all ranks make their links.
+    Without `edges` the stages are a chain.
+
+    Edges between the same colour of rank pairs touch disjoint ranks: with one stage per rank, first the pairs (0, 1),
+    (2, 3), ..., then (1, 2), (3, 4), ...
+    """
+    colours_at: dict[int, set[int]] = {}
+    coloured = []
+    for edge in StageGraph.of(len(rank_of_stage), edges).edges:
+        ends = rank_of_stage[edge.source], rank_of_stage[edge.target]
+        taken = colours_at.setdefault(ends[0], set()) | colours_at.setdefault(ends[1], set())
+        colour = next(colour for colour in range(len(taken) + 1) if colour not in taken)
+        for end in ends:
+            colours_at[end].add(colour)
+        coloured.append((colour, edge))
+    for _, edge in sorted(coloured):
+        yield "F", edge.source, edge.target
+        if edge.gradient:
+            yield "B", edge.target, edge.source
+
+
+_Key = tuple[Kind, int, int | None]  # of a link: the kind, the rank's own stage, and the other where it has several
+
+
+def _spec_of(stage: Stage | GraphStage, peer: int, letter: str) -> TensorSpec:
+    """What one transfer between a stage and its peer carries: activations (F) or gradients (B)."""
+    if isinstance(stage, GraphStage):
+        tensors = stage.edges[peer]
+        return (tensors.activations if letter == "F" else tensors.gradients).whole
+    return stage.output_spec if peer > stage.index else stage.input_spec
+
+
+class Channels:
+    """The links of one rank of a pipeline.
+
+    `ranks`: global ranks of the pipeline, by pipeline rank. `rank_of_stage`: stage -> pipeline rank. `edges`: between
+    stages; none: a chain. `stages`: the stages of this rank. `timeout`: how long a transfer may take. `backend`: "gloo"
+    or "nccl". `store`: where ranks meet; needed when the pipeline has more than one rank. `moves_activations`: connect
+    the pairs, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Sequence[int],
+        rank_of_stage: Sequence[int],
+        edges: Sequence[Edge] = (),
+        rank: int,
+        stages: Sequence[Stage],
+        timeout: timedelta,
+        backend: str,
+        device: torch.device,
+        store: Store | None,
+        moves_activations: bool = False,
+        on_error: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self._ranks = tuple(ranks)
+        self._rank_of_stage = tuple(rank_of_stage)
+        self._timeout = timeout
+        self._graph = StageGraph.of(len(self._rank_of_stage), edges)
+        self._posted: dict[tuple[Kind, int, int | None, int], Receive] = {}
+        self._streams = streams_of(device)
+        self._arrivals = self._streams.make()  # waits for receives alone, in the order of the row
+        self._arriving: deque[_Arrival] = deque()
+        self._watcher: int | None = None  # the thread that asks what is overdue
+        self._report = on_error
+        self._error: TransferError | None = None
+        self.bytes_sent = 0
+        self._links: dict[_Key, tuple[Link, TensorSpec]] = {}
+        self._peers: dict[_Key, int] = {}
+        self._waiting: _Awaited | None = None
+        own = {stage.index: stage for stage in stages}
+        link_class = LINKS.get((backend, device.type))
+        if link_class is None:
+            raise ValueError(
+                f"transfers of {device.type} tensors over {backend} are not possible; use gloo, or nccl with CUDA"
+            )
+        _num_built[self._ranks] += 1
+        scope = f"pipeline/{'-'.join(map(str, self._ranks))}/{_num_built[self._ranks]}"
+        self._store, self._end = store, f"{scope}/end"
+        options = {"store": store, "timeout": timeout, "device": device}
+        for letter, source, destination in edges_in_order(self._rank_of_stage, self._graph.edges):
+            kinds = Kind(f"SEND_{letter}"), Kind(f"RECV_{letter}")
+            own_stage = own.get(source) or own.get(destination)
+            if own_stage is not None and (source in own) != (destination in own):
+                peer = destination if own_stage.index == source else source
+                spec = _spec_of(own_stage, peer, letter)
+                self._connect(kinds, source, destination, spec, f"{scope}/{letter}", link_class, options, own=own)
+        self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
+        self.move_link: MoveLink | None = None  # None: no pair, or nothing is to move
+        partner = Pairs(self._rank_of_stage, self._graph.num_frozen).of_rank(rank) if moves_activations else rank
+        if partner != rank:
+            pair = sorted((rank, partner))
+            name = f"{scope}/moves/{pair[0]}-{pair[1]}"
+            self.move_link = MOVE_LINKS[backend, device.type](name, member=pair.index(rank), **options)
+
+    def _connect(self, kinds, source, destination, spec, name, link_class, options, *, own) -> None:
+        sends = source in own
+        kind, stage, peer = (kinds[0], source, destination) if sends else (kinds[1], destination, source)
+        key = kind, stage, self._graph.named_peer(Instruction(kind, stage), peer)
+        name = f"{name}/{source}-{destination}"
+        link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **options)
+        self._links[key] = link, spec
+        self._peers[key] = peer
+
+    @property
+    def waiting(self) -> Instruction | None:
+        """The receive that this rank waits for, or the send that too much unread stands before."""
+        waiting = self._waiting
+        return None if waiting is None else Instruction(*waiting)
+
+    def name_of(self, stage: int) -> str:
+        """ "rank 6 (stage 2)": the global rank that runs a stage."""
+        return f"rank {self.global_rank_of(stage)} (stage {stage})"
+
+    def global_rank_of(self, stage: int) -> int:
+        return self._ranks[self._rank_of_stage[stage]]
+
+    def peer_of(self, transfer: Instruction) -> int:
+        """Global rank at the other end of a transfer's channel."""
+        return self.global_rank_of(self._peers[transfer.kind, transfer.stage, transfer.peer])
+
+    def post_send(
+        self,
+        kind: Kind,
+        stage: int,
+        microbatch: int,
+        tensor: Tensor,
+        peer: int | None = None,
+        spec: TensorSpec | None = None,
+    ) -> None:
+        """Start sending; returns at once. `tensor` may be freed by its owner, but not written. `peer`: the other stage,
+        where there are several. `spec`: of this transfer, where it is not the edge's usual one.
+        """
+        if self._error is not None:
+            raise self._error
+        link, usual = self._links[kind, stage, peer]
+        spec = spec or usual
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(
+                f"stage {stage} sends {tuple(tensor.shape)} {tensor.dtype} where its specification says {spec.shape} "
+                f"{spec.dtype}; every microbatch must have the same shape"
+            )
+        self.bytes_sent += spec.num_bytes
+        try:
+            link.send(tensor if tensor.is_contiguous() else tensor.contiguous(), microbatch)
+        except RuntimeError as error:
+            raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
+                                       error) from error  # fmt: skip
+
+    def wait_until_read(self, send: Instruction, most: int) -> None:
+        """Wait until at most so many of the tensors that were sent before `send`, over its channel, are unread.
+
+        Raises TransferError when they are not read in time or the peer is gone.
+        """
+        link, _ = self._links[send.kind, send.stage, send.peer]
+        if link.num_unread() <= most:
+            return
+        self._waiting = send.kind, send.stage, send.microbatch, None, send.peer
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while link.num_unread() > most:
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > deadline:
+                who, whom = self.name_of(send.stage), self.name_of(self._peers[send.kind, send.stage, send.peer])
+                message = f"{who} waited {self._timeout.total_seconds():g} s in {send} for {whom} to read what was sent"
+                raise TransferError(message, peer_rank=self.peer_of(send), timed_out=True)
+            time.sleep(_LOOK_EVERY)
+        self._waiting = None
+
+    def post_receive(
+        self, kind: Kind, stage: int, microbatch: int, peer: int | None = None, spec: TensorSpec | None = None
+    ) -> None:
+        """Start receiving; returns at once. `spec`: as for `post_send`."""
+        for link in self._ahead:
+            link.drop_read()
+        link, usual = self._links[kind, stage, peer]
+        try:
+            self._posted[kind, stage, peer, microbatch] = link.receive(spec or usual, microbatch)
+        except RuntimeError as error:
+            raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
+                                       error) from error  # fmt: skip
+
+    def wait(self, kind: Kind, stage: int, microbatch: int, during: Instruction, peer: int | None = None) -> Tensor:
+        """The tensor of a posted receive. Raises TransferError when it does not come in time or the peer is gone."""
+        receive = self._posted.pop((kind, stage, peer, microbatch), None)
+        awaited = kind, stage, microbatch, None, peer
+        if receive is None:
+            raise RuntimeError(f"{during} needs {Instruction(*awaited)}, which the program has not posted before it")
+        self._waiting = awaited
+        start = time.monotonic()
+        try:
+            if self._links[kind, stage, peer][0].host_waits:
+                tensor = receive.wait(self._timeout)
+            else:
+                tensor = self._follow(receive, awaited, during)
+        except RuntimeError as error:
+            timed_out = time.monotonic() - start >= 0.9 * self._timeout.total_seconds()
+            raise self._wait_error(Instruction(*awaited), during, None if timed_out else error) from error
+        self._waiting = None
+        return tensor
+
+    def _follow(self, receive: Receive, awaited: _Awaited, during: Instruction) -> Tensor:
+        """The current stream waits for the tensor, and what has not arrived is known without holding it."""
+        while self._arriving and self._streams.is_done(self._arriving[0].event):
+            self._arriving.popleft()
+        with self._streams.on(self._arrivals):
+            tensor = receive.wait(self._timeout)
+            event = self._streams.record()
+        self._streams.wait(event)
+        self._arriving.append(_Arrival(event, time.monotonic(), awaited, during))
+        return tensor
+
+    def _meet_at_the_end(self, timeout: float) -> None:
+        """Until all ranks are done with their transfers: a group that one end has left may fail the other."""
+        deadline = time.monotonic() + timeout
+        num_here = self._store.add(self._end, 1)
+        while num_here < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            num_here = self._store.add(self._end, 0)
+
+    def _wait_error(self, what: Instruction, during: Instruction, error: Exception | None) -> TransferError:
+        who, whom = self.name_of(what.stage), self.name_of(self._peers[what.kind, what.stage, what.peer])
+        if error is None:
+            message = f"{who} waited {self._timeout.total_seconds():g} s in {during} for {what} from {whom}"
+        else:
+            message = f"{who} lost {whom} in {during} while it waited for {what}: {error}"
+        return TransferError(message, peer_rank=self.peer_of(what), timed_out=error is None)
+
+    def _transfer_error(self, key: _Key, what: str, error: Exception) -> TransferError:
+        peer = self._peers[key]
+        message = f"{self.name_of(key[1])} lost {self.name_of(peer)} in {what}: {error}"
+        return TransferError(message, peer_rank=self.global_rank_of(peer), timed_out=False)
+
+    def _broken(self, key: _Key, error: Exception) -> None:
+        """A send could not be finished: seen on the link's thread, raised by the next send."""
+        self._error = self._transfer_error(key, f"a {key[0].value} of stage {key[1]} that was not read", error)
+        self._report(self._error)
+
+    def check_overdue(self) -> TransferError | None:
+        """Where waiting blocks a stream and not the host (NCCL): the first receive that is overdue, else None.
+
+        For the guard's thread, which only looks.
+        """
+        if self._watcher != threading.get_ident():
+            self._watcher = threading.get_ident()
+            self._streams.enter_thread()
+        for each in list(self._arriving):
+            try:
+                is_here = self._streams.is_done(each.event)
+            except RuntimeError:  # the device has failed, which the thread that computes will tell
+                return None
+            if not is_here:
+                if time.monotonic() - each.since <= self._timeout.total_seconds():
+                    return None
+                return self._wait_error(Instruction(*each.awaited), each.during, None)
+        return None
+
+    def num_unread_sends(self) -> int:
+        """Sent tensors whose storage is still held because the peer has not read them."""
+        return sum(link.num_unread() for key, (link, _) in self._links.items() if key[0] in SENDS)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Wait for unread sends, stop the threads, end the groups. Links cannot be used afterwards."""
+        self._streams.finish(self._streams.record())
+        if self._ahead:
+            self._meet_at_the_end(timeout)
+        for link, _ in self._links.values():
+            link.close(timeout)
+        self._links.clear()
+        if self.move_link is not None:
+            self.move_link.close()
+            self.move_link = None

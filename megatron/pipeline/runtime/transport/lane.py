@@ -1,0 +1,139 @@
+"""A lane: calls in order on one thread, beside the computation.
+
+Problem: copies, moves of activations and updates on the host take time that a rank should spend computing, and each
+kind of them has an order of its own.
+
+Solution: one background thread (on CUDA with a stream of its own) calls what it is given, in order. Whoever requests a
+call goes on at once. A failure is handed to `on_error` at once, since the thread that computes may be blocked in a
+transfer, and raised by the next request or wait; what stands behind it is not called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from megatron.backend.streams import streams_of
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.runtime.contract.trace import Tracer
+
+_Call = Callable[[], Any]
+
+
+class Lane:
+    """Calls in order on one thread, which starts with the first one.
+
+    `track`: what traces call it. `annotate(error, instruction)`: told which instruction raised what.
+    """
+
+    def __init__(
+        self,
+        track: str,
+        *,
+        device: torch.device,
+        tracer: Tracer | None = None,
+        on_error: Callable[[Exception], None] = lambda error: None,
+        annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
+    ) -> None:
+        self.num_requested = self.num_complete = 0
+        self.error: Exception | None = None
+        self._track = track
+        self._streams = streams_of(device)
+        self._tracer = tracer
+        self._on_error = on_error
+        self._annotate = annotate
+        self._incomplete: deque[Instruction] = deque()
+        self._calls: SimpleQueue[tuple[Instruction, _Call, _Call | None, bool] | None] = SimpleQueue()
+        self._progress = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_incomplete(self) -> int:
+        return len(self._incomplete)
+
+    @property
+    def current(self) -> Instruction | None:
+        """What is called, or is about to be."""
+        incomplete = self._incomplete
+        try:
+            return incomplete[0]
+        except IndexError:
+            return None
+
+    def request(
+        self, instruction: Instruction, call: _Call, *, ready: _Call | None = None, traced: bool = True
+    ) -> None:
+        """Have `call` called when those before it have returned and then `ready` has; it is complete when it returns.
+
+        In a trace it begins when `ready` has returned.
+        """
+        self._raise_error()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"pipeline {self._track}", daemon=True)
+            self._thread.start()
+        self.num_requested += 1
+        self._incomplete.append(instruction)
+        self._calls.put((instruction, call, ready, traced))
+
+    def wait(self, count: int, timeout: float) -> bool:
+        """Until the first `count` calls are complete, at most `timeout` seconds. Whether they are.
+
+        Raises what a call raised.
+        """
+        with self._progress:
+            self._progress.wait_for(lambda: self.num_complete >= count or self.error is not None, timeout)
+            if self.num_complete < count:
+                self._raise_error()
+            return self.num_complete >= count
+
+    def close(self, timeout: float) -> None:
+        """Stop the thread once what was requested is done, on the device too."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join(timeout)
+            self._thread = None
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _work(self) -> None:
+        item = None
+        try:
+            self._streams.enter_thread()
+            with self._streams.on(self._streams.make()), torch.no_grad():
+                while (item := self._calls.get()) is not None:
+                    result = self._carry_out(*item)
+                    item = item[:1]  # and not what the call holds
+                    self._note_complete(result)
+                    del result
+                self._streams.finish(self._streams.record())
+        except Exception as error:
+            if item is not None:
+                self._annotate(error, item[0])
+            with self._progress:
+                self.error = error
+                self._progress.notify_all()
+            self._on_error(error)
+
+    def _carry_out(self, instruction: Instruction, call: _Call, ready: _Call | None, traced: bool) -> Any:
+        if ready is not None:
+            ready()
+        if self._tracer is None or not traced:
+            return call()
+        start = self._tracer.now()
+        result = call()
+        self._tracer.record_background(self._track, instruction, start, self._tracer.now())
+        return result
+
+    def _note_complete(self, result: Any) -> None:
+        """The call has returned, with `result`."""
+        with self._progress:
+            self._incomplete.popleft()
+            self.num_complete += 1
+            self._progress.notify_all()

@@ -1,0 +1,352 @@
+"""One-directional links between two ranks: how a tensor gets from one process to another.
+
+Problem: the executor wants to post a send or a receive and go on computing; only the instruction that needs a tensor
+waits for it. How that is done depends on where tensors live and what carries them: gloo between CPUs, NCCL between
+GPUs, or gloo through pinned host memory where GPUs are not joined by NCCL (several ranks on one GPU, as in a test).
+
+Solution: a link class for each of them under one face, chosen by data (`LINKS`). Every link owns a process group of its
+two ranks, so that nothing queues behind what it does not depend on. A link keeps what it sends alive until it has been
+read: it holds an alias of the tensor, so the stage may drop its own hold as soon as the send is posted. With gloo,
+posting itself takes time (a send copies into the socket, a receive makes its memory), and a send counts as read only
+once ``wait()`` has returned, while ``is_completed()`` says nothing. So one thread per link posts in order, waits for
+the sends and drops the aliases; the compute thread does neither. With NCCL posting is quick and ``is_completed()``
+true, so there is no thread: the link looks what has been read whenever it is used (`drop_read`).
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from megatron.backend.communicators import shut_down
+from megatron.backend.streams import streams_of
+from megatron.pipeline.communicators import COMMUNICATOR_CTAS
+from megatron.pipeline.runtime.contract.tensors import TensorSpec, num_holders
+
+NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
+FOREVER = timedelta(days=3650)
+_SENDER, _RECEIVER = 0, 1
+
+
+class Receive(Protocol):
+    """A posted receive; afterwards it holds nothing."""
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        """The received tensor; RuntimeError when `timeout` has passed or the connection broke."""
+
+
+class Link(Protocol):
+    """One direction between two ranks; both see sends and receives in the same order."""
+
+    host_waits: bool
+    """Whether ``Receive.wait`` returns when the tensor is there, and not as soon as the current stream waits for it."""
+
+    def send(self, tensor: Tensor, tag: int) -> None: ...
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
+
+    def drop_read(self) -> None:
+        """Let go of what has been read, on the thread that sends."""
+
+    def num_unread(self) -> int:
+        """Sends whose storage is still held."""
+
+    def close(self, timeout: float) -> None:
+        """Wait until all sends were read, then end the link's thread, and what else forgetting it does not end."""
+
+
+@lru_cache(maxsize=4)
+def _gloo_devices(interfaces: str) -> list[Any]:
+    """Those of the process, on the interfaces that GLOO_SOCKET_IFNAME lists, or else the host's own.
+
+    Shared by all links, since each device has a thread that wakes a hundred times a second.
+    """
+    if not interfaces:
+        return [ProcessGroupGloo.create_default_device()]
+    return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+
+
+def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> ProcessGroupGloo:
+    """A gloo group of two ranks under a name that both agree on.
+
+    Built directly and not through ``new_group(use_local_synchronization=True)``: that derives the name from the
+    number of groups the process belongs to, which differs between neighbours in a pipeline, so that they would never
+    meet.
+    """
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    options._threads = 1
+    return ProcessGroupGloo(PrefixStore(name, store), member, 2, options)
+
+
+class _Worker:
+    """A thread that finishes what it is given, in order, and then drops it."""
+
+    def __init__(
+        self,
+        name: str,
+        finish: Callable[[Any], None],
+        on_error: Callable[[Exception], None],
+        begin: Callable[[], None],
+    ) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._begin = begin
+        self._finish = finish
+        self._on_error = on_error
+        self._num_put = 0
+        self.num_finished = 0
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        self._num_put += 1
+        self._queue.put(item)
+
+    def num_unfinished(self) -> int:
+        return self._num_put - self.num_finished
+
+    def close(self, timeout: float) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _work(self) -> None:
+        try:
+            self._begin()
+            while (item := self._queue.get()) is not None:
+                self._finish(item)
+                del item
+                self.num_finished += 1
+        except Exception as error:
+            self._on_error(error)
+
+
+class GlooReceive:
+    """A receive that the link's thread posts; `make` makes the memory that it fills."""
+
+    __slots__ = ("_error", "_group", "_make", "_posted", "_tag", "_tensor", "_work")
+
+    def __init__(self, group: ProcessGroupGloo, make: Callable[[], Tensor], tag: int) -> None:
+        self._group = group
+        self._make = make
+        self._tag = tag % NUM_TAGS
+        self._tensor: Tensor | None = None
+        self._work: Any = None
+        self._error: Exception | None = None
+        self._posted = threading.Lock()  # held until the receive is posted
+        self._posted.acquire()
+
+    def post(self) -> None:
+        try:
+            self._tensor = self._make()
+        except RuntimeError as error:  # torch's, out of memory: this rank's own, not a lost peer's
+            self._error = MemoryError(str(error))
+        else:
+            self._post()
+        finally:
+            self._posted.release()
+
+    def _post(self) -> None:
+        try:
+            self._work = self._group.recv([self._tensor], _SENDER, self._tag)
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        if not self._posted.acquire(timeout=timeout.total_seconds()):
+            raise RuntimeError(f"the link's thread did not post the receive within {timeout.total_seconds():g} s")
+        self._posted.release()
+        if self._error is not None:
+            raise self._error
+        self._work.wait(timeout)
+        tensor, self._tensor, self._work = self._tensor, None, None
+        return tensor
+
+
+class _GlooEnd(abc.ABC):
+    """One end of a link over gloo, with the thread that posts its transfers."""
+
+    host_waits = True
+
+    def __init__(
+        self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
+    ) -> None:
+        self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
+        self._timeout = timeout
+        self._streams = streams_of(device)
+        self._sends = sends
+        finish = self._finish_send if sends else GlooReceive.post
+        self._worker = _Worker(name, finish, on_error, self._streams.enter_thread)
+
+    @abc.abstractmethod
+    def _finish_send(self, item: Any) -> None:
+        """On the link's thread: send what `send` has put there, and return when it has been read."""
+
+    def drop_read(self) -> None:
+        """The link's thread does."""
+        return
+
+    def num_unread(self) -> int:
+        return self._worker.num_unfinished() if self._sends else 0
+
+    def close(self, timeout: float) -> None:
+        self._worker.close(timeout)
+
+
+class GlooLink(_GlooEnd):
+    """CPU tensors over gloo."""
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        self._worker.put((tensor.detach(), tag % NUM_TAGS))
+
+    def _finish_send(self, item: tuple[Tensor, int]) -> None:
+        alias, tag = item
+        self._group.send([alias], _RECEIVER, tag).wait(self._timeout)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        receive = GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
+        self._worker.put(receive)
+        return receive
+
+
+class HostStagedLink(_GlooEnd):
+    """CUDA tensors over gloo, through pinned host memory: for ranks that NCCL cannot join."""
+
+    def __init__(self, name: str, store: Store, *, device: torch.device, **options: Any) -> None:
+        super().__init__(name, store, device=device, **options)
+        self._device = device
+        self._stream = self._streams.make()
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        host = self._streams.host_buffer(tensor.shape, tensor.dtype)
+        alias = tensor.detach()
+        made = self._streams.record()
+        with self._streams.on(self._stream):
+            self._streams.wait(made)
+            host.copy_(alias, non_blocking=True)
+            copied = self._streams.record()
+        self._worker.put((copied, alias, host, tag % NUM_TAGS))
+
+    def _finish_send(self, item: tuple[Any, Tensor, Tensor, int]) -> None:
+        copied, _, host, tag = item
+        self._streams.finish(copied)
+        self._group.send([host], _RECEIVER, tag).wait(self._timeout)
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        receive = _HostStagedReceive(self._group, lambda: self._streams.host_buffer(spec.shape, spec.dtype), tag)
+        receive.device = self._device
+        self._worker.put(receive)
+        return receive
+
+
+class _HostStagedReceive(GlooReceive):
+    """Arrives in pinned memory; waiting copies it to the device."""
+
+    __slots__ = ("device",)
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        return super().wait(timeout).to(self.device, non_blocking=True)
+
+
+class NcclLink:
+    """CUDA tensors over NCCL, on the group's own stream; waiting makes the current stream wait, not the host."""
+
+    host_waits = False
+
+    def __init__(
+        self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
+    ) -> None:
+        self._device = device
+        self._streams = streams_of(device)
+        self._group = self._streams.communicator(
+            PrefixStore(name, store),
+            _SENDER if sends else _RECEIVER,
+            2,
+            max_ctas=COMMUNICATOR_CTAS["link"],
+            timeout=timeout * 2,  # `Channels.check_overdue` speaks first, and names who waits for whom
+        )
+        self._on_error = on_error
+        self._unread: deque[tuple[Any, Tensor]] = deque()
+        self._buffers: list[Tensor] = []
+        self._meet(sends)
+
+    def _meet(self, sends: bool) -> None:
+        """NCCL connects at the first use and blocks there; do it now, while both ends are known to come."""
+        probe = torch.zeros(1, device=self._device)
+        work = self._group.send([probe], _RECEIVER, 0) if sends else self._group.recv([probe], _SENDER, 0)
+        work.wait()
+        self._streams.finish(self._streams.record())
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        self.drop_read()
+        alias = tensor.detach()
+        self._unread.append((self._group.send([alias], _RECEIVER, 0), alias))
+
+    def receive(self, spec: TensorSpec, tag: int) -> Receive:
+        tensor = self._free_buffer(spec)
+        return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
+
+    def _free_buffer(self, spec: TensorSpec) -> Tensor:
+        """Memory to receive in, which stays with the link: the allocator would give none of it away again before all
+        that the group's stream has been given since is done, and receives are posted far ahead.
+
+        Who dropped it has given the current stream its last work on it, and NCCL waits for that stream.
+        """
+        for buffer in self._buffers:
+            if num_holders(buffer) == 1 and buffer.shape == spec.shape and buffer.dtype == spec.dtype:
+                return buffer.detach()
+        self._buffers.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
+        return self._buffers[-1].detach()
+
+    def drop_read(self) -> None:
+        while self._unread and self._unread[0][0].is_completed():
+            work, _ = self._unread.popleft()
+            try:
+                work.wait()  # at once, or it raises why it has ended
+            except RuntimeError as error:
+                self._on_error(error)
+
+    def num_unread(self) -> int:
+        self.drop_read()
+        return len(self._unread)
+
+    def close(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.num_unread() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._buffers.clear()
+        if not self._unread:
+            shut_down(self._group)
+
+
+class _NcclReceive:
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        self._work.wait()
+        tensor, self._tensor, self._work = self._tensor, None, None  # the Work holds the tensor, too
+        return tensor
+
+
+LINKS: dict[tuple[str, str], type] = {
+    ("gloo", "cpu"): GlooLink,
+    ("gloo", "cuda"): HostStagedLink,
+    ("nccl", "cuda"): NcclLink,
+}
+"""(backend, device type) -> link between two ranks."""

@@ -1,0 +1,132 @@
+"""The connection of two paired ranks on which saved activations move, one at a time, in either direction.
+
+Problem: moves are large, happen all the time, and must not take memory of their own each time. A rank carries them out
+one after another on a thread (`MoveQueue`), so a transfer may block, and one connection serves both directions.
+
+Solution: a link class per backend under one face, chosen by data (`MOVE_LINKS`). Both methods return when the transfer
+is complete, which takes that both ends have come to it. They wait without a limit: an acceptor may come to a move long
+before the evictor does. Who needs the result waits with one (`ActivationTransfers.wait_for`). A peer that is gone is a
+RuntimeError at once.
+
+The CUDA classes work on the current stream, which is the move thread's own. Through host memory they return when the
+device has done the work; over NCCL when it has been given it, and the current stream waits for it. There the two hosts
+meet first, so that no kernel waits on a device for a host that comes minutes later.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from megatron.backend.communicators import shut_down
+from megatron.backend.streams import streams_of
+from megatron.pipeline.communicators import COMMUNICATOR_CTAS
+from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, gloo_pair
+
+_SIZE_TAG = NUM_TAGS  # no microbatch has it
+
+
+class MoveLink(Protocol):
+    """One end. Both ends call in the same order, one its `send` where the other calls `receive`."""
+
+    def send(self, buffer: Tensor, tag: int) -> None:
+        """Send uint8 [bytes]; afterwards the current stream may write to the buffer."""
+
+    def receive(self, buffer: Tensor, tag: int) -> None:
+        """Fill uint8 [bytes]."""
+
+    def send_size(self, num_bytes: int) -> None:
+        """Tell how large the buffers of a stage are."""
+
+    def receive_size(self) -> int: ...
+
+    def close(self) -> None:
+        """When all moves are done: end what forgetting the link does not end."""
+
+
+class GlooMoveLink:
+    """CPU buffers over gloo."""
+
+    def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
+        """`member`: 0 at one end, 1 at the other. `timeout`: for connecting."""
+        self._group = gloo_pair(name, store, member=member, timeout=timeout)
+        self._peer = 1 - member
+        self._streams = streams_of(device)
+
+    def send(self, buffer: Tensor, tag: int) -> None:
+        self._group.send([buffer], self._peer, tag % NUM_TAGS).wait(FOREVER)
+
+    def receive(self, buffer: Tensor, tag: int) -> None:
+        self._group.recv([buffer], self._peer, tag % NUM_TAGS).wait(FOREVER)
+
+    def send_size(self, num_bytes: int) -> None:
+        self._group.send([torch.tensor([num_bytes])], self._peer, _SIZE_TAG).wait(FOREVER)
+
+    def receive_size(self) -> int:
+        size = torch.empty(1, dtype=torch.int64)
+        self._group.recv([size], self._peer, _SIZE_TAG).wait(FOREVER)
+        return int(size.item())
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class HostStagedMoveLink(GlooMoveLink):
+    """CUDA buffers over gloo, through pinned host memory that is made once for each size."""
+
+    def __init__(self, name: str, store: Store, **options: Any) -> None:
+        super().__init__(name, store, **options)
+        self._host: dict[int, Tensor] = {}
+
+    def _staging(self, num_bytes: int) -> Tensor:
+        if num_bytes not in self._host:
+            self._host[num_bytes] = self._streams.host_buffer((num_bytes,), torch.uint8)
+        return self._host[num_bytes]
+
+    def send(self, buffer: Tensor, tag: int) -> None:
+        host = self._staging(len(buffer)).copy_(buffer, non_blocking=True)
+        self._streams.finish(self._streams.record())
+        super().send(host, tag)
+
+    def receive(self, buffer: Tensor, tag: int) -> None:
+        host = self._staging(len(buffer))
+        super().receive(host, tag)
+        buffer.copy_(host, non_blocking=True)
+        self._streams.finish(self._streams.record())  # the next move writes to the same host memory
+
+
+class NcclMoveLink(GlooMoveLink):
+    """CUDA buffers over NCCL, once both hosts have come to the move."""
+
+    def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
+        super().__init__(f"{name}/hosts", store, member=member, timeout=timeout, device=device)
+        self._nccl = self._streams.communicator(
+            PrefixStore(name, store), member, 2, max_ctas=COMMUNICATOR_CTAS["move"], timeout=2 * timeout
+        )
+        probe = torch.zeros(1, dtype=torch.uint8, device=device)
+        for sends in (member == 0, member == 1):  # NCCL connects each direction at its first use
+            (self.send if sends else self.receive)(probe, 0)
+        self._streams.finish(self._streams.record())
+
+    def send(self, buffer: Tensor, tag: int) -> None:
+        super().send(torch.empty(1), tag)
+        self._nccl.send([buffer], self._peer, 0).wait()
+
+    def receive(self, buffer: Tensor, tag: int) -> None:
+        super().receive(torch.empty(1), tag)
+        self._nccl.recv([buffer], self._peer, 0).wait()
+
+    def close(self) -> None:
+        shut_down(self._nccl)
+
+
+MOVE_LINKS: dict[tuple[str, str], type] = {
+    ("gloo", "cpu"): GlooMoveLink,
+    ("gloo", "cuda"): HostStagedMoveLink,
+    ("nccl", "cuda"): NcclMoveLink,
+}
+"""(backend, device type) -> link between two paired ranks."""

@@ -1,0 +1,110 @@
+"""The step of an optimizer, taken provisionally: where it would lead, while its parameters and its state stay as they
+are.
+
+Where the rule of the optimizer is known it is taken in one pass (`elementwise_step`). Otherwise the rule is whatever
+the optimizer's own `step` computes, called on copies of the parameters and of their state with another gradient:
+right for any optimizer whose state belongs to its parameters or is a value of their group. Parameters are copied some
+at a time, so that the copies take little memory. Either way a prediction equals the step to come bit for bit where the
+gradient does, and hooks and learning-rate schedules do not see it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.pipeline.runtime.update.elementwise_step import ElementwiseStep, Operands
+from megatron.pipeline.runtime.update.optimizer_stand_in import copied, settings_of, stand_in, take_step
+
+CHUNK_BYTES = 64 * 2**20
+"""Of the parameters that are stepped at once; with copies of Adam's moments and the gradients it is four times."""
+
+
+class ProvisionalStep:
+    """Takes the steps of `optimizer` provisionally."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def take(
+        self,
+        gradient_of: Callable[[Tensor], tuple[Tensor, float | Tensor] | None],
+        target_of: Callable[[Tensor], Tensor],
+        *,
+        where: Callable[[Tensor], Tensor | None] = lambda parameter: None,
+    ) -> None:
+        """Step from where the optimizer's parameters are.
+
+        Args:
+            gradient_of: the gradient of one of them, and a factor on it, a number or an FP32 scalar on the device. The
+                gradient has as many elements and any floating dtype, and is not changed. None: the parameter is not
+                stepped.
+            target_of: of a parameter, a tensor of as many elements that receives where the step leads.
+            where: of a parameter, a scalar on the device that says whether to step it; None: yes.
+        """
+        for group in self._optimizer.param_groups:
+            elementwise = ElementwiseStep.of(self._optimizer, group)
+            for chunk in _chunks(group["params"]):
+                stepped = []
+                for parameter in chunk:
+                    gradient = gradient_of(parameter)
+                    if gradient is None:
+                        _write(target_of(parameter), parameter)
+                    else:
+                        state = self._optimizer.state.get(parameter, {})
+                        stepped.append(Operands(parameter, *gradient, state, target_of(parameter)))
+                if not stepped:
+                    continue
+                conditions = [where(each.parameter) for each in stepped]
+                if elementwise is not None and all(map(elementwise.can_take, stepped)):
+                    elementwise.take(stepped, conditions)
+                else:
+                    self._take_on_copies(group, stepped, conditions)
+
+    def _take_on_copies(self, group: dict[str, Any], chunk: list[Operands], where: list[Tensor | None]) -> None:
+        copies = {}
+        for each in chunk:
+            moved = each.parameter.detach().clone()
+            moved.grad = (each.gradient.to(moved.dtype) * each.factor).view_as(moved)
+            copies[each.parameter] = moved
+        self._step(group, copies)
+        for each, steps in zip(chunk, where, strict=True):
+            moved = copies[each.parameter]
+            _write(each.target, moved if steps is None else torch.where(steps, moved, each.parameter))
+
+    def _step(self, group: dict[str, Any], copies: dict[Tensor, Tensor]) -> None:
+        """The optimizer's own `step`, on a stand-in that has one group and a copy of its state."""
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for parameter, moved in copies.items():
+            if parameter in self._optimizer.state:
+                state[moved] = {key: copied(value) for key, value in self._optimizer.state[parameter].items()}
+        groups = [{**settings_of(group), "params": [*copies.values()]}]
+        take_step(stand_in(self._optimizer, groups, state, shares_tables=False))
+
+
+def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Some of the parameters at a time."""
+    chunk: list[Tensor] = []
+    num_bytes = 0
+    for parameter in parameters:
+        chunk.append(parameter)
+        num_bytes += parameter.nbytes
+        if num_bytes >= CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    target.view_as(value).copy_(value)
+
+
+def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a gradient many times as large would lead to about the same step: Adam's rule."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or "adam" in type(optimizer).__name__.lower()

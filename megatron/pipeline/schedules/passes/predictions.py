@@ -1,0 +1,59 @@
+"""Predict the weights of the batch to come.
+
+PREDICT@t stands where a stage is about to begin batch t: behind STEP@(t-1), whose weights it starts from, before the
+first forward of batch t, and also where the run drains instead, so that both compute the same. It reads the gradients
+of those microbatches of batch t-1 that are done at the stage. Three things follow:
+
+- Where more are done than it may read, because all stages shall read as many, HOLD keeps the gradients as they are
+  after those that it reads.
+- Where all are done (the last stage), the chain that reduces them in place waits until PREDICT has read them.
+- What stages or replicas add up before they predict is reduced in the chain: REDUCE_PARTIAL, the sums that are kept,
+  over the replicas; REDUCE_PARTIAL_EMBED, of tied embeddings, over the two stages (and over the replicas, where that is
+  wanted): it keeps and reads as many microbatches as both stages have done, so that their copies stay equal.
+"""
+
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, REDUCTIONS, Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.passes import Leg, Legs
+
+
+def add_predictions(legs: Legs, rank: int, outline: Program) -> Legs:
+    """The legs of a rank with one stage, which hold their chains and STEPs, with a prediction at the end of each
+    batch's own leg.
+    """
+    (stage,) = outline.stages_of(rank)
+    result = list(legs)
+    for index, leg in enumerate(legs[: len(outline.batches)]):
+        batch = outline.first_batch + index
+        chain = [each for each in leg if each.kind in REDUCTIONS and each.version == batch + 1]
+        before = [each for each in leg if each not in chain]
+        predict = Instruction(Kind.PREDICT, stage, version=batch + 1)
+        result[index] = [*_with_partial_gradients(before, stage, batch, outline), predict, *chain]
+    return result
+
+
+def _with_partial_gradients(leg: Leg, stage: int, batch: int, outline: Program) -> Leg:
+    """A leg with what a prediction needs before it: kept gradients, and their reductions."""
+    num_read = outline.num_read(stage, batch)
+    of_batch = [each.kind in ENDS_BACKWARD and outline.batch_of(each.microbatch) == batch for each in leg]
+    behind: dict[int, list[Kind]] = {}  # number of backwards -> what follows the last of them
+    if outline.reduce_partial or num_read < sum(of_batch):
+        behind[num_read] = [Kind.HOLD]
+    if outline.reduce_partial:
+        behind[num_read].append(Kind.REDUCE_PARTIAL)
+    if reads_ties(outline, stage):
+        behind.setdefault(outline.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
+    extended: Leg = []
+    num_done = 0
+    for each, is_of_batch in zip(leg, of_batch, strict=True):
+        extended.append(each)
+        if is_of_batch:
+            num_done += 1
+            extended += [Instruction(kind, stage, version=batch + 1) for kind in behind.get(num_done, ())]
+    return extended
+
+
+def reads_ties(outline: Program, stage: int) -> bool:
+    """Whether a stage's predictions read a gradient of tied embeddings that another rank has a part of."""
+    last = outline.num_stages - 1
+    return outline.tied_embeddings and outline.crosses(0, last) and stage in (0, last)

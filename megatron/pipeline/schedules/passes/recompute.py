@@ -1,0 +1,23 @@
+"""Recompute a microbatch's activations from its stored input before its backward.
+
+R stands directly before the backward, so one microbatch at a time is there in full. It needs nothing from the next
+stage: where the gradient of the output is still on its way, the recompute runs while it travels, for only the backward
+waits for it.
+"""
+
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.passes import Leg, Legs
+
+
+def add_recompute(legs: Legs, outline: Program) -> Legs:
+    """The legs with an R before each B, or before the I of a backward in two halves, at the stages that recompute."""
+    result = []
+    for leg in legs:
+        extended: Leg = []
+        for instruction in leg:
+            if instruction.kind in BEGINS_BACKWARD and outline.recomputes(instruction.stage):
+                extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))
+            extended.append(instruction)
+        result.append(extended)
+    return result

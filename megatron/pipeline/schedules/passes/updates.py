@@ -1,0 +1,83 @@
+"""Reduce the gradients of each batch, and step.
+
+The chain that leads to version v is posted right after the last backward of batch v-1, and runs while the rank goes on
+computing; only the STEP waits for it. So the STEP stands as late as the weight policy allows: at the end of a leg,
+just before the first forward that uses the new version. Where no such forward comes, it closes the program.
+
+A rank with several stages has one chain for all of them, since one optimizer owns their parameters, and one norm and
+one overflow decide about them. It stands at the rank's lowest stage, after the batch's last backward on the rank.
+
+A rank whose stages are all frozen has no gradients. It makes its versions, which are all the same, behind the last
+forward of each batch, and its part of the norm behind that: so it waits for nobody and begins the next batch at once.
+
+Where each stage uses its newest version (`delay` None) each stage has its own, and the STEP follows the reductions that
+it needs at once. The norm comes after the last of them on the rank, for the report alone, and nobody waits for it.
+"""
+
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.passes import Leg, Legs
+
+
+def add_updates(legs: Legs, rank: int, outline: Program) -> Legs:
+    """The legs of a rank with the chain after each batch's last backward, and the STEPs."""
+    is_frozen = outline.is_frozen(rank)
+    ends = {Kind.FORWARD} if is_frozen else ENDS_BACKWARD
+    chains = [_Chain(rank, stages, outline) for stages in outline.owners(rank)]
+    left = dict.fromkeys(range(outline.first_batch, outline.first_batch + len(outline.batches)), len(chains))
+    result = []
+    for leg in legs:
+        extended: Leg = []
+        for instruction in leg:
+            extended.append(instruction)
+            if instruction.kind in ends:
+                chain = next(each for each in chains if instruction.stage in each.stages)
+                links = chain.after(instruction)
+                if links is None:
+                    continue
+                batch = outline.batch_of(instruction.microbatch)
+                left[batch] -= 1
+                if not left[batch] and outline.global_norm:
+                    links.append(chains[0].link(Kind.REDUCE_NORM, batch + 1))
+                extended += links
+        result.append(extended)
+    delay = outline.weights.delay
+    if delay is not None and not is_frozen:
+        num_batches = len(outline.batches)
+        for index in range(num_batches):
+            last_leg_without = min(index + delay, num_batches)  # the leg after it begins with the version's first use
+            result[last_leg_without].append(chains[0].link(Kind.STEP, outline.first_batch + index + 1))
+    return result
+
+
+class _Chain:
+    """What a rank posts when a batch has ended there, at all of the `stages` that step at once."""
+
+    def __init__(self, rank: int, stages: tuple[int, ...], outline: Program) -> None:
+        self.stages = stages
+        self._outline, self._rank = outline, rank
+        sizes = enumerate(outline.batches, start=outline.first_batch)
+        self._is_frozen = outline.is_frozen(rank)
+        trained = [stage for stage in stages if self._is_frozen or not outline.graph.is_forward_only(stage)]
+        self._left = {batch: size * len(trained) for batch, size in sizes}
+
+    def after(self, end: Instruction) -> Leg | None:
+        """What follows this end of a backward (without backwards: a forward), but for the norm, if it is the batch's
+        last at these stages; else None.
+        """
+        outline = self._outline
+        batch = outline.batch_of(end.microbatch)
+        self._left[batch] -= 1
+        if self._left[batch]:
+            return None
+        if self._is_frozen:
+            return [self.link(Kind.STEP, batch + 1)]
+        kinds = [Kind.REDUCE_GRAD] if outline.data_parallel else []
+        if outline.reduces_embeddings(self._rank):
+            kinds.append(Kind.REDUCE_EMBED)
+        if outline.weights.updates_alone:
+            kinds.append(Kind.STEP)
+        return [self.link(kind, batch + 1) for kind in kinds]
+
+    def link(self, kind: Kind, version: int) -> Instruction:
+        return Instruction(kind, self.stages[0], version=version)

@@ -1,0 +1,48 @@
+"""Give every computation the weight version that the policy says.
+
+The forward decides; recompute and backward use what their forward used, whatever has been stepped since. Where weights
+refresh they use the newest of their stage instead, and where policies look ahead a forward goes towards that: it is
+predicted up to the version of its own batch, or stepped with the gradients that are there and that no STEP has taken.
+"""
+
+from dataclasses import replace
+
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import Ahead
+from megatron.pipeline.schedules.passes import Leg, Legs
+
+
+def set_versions(legs: Legs, outline: Program) -> Legs:
+    """The legs of a rank, which hold their updates already, with a version for each computation."""
+    rule = outline.weights
+    newest = dict.fromkeys(range(outline.num_stages), max(outline.entry_versions))
+    unstepped = dict.fromkeys(range(outline.num_stages), 0)  # backwards since the last STEP, where that is asked
+    version_of: dict[tuple[int, int], int] = {}
+    result = []
+    for leg in legs:
+        versioned: Leg = []
+        for instruction in leg:
+            kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
+            if kind is rule.maker:
+                rank = outline.rank_of_stage[stage]
+                made_for = next(stages for stages in outline.owners(rank) if stage in stages)
+                newest |= dict.fromkeys(made_for, instruction.version)
+                unstepped |= dict.fromkeys(made_for, 0)
+            elif kind is Kind.FORWARD:
+                version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest[stage])
+            elif rule.refreshes and kind.is_computation:
+                version_of[stage, microbatch] = newest[stage]
+            if kind.is_computation:
+                version = version_of[stage, microbatch]
+                instruction = Instruction(kind, stage, microbatch, version)
+                if rule.looks_ahead:
+                    horizon = outline.batch_of(microbatch) - version if kind is Kind.FORWARD else 0
+                    if horizon and rule.ahead is Ahead.PREDICTION:
+                        instruction = replace(instruction, horizon=horizon)
+                    elif horizon:
+                        instruction = replace(instruction, unstepped=unstepped[stage])
+                    unstepped[stage] += kind in ENDS_BACKWARD
+            versioned.append(instruction)
+        result.append(versioned)
+    return result

@@ -1,0 +1,136 @@
+"""What the instructions of a program cost.
+
+Times are in seconds and sizes in bytes, so that the costs of a simulation are the numbers that a profile or an
+emulated stage has; nothing in the simulator knows the unit, though, and drawings of the paper's figures count in
+forwards.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.program.instruction import Kind
+
+PerStage = float | Sequence[float]  # one number for all, or one for each stage (or edge)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds, bytes and bytes per second; a number for all stages, or a sequence with one for each. Edges are those of
+        the program, ascending; of a chain, edge e lies between stages e and e+1.
+
+    Attributes:
+        forward, backward: of one microbatch through one stage. The paper's figures take a backward for twice a
+            forward.
+        backward_input: the input half of a split backward; default half of `backward`. The weight half is the rest.
+        recompute: default as long as a forward.
+        step: the optimizer step of a stage; the STEP of a rank with several stages takes their sum.
+        predict: the provisional step of a stage; default as long as `step`.
+        hold: of keeping a stage's gradients as they are.
+        latency: per edge, from the end of the sending to the arrival; both directions.
+        bandwidth: per edge and direction.
+        forward_bytes: of an activation, per edge.
+        backward_bytes: of its gradient, per edge; default as many.
+        overlap: transfers run beside computations. Otherwise a SEND also holds its rank for as long as the transfer
+            occupies its edge: the rank sends instead of computing.
+        evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
+            occupies its pair; `load` by default as long as `evict`.
+        reduce_grad: of the reduction of a stage's gradients, whole or partial; a rank with several stages reduces
+            their sum, unless its weights live on the host.
+        offload, reload: where inputs are stashed on the host, seconds for which copying that of a microbatch there, or
+            back to its stage, occupies its lane; `reload` by default as long as `offload`.
+        fetch, store, update: where weights live on the host, seconds for which copying a stage's weights to the device
+            and its gradients to the host occupy their lanes, and its update the host's optimizer.
+        reduce_embed, reduce_norm: of the reductions, once all members have reached them; that of partial embeddings
+            takes as long.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 2.0
+    backward_input: PerStage | None = None
+    recompute: PerStage | None = None
+    step: PerStage = 0.0
+    predict: PerStage | None = None
+    hold: PerStage = 0.0
+    latency: PerStage = 0.0
+    bandwidth: PerStage = math.inf
+    forward_bytes: PerStage = 0.0
+    backward_bytes: PerStage | None = None
+    overlap: bool = True
+    evict: PerStage = 0.0
+    load: PerStage | None = None
+    reduce_grad: PerStage = 0.0
+    reduce_embed: float = 0.0
+    reduce_norm: float = 0.0
+    fetch: PerStage = 0.0
+    store: PerStage = 0.0
+    update: PerStage = 0.0
+    offload: PerStage = 0.0
+    reload: PerStage | None = None
+
+    def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
+        """Duration of each computation, reduction and move at each stage; a move is named by the end that evicts.
+
+        Raises:
+            ValueError: a sequence of another length, a negative or non-finite number, or a bandwidth that is not
+                positive.
+        """
+        backward = spread("backward", self.backward, num_stages)
+        half = (
+            [time / 2 for time in backward]
+            if self.backward_input is None
+            else spread("backward_input", self.backward_input, num_stages)
+        )
+        if any(part > whole for part, whole in zip(half, backward, strict=True)):
+            raise ValueError("backward_input is a part of backward, so it cannot be longer; give a smaller one")
+        forward = spread("forward", self.forward, num_stages)
+        evict = spread("evict", self.evict, num_stages)
+        load = evict if self.load is None else spread("load", self.load, num_stages)
+        offload = spread("offload", self.offload, num_stages)
+        return {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: backward,
+            Kind.BACKWARD_INPUT: half,
+            Kind.BACKWARD_WEIGHT: [whole - part for part, whole in zip(half, backward, strict=True)],
+            Kind.RECOMPUTE: forward if self.recompute is None else spread("recompute", self.recompute, num_stages),
+            Kind.EVICT: evict,
+            Kind.LOAD: load,
+            Kind.OFFLOAD: offload,
+            Kind.RELOAD: offload if self.reload is None else spread("reload", self.reload, num_stages),
+            Kind.STEP: spread("step", self.step, num_stages),
+            Kind.PREDICT: spread("predict", self.step if self.predict is None else self.predict, num_stages),
+            Kind.HOLD: spread("hold", self.hold, num_stages),
+            Kind.REDUCE_GRAD: spread("reduce_grad", self.reduce_grad, num_stages),
+            Kind.REDUCE_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
+            Kind.REDUCE_NORM: spread("reduce_norm", self.reduce_norm, num_stages),
+            Kind.REDUCE_PARTIAL: spread("reduce_grad", self.reduce_grad, num_stages),
+            Kind.FETCH: spread("fetch", self.fetch, num_stages),
+            Kind.FREE: [0.0] * num_stages,
+            Kind.STORE_GRAD: spread("store", self.store, num_stages),
+            Kind.UPDATE: spread("update", self.update, num_stages),
+            Kind.REDUCE_PARTIAL_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
+        }
+
+    def edges(self, num_edges: int) -> tuple[list[float], list[float], list[float]]:
+        """Per edge: seconds that an activation occupies it, that a gradient does, and latency. Raises as `seconds`."""
+        bandwidth = self.bandwidth if isinstance(self.bandwidth, Sequence) else [self.bandwidth] * num_edges
+        if len(bandwidth) != num_edges or not all(value > 0 for value in bandwidth):
+            raise ValueError(
+                f"bandwidth is {self.bandwidth}; give a positive number of bytes/s, or one for each of the {num_edges}"
+            )
+        forward = spread("forward_bytes", self.forward_bytes, num_edges)
+        backward = forward if self.backward_bytes is None else spread("backward_bytes", self.backward_bytes, num_edges)
+        occupation = [
+            [size / rate for size, rate in zip(sizes, bandwidth, strict=True)] for sizes in (forward, backward)
+        ]
+        return occupation[0], occupation[1], spread("latency", self.latency, num_edges)
+
+
+def spread(name: str, value: PerStage, count: int) -> list[float]:
+    """A number for each of `count` stages or edges. Raises ValueError, with the name, where they are no costs."""
+    values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers; give one for all, or one for each of {count}")
+    if not all(math.isfinite(item) and item >= 0 for item in values):
+        raise ValueError(f"{name} is {value}; give finite numbers of 0 and more")
+    return values

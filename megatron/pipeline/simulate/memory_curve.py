@@ -1,0 +1,248 @@
+"""How much memory each rank of a timeline holds at every moment, and what for.
+
+The checker proves peaks in microbatches and versions, for any timing. This multiplies them with bytes and lays them on
+a timeline, simulated or measured, so that one sees when memory is short and what fills it:
+
+- activations: of each microbatch from the start of its forward, or of its LOAD, ACCEPT or RELOAD, to the end of its
+  backward (of its weight half, where it is split), or of its EVICT, RETURN or OFFLOAD;
+- weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
+  writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
+  beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
+- gradients: a buffer for each batch from its first backward to the end of its STEP; they are kept, too. One more from
+  the start of a HOLD to the end of its PREDICT, which is freed; so is what is kept of tied embeddings alone, from when
+  their REDUCE_PARTIAL_EMBED is posted;
+- transfers: what is received, from when the receive is posted to the start of the computation that takes it, and what
+  is sent, until it has arrived;
+- optimizer: what stays from the beginning.
+
+Where weights live on the host, all of this is the device's: weights of each stage from the start of a FETCH to its
+FREE, gradients of each from its first backward of a batch to the end of its STORE_GRAD, and no optimizer.
+"""
+
+import math
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron.pipeline.program.instruction import (
+    BEGINS_BACKWARD,
+    BUSY,
+    COMPUTATIONS,
+    ENDS_BACKWARD,
+    HOST_WORDS,
+    WORDS,
+    Kind,
+)
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.simulate.costs import PerStage, spread
+from megatron.pipeline.simulate.timeline import Timeline
+
+PARTS = ("optimizer", "weights", "gradients", "activations", "transfers")
+_Event = tuple[float, float]  # when, how many bytes more
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySizes:
+    """Bytes; a number for all stages (or edges), or a sequence with one for each.
+
+    Attributes:
+        activations: that a stage saves of one microbatch.
+        weights: of one version of a stage's weights.
+        gradients: of one buffer of a stage's gradients.
+        tied_gradients: of the part of it that is the tied embeddings', at the first and the last stage.
+        optimizer: of a stage's optimizer state.
+        transfers: of an activation or its gradient, per edge (as in `Costs`).
+    """
+
+    activations: PerStage = 0.0
+    weights: PerStage = 0.0
+    gradients: PerStage = 0.0
+    tied_gradients: PerStage = 0.0
+    optimizer: PerStage = 0.0
+    transfers: PerStage = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`. Times ascend."""
+
+    times: tuple[float, ...]
+    parts: dict[str, tuple[float, ...]]
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        return tuple(map(sum, zip(*self.parts.values(), strict=True)))
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that are held at once."""
+        return max(self.total)
+
+    @property
+    def at_peak(self) -> tuple[float, dict[str, float]]:
+        """When that is for the first time, and of what it is made."""
+        total = self.total
+        index = total.index(max(total))
+        return self.times[index], {name: values[index] for name, values in self.parts.items()}
+
+
+def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy) -> tuple[MemoryCurve, ...]:
+    """The curve of each rank, from the start of the timeline on. `weights`: the policy of the program that ran.
+
+    Raises:
+        ValueError: sizes of another length, negative or not finite.
+    """
+    num_stages = timeline.num_stages
+    counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": len(timeline.graph.edges)}
+    by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
+    start = timeline.start  # it looks at all spans
+    return tuple(_Rank(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
+
+
+class _Rank:
+    """One rank's events: what takes memory and what frees it."""
+
+    def __init__(
+        self, timeline: Timeline, start: float, rank: int, sizes: dict[str, list[float]], weights: WeightPolicy
+    ) -> None:
+        self.timeline, self.start, self.sizes, self.rule = timeline, start, sizes, weights
+        self.stages = timeline.stages_of(rank)
+        self.spans = list(zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True))
+
+    def curve(self) -> MemoryCurve:
+        if any(each.kind in HOST_WORDS for each, _, _ in self.spans):
+            staying = {"optimizer": [(self.start, 0.0)], "weights": self._resident(), "gradients": self._passing()}
+        else:
+            staying = {
+                "optimizer": [(self.start, self._of_rank("optimizer"))],
+                "weights": self._one_version() if self.rule.refreshes else self._kept("weights", self._versions()),
+                "gradients": [*self._kept("gradients", self._open_batches()), *self._held_gradients()],
+            }
+        events = staying | {
+            "activations": list(self._activations()),
+            "transfers": list(self._transfers()),
+        }
+        times = sorted({time for part in events.values() for time, _ in part})
+        parts = {}
+        for name in PARTS:
+            changes = dict.fromkeys(times, 0.0)  # at one time, what is freed makes room for what is taken
+            for time, change in events[name]:
+                changes[time] += change
+            parts[name] = tuple(accumulate(changes.values()))
+        return MemoryCurve(tuple(times), parts)
+
+    def _of_rank(self, name: str) -> float:
+        return sum(self.sizes[name][stage] for stage in self.stages)
+
+    def _kept(self, name: str, needed: Iterator[tuple[float, int]]) -> list[_Event]:
+        """Buffers that are taken when more are needed than there are, and then kept."""
+        events, count = [], 0
+        for time, number in needed:
+            if number > count:
+                events.append((time, (number - count) * self._of_rank(name)))
+                count = number
+        return events
+
+    def _one_version(self) -> list[_Event]:
+        """Each stage has one, and a further set for good where a forward is ahead of its version."""
+        ahead = {each.stage for each, _, _ in self.spans if each.ahead}
+        sizes = self.sizes["weights"]
+        return [(self.start, sum(sizes[stage] * (1 + (stage in ahead)) for stage in self.stages))]
+
+    def _versions(self) -> Iterator[tuple[float, int]]:
+        """When versions are made, how many buffers that takes."""
+        entered = self.rule.entry_versions(self.timeline.first_batch)
+        yield self.start, len(entered)
+        last_use = dict.fromkeys(entered, -math.inf)
+        for each, _, end in self.spans:
+            if each.kind in COMPUTATIONS and each.version is not None:
+                last_use[each.version] = end
+        known, older = deque(sorted(last_use)), []
+        for each, time, _ in self.spans:
+            if each.kind is self.rule.maker:
+                while known and known[0] < each.version:
+                    older.append(known.popleft())
+                if self.rule.updates_alone:
+                    older = [version for version in older if last_use[version] > time]
+                    yield time, 1 + len(older)
+                else:
+                    most = self.rule.max_live_versions(self.stages[0], len(self.sizes["weights"]))
+                    yield time, min(1 + len(older), most)
+
+    def _open_batches(self) -> Iterator[tuple[float, int]]:
+        """When batches get their first gradients, how many there are whose STEP is still to come."""
+        borders, first = self.timeline.batch_borders(), self.timeline.first_batch
+        begins: dict[int, float] = {}
+        ends = {each.version - 1: end for each, _, end in self.spans if each.kind is Kind.STEP}
+        for each, start, _ in self.spans:
+            if each.kind in BEGINS_BACKWARD:
+                begins.setdefault(first + bisect_right(borders, each.microbatch) - 1, start)
+        if not ends:  # a program that does not update
+            begins = dict([min(begins.items(), key=lambda each: each[1])]) if begins else {}
+        over = sorted(ends[batch] for batch in begins if batch in ends)
+        for begun, start in enumerate(sorted(begins.values()), start=1):
+            yield start, begun - bisect_right(over, start)
+
+    def _held_gradients(self) -> Iterator[_Event]:
+        """Each from when it is kept to the end of the PREDICT that reads it."""
+        held, now = 0.0, self.start
+        for each, start, end in self.spans:
+            kept = None
+            if each.kind is Kind.PREDICT:
+                yield end, -held
+                held = 0.0
+            elif each.kind is Kind.HOLD:
+                kept = start, self._of_rank("gradients")
+            elif each.kind is Kind.REDUCE_PARTIAL_EMBED:
+                kept = now, self._of_rank("tied_gradients")  # when it is posted
+            if kept is not None:
+                yield kept
+                held += kept[1]
+            if each.kind in BUSY:
+                now = end
+
+    def _resident(self) -> list[_Event]:
+        """The weights that come to the device and go."""
+        sizes = self.sizes["weights"]
+        come = [(start, sizes[each.stage]) for each, start, _ in self.spans if each.kind is Kind.FETCH]
+        return come + [(end, -sizes[each.stage]) for each, _, end in self.spans if each.kind is Kind.FREE]
+
+    def _passing(self) -> list[_Event]:
+        """The gradients that leave for the host, each in a buffer of its own."""
+        sizes, events = self.sizes["gradients"], []
+        begun: set[int] = set()
+        for each, start, end in self.spans:
+            if each.kind in ENDS_BACKWARD and each.stage not in begun:
+                begun.add(each.stage)
+                events.append((start, sizes[each.stage]))
+            elif each.kind is Kind.STORE_GRAD:
+                begun.discard(each.stage)
+                events.append((end, -sizes[each.stage]))
+        return events
+
+    def _activations(self) -> Iterator[_Event]:
+        sizes = self.sizes["activations"]
+        for each, start, end in self.spans:
+            word = WORDS[each.kind]
+            if word.saved and not self.timeline.graph.is_forward_only(each.stage):
+                stage = self.timeline.pairs.of_stage(each.stage) if word.of_pair else each.stage
+                yield start if word.saved > 0 else end, word.saved * sizes[stage]
+
+    def _transfers(self) -> Iterator[_Event]:
+        sizes, posted, now = self.sizes["transfers"], Counter(), self.start
+        graph = self.timeline.graph
+        for each, start, end in self.spans:
+            word, key = WORDS[each.kind], (each.stage, each.microbatch)
+            if word.sends or word.receives:
+                size = sizes[graph.edge_between(each.stage, graph.peer_of(each))]
+                yield now, size
+                if word.sends:
+                    yield max(now, end), -size
+                else:
+                    posted[word.receives, key] += size
+            elif word.needs and (size := posted.pop((word.needs, key), None)) is not None:
+                yield start, -size
+            if each.kind in BUSY:
+                now = end

@@ -1,0 +1,1 @@
+"""What is planned: a configuration, its cluster and devices, the software, and what is expected of it."""

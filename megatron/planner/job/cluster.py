@@ -1,0 +1,142 @@
+"""The machines that a search plans for.
+
+A cluster file is YAML or JSON: what a topology file (docs/placement.md) says, in short where nodes are alike, and which
+processor it is.
+
+    gpu: A100-80            # a name in `DEVICES`, or `cpu`
+    nodes: 6                # or a list of {name, gpus}, as in a topology
+    gpus_per_node: 8
+    bandwidth:              # GB/s (10^9 bytes) in one direction
+      within_node: 300      # of one GPU, to the others of its node; by default that of the GPU's data sheet
+      between_nodes: 100    # of one node to the network, shared by its GPUs
+    memory_gib: 79.25       # optional: what a GPU has; `cpu`: what a process may use
+    peak_teraflops: 312     # optional, of the type that training multiplies in, likewise memory_bandwidth (GB/s);
+                            # `cpu`: of one process
+    host_memory_gib: 1900   # optional: of a node's main memory, what training may use; weights on the host need it
+    host_bandwidth: 25      # optional: GB/s of one GPU to its host's memory, and from there; by default its PCIe's
+    host_optimizer_ns: 1.5  # optional: nanoseconds a parameter of the host's optimizer, of one process while all run
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.placement.files import read_document
+from megatron.placement.topology import Bandwidth, Node, Topology
+from megatron.planner.job.devices import DEVICES, Device
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_CPU = Device(  # a core of a laptop
+    memory_gib=2.0, peak_teraflops=0.05, peak_teraflops_fp32=0.05, memory_bandwidth=10, link_bandwidth=2,
+    host_bandwidth=5,  # a copy reads and writes
+)  # fmt: skip
+HOST_MEMORY_BANDWIDTH = 200.0
+"""GB/s that the optimizers of all processes of a node reach, unless the file says what they take: two sockets of six
+DDR4-2933 channels have 281."""
+
+
+class _Links(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    within_node: _Positive | None = None
+    between_nodes: _Positive | None = None
+
+
+class Cluster(BaseModel):
+    """See the module. Raises pydantic's ValidationError, a ValueError."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    gpu: str
+    nodes: Annotated[int, Field(ge=1, le=65_536)] | Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
+    gpus_per_node: Annotated[int, Field(ge=1, le=65_536)] = 8
+    bandwidth: _Links = _Links()
+    memory_gib: _Positive | None = None
+    peak_teraflops: _Positive | None = None
+    memory_bandwidth: _Positive | None = None
+    host_memory_gib: _Positive | None = None
+    host_bandwidth: _Positive | None = None
+    host_optimizer_ns: _Positive | None = None
+
+    def model_post_init(self, _context: object) -> None:
+        if self.gpu != "cpu" and self.gpu not in DEVICES:
+            raise ValueError(f"'{self.gpu}' is no GPU that is known; choose from {', '.join(DEVICES)}, cpu")
+        if len(self.topology.nodes) > 1 and self.bandwidth.between_nodes is None:
+            raise ValueError("there are several nodes; give bandwidth.between_nodes, GB/s of one node to the network")
+        names = [node.name for node in self.topology.nodes]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two nodes are called {twice}; give each its host name")
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu == "cpu"
+
+    @cached_property
+    def device(self) -> Device:
+        """The processor, with what the file says otherwise than its data sheet."""
+        known = _CPU if self.is_cpu else DEVICES[self.gpu]
+        return Device(
+            memory_gib=self.memory_gib or known.memory_gib,
+            peak_teraflops=self.peak_teraflops or known.peak_teraflops,
+            peak_teraflops_fp32=self.peak_teraflops or known.peak_teraflops_fp32,
+            has_bfloat16=known.has_bfloat16,
+            memory_bandwidth=self.memory_bandwidth or known.memory_bandwidth,
+            link_bandwidth=self.bandwidth.within_node or known.link_bandwidth,
+            host_bandwidth=self.host_bandwidth or known.host_bandwidth,
+        )
+
+    def optimizer_ns(self, state_bytes: int) -> float:
+        """Nanoseconds a parameter of the host's optimizer, which reads and writes so many bytes for it."""
+        if self.host_optimizer_ns:
+            return self.host_optimizer_ns
+        together = max(node.gpus for node in self.topology.nodes)
+        return state_bytes / (self.device.memory_bandwidth if self.is_cpu else HOST_MEMORY_BANDWIDTH / together)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Its nodes and links, as the placement reads them."""
+        nodes = self.nodes
+        if isinstance(nodes, int):
+            nodes = tuple(Node(name=f"node{index}", gpus=self.gpus_per_node) for index in range(nodes))
+        within = self.bandwidth.within_node or self.device.link_bandwidth
+        return Topology(
+            nodes=nodes,
+            bandwidth=Bandwidth(within_node=within, between_nodes=self.bandwidth.between_nodes or within),
+        )
+
+    @property
+    def num_gpus(self) -> int:
+        return self.topology.num_slots
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """A cluster from its file. Raises ValueError, naming the file and the field."""
+    document = read_document(path)
+    try:
+        return Cluster.model_validate(document)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_problem(error, document)}") from error
+
+
+def _problem(error: ValidationError, document: object) -> str:
+    """The first thing that is wrong, in one sentence."""
+    form = "see docs/grid_search.md for the form of a cluster"
+    errors = error.errors(include_url=False)
+    if isinstance(document, dict) and isinstance(document.get("nodes"), list):  # a list that is no number is fine
+        errors = [each for each in errors if each["loc"][:2] != ("nodes", _NUMBER)]
+    first = errors[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    where = ".".join(str(part) for part in first["loc"] if str(part) != _NUMBER and "[" not in str(part))
+    said = {"missing": "is missing", "extra_forbidden": "is not known", "model_type": "is no mapping"}.get(
+        first["type"]
+    )
+    if said is None:
+        said = f"{first['msg'].removeprefix('Input ')}, not {first['input']!r:.60}"
+    return f"{where or 'the file'} {said}; {form}"
+
+
+_NUMBER = "constrained-int"  # what pydantic calls a number of nodes, where a list would do, too

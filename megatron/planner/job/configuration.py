@@ -1,0 +1,172 @@
+"""One way to train a model on a number of GPUs: what a search chooses, and what an estimate is for."""
+
+from dataclasses import dataclass, replace
+
+from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, Residency
+from megatron.pipeline.program.weight_policies import TWO_BW
+from megatron.pipeline.schedules import PRESETS, Preset, Schedule
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import NAMES
+from megatron.planner.memory.hosted import Hosting
+
+PROVISIONAL_MODES = ("off", "stage", "uniform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Degrees, microbatch, schedule and what is kept.
+
+    Attributes:
+        tensor, pipeline, data: t, p, d. Their product is the number of GPUs.
+        virtual: v, stages on each rank (interleaved only).
+        micro_batch_size: sequences in a microbatch of one pipeline.
+        global_batch_size: sequences in a batch of all pipelines.
+        recompute: none, attention (the core of attention) or layer (whole layers), in BPipe's words.
+        schedule: a name in `PRESETS`.
+        balance: saved activations move between the stages of a pair, also where the preset does not say so; `preset`
+            says whether they do.
+        sequence_parallel: what is not split by heads or columns is split along the sequence.
+        distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
+        rank_mapping: a name in `placement.mapping.NAMES`.
+        layers: how many layers each of the p * v stages has; None: equally many, as Megatron deals them out.
+        provisional: where 2bw predicts weights, what from: "stage" (what each stage has done) or "uniform" (as many
+            microbatches at all); "off": it does not.
+        provisional_microbatches: how many microbatches, with "uniform".
+        provisional_reduce: replicas predict from the mean of all.
+        resident_stages: K, where weights live on the host (l2l): the most stages of a rank on the device at once.
+        host_update: when the host updates a stage: eager or deferred (`Residency`).
+        stash: where the inputs of stages wait for their recompute then: device or host.
+        gathers_fetch: replicas on a node fetch shares of a stage's weights, and gather the whole from one another.
+
+    Raises:
+        ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, or predictions
+            of which something is missing or cannot be.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    virtual: int = 1
+    micro_batch_size: int
+    global_batch_size: int
+    recompute: RecomputeScope = RecomputeScope.NONE
+    schedule: str = "flush"
+    balance: bool = False
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    rank_mapping: str = "standard"
+    layers: tuple[int, ...] | None = None
+    provisional: str = "off"
+    provisional_microbatches: int | None = None
+    provisional_reduce: bool = False
+    resident_stages: int = 2
+    host_update: str = DEFERRED
+    stash: str = DEVICE
+    gathers_fetch: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
+        for name in ("tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is below 1; give 1 or more")
+        if self.schedule not in PRESETS:
+            raise ValueError(f"there is no schedule {self.schedule!r}; choose from {', '.join(PRESETS)}")
+        if self.rank_mapping not in NAMES:
+            raise ValueError(f"there is no rank mapping {self.rank_mapping!r}; choose from {', '.join(NAMES)}")
+        if self.layers is not None and (len(self.layers) != self.num_stages or min(self.layers) < 0):
+            raise ValueError(f"layers {self.layers} are not a number for each of {self.num_stages} stages; give those")
+        if self.global_batch_size % (self.micro_batch_size * self.data):
+            raise ValueError(
+                f"a global batch of {self.global_batch_size} sequences does not divide into microbatches of "
+                f"{self.micro_batch_size} on {self.data} replicas; change one of them"
+            )
+        self._check_predictions()
+        self._check_hosting()
+
+    def _check_predictions(self) -> None:
+        if self.provisional not in PROVISIONAL_MODES:
+            raise ValueError(f"provisional is {self.provisional!r}; choose from {', '.join(PROVISIONAL_MODES)}")
+        if self.provisional == "off" and (self.provisional_microbatches is not None or self.provisional_reduce):
+            raise ValueError("provisional is off, so nothing is read for predictions; choose stage or uniform")
+        if self.provisional != "off" and PRESETS[self.schedule].policy != TWO_BW:
+            raise ValueError(f"provisional {self.provisional} goes with the weights of 2bw, not {self.schedule}")
+        if (self.provisional == "uniform") != (self.provisional_microbatches is not None):
+            raise ValueError(
+                f"provisional_microbatches is {self.provisional_microbatches} with provisional {self.provisional}; "
+                "uniform needs a number, and nothing else takes one"
+            )
+        if self.provisional_microbatches is not None and self.provisional_microbatches < 1:
+            raise ValueError(f"provisional_microbatches {self.provisional_microbatches} is below 1; give 1 or more")
+        if self.provisional_reduce and self.data == 1:
+            raise ValueError("provisional_reduce needs replicas, and there is one; leave it out")
+
+    def _check_hosting(self) -> None:
+        given = (self.resident_stages, self.host_update, self.stash, self.gathers_fetch)
+        if not self.is_hosted:
+            if given != (2, DEFERRED, DEVICE, False):
+                raise ValueError(
+                    f"resident_stages, host_update, stash and gathers_fetch are {given} with weights on the device; "
+                    "leave them out, or choose l2l"
+                )
+            return
+        if self.gathers_fetch and self.data == 1:
+            raise ValueError("gathers_fetch needs replicas, and there is one; leave it out")
+        Residency(self.resident_stages, self.host_update, self.stash)
+        for is_asked, name, reason in (
+            (self.recompute is RecomputeScope.LAYER, "recompute layer", "recomputes what is recomputed already"),
+            (self.distributed_optimizer, "distributed_optimizer", "shards the optimizer on the devices"),
+            (self.balance, "balance", "moves saved activations to ranks that save few"),
+        ):
+            if is_asked:
+                raise ValueError(f"{name} does not go with {self.schedule}: it {reason}; leave it out")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one pipeline in a batch, m."""
+        return self.global_batch_size // (self.micro_batch_size * self.data)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.virtual
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether weights live on the host."""
+        return PRESETS[self.schedule].residency is not None
+
+    @property
+    def hosting(self) -> Hosting | None:
+        """What memory has to know of it; None: they live on the device."""
+        if not self.is_hosted:
+            return None
+        return Hosting(stages=self.resident_stages, stash=self.stash, num_microbatches=self.num_microbatches)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether batches are computed at predicted weights."""
+        return self.provisional != "off"
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+
+    @property
+    def preset(self) -> Preset:
+        """What the schedule's name stands for, moves of activations that are asked for besides included."""
+        preset = PRESETS[self.schedule]
+        return replace(preset, balance=True) if self.balance else preset
+
+    def pipeline_schedule(self, *, tied_embeddings: bool) -> Schedule:
+        """The schedule whose programs would run. Raises ValueError where the choices do not go together."""
+        return Schedule.preset(
+            self.schedule, num_stages=self.num_stages, num_virtual_stages=self.virtual, balance=self.balance,
+            tied_embeddings=tied_embeddings and self.num_stages > 1, data_parallel=self.data > 1,
+            predict=self.predicts, provisional_microbatches=self.provisional_microbatches,
+            reduce_partial=self.provisional_reduce,
+            residency=Residency(self.resident_stages, self.host_update, self.stash) if self.is_hosted else None,
+        )  # fmt: skip

@@ -1,0 +1,44 @@
+"""What a configuration is expected to take: seconds of an iteration, where they go, and memory."""
+
+from dataclasses import dataclass
+
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import Verdict
+from megatron.planner.memory.host_memory import HostVerdict
+from megatron.planner.memory.memory import RankMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of one configuration of one model on one cluster.
+
+    Attributes:
+        seconds: of one iteration, a global batch.
+        mfu: model operations (nothing recomputed counts) of an iteration over what the GPUs' peak would allow.
+        bubble: part of an iteration in which the busiest rank of the pipeline computes nothing, 0 to 1.
+        memory: by rank of the pipeline.
+        verdict: whether the fullest rank fits.
+        host: whether the fullest node has the memory, where weights live on the host and the cluster says what nodes
+            have.
+        reserve_gib: what the allocator cannot give away at once, beside what `memory` counts (devices.py).
+    """
+
+    configuration: Configuration
+    seconds: float
+    mfu: float
+    bubble: float
+    memory: tuple[RankMemory, ...]
+    verdict: Verdict
+    reserve_gib: float = 0.0
+    host: HostVerdict | None = None
+
+    @property
+    def fits(self) -> bool:
+        """GPUs and hosts have the memory."""
+        return self.verdict.fits and (self.host is None or self.host.fits)
+
+    @property
+    def under_pressure(self) -> bool:
+        """So near the limit of memory that throughput may fall by 16 to 31% (BPipe, appendix B, where the allocator
+        gives its blocks back again and again). `seconds` is the time without that."""
+        return self.verdict.is_borderline or self.verdict.spare_gib < self.reserve_gib

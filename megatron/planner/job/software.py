@@ -1,0 +1,91 @@
+"""What the training software does, as far as memory and time depend on it: precision, kernels, what overlaps."""
+
+from dataclasses import dataclass
+
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.activations import CORE_ATTENTION, ActivationSetting, Recompute
+from megatron.planner.memory.state import TrainingState
+
+_SCOPES = {
+    RecomputeScope.NONE: Recompute(),
+    RecomputeScope.ATTENTION: Recompute(modules=frozenset({CORE_ATTENTION})),
+    RecomputeScope.LAYER: Recompute(method="uniform"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """The defaults are those of this project's training with 16 bits and unfused attention.
+
+    Attributes:
+        element_bytes: of a weight and an activation.
+        gradient_bytes: of an element of a gradient as it is kept and reduced.
+        flash_attention: scores are never written; else they are, by matrix products and a softmax of their own.
+        fuses_softmax: unfused attention has Megatron's kernel that scales, masks and normalizes 16-bit scores in one
+            pass. It takes only numbers of sequences times heads of a rank that 4 divides.
+        fuses_gradient_accumulation: products add weight gradients to their buffer; else a pass of its own does.
+        overlaps_tensor: the backward of a matrix split by columns sums its input's gradient over tensor ranks while
+            the weight's gradient is computed.
+        overlaps_transfers: stages compute while activations and gradients move between them.
+        splits_transfers: tensor ranks send a part each of what all of them hold.
+        overlaps_gradients: gradients are reduced over replicas during the last backward, weights gathered during the
+            first forward.
+        own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
+    """
+
+    element_bytes: int = 2
+    gradient_bytes: int = 4
+    flash_attention: bool = False
+    fuses_softmax: bool = True
+    fuses_gradient_accumulation: bool = True
+    overlaps_tensor: bool = True
+    overlaps_transfers: bool = True
+    splits_transfers: bool = False
+    overlaps_gradients: bool = False
+    own_communicators: bool = False
+
+    def activation_setting(self, configuration: Configuration) -> ActivationSetting:
+        return ActivationSetting(
+            tensor=configuration.tensor,
+            micro_batch_size=configuration.micro_batch_size,
+            element_bytes=self.element_bytes,
+            residual_bytes=self.element_bytes,
+            sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
+            saves_scores=not self.flash_attention,
+            recompute=Recompute(whole_stage=True) if configuration.is_hosted else _SCOPES[configuration.recompute],
+        )
+
+    def training_state(self, configuration: Configuration) -> TrainingState:
+        return TrainingState(
+            weight_bytes=self.element_bytes,
+            gradient_bytes=self.gradient_bytes,
+            distributed_optimizer=configuration.distributed_optimizer,
+            data=configuration.data,
+        )
+
+
+MEGATRON_CORE = Software()
+
+MEGATRON_V3 = Software(gradient_bytes=2, overlaps_transfers=False, splits_transfers=True)
+"""Megatron-LM v3 (2022), which BPipe and Korthikanti et al. measured, in FP16 with 20 bytes a parameter."""
+
+MEGATRON_2021 = Software(
+    gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False,
+    splits_transfers=True,
+)  # fmt: skip
+"""Megatron-LM of Narayanan et al. 2021: tensor ranks wait for every sum; a pass of its own adds weight gradients."""
+
+MEGATRON_2020 = Software(
+    gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False
+)
+"""Megatron-LM of 2020, without pipelines."""
+
+MEGATRON_DEEPSPEED = MEGATRON_2021
+"""Microsoft's Megatron-DeepSpeed of 2021, which vTrain measured, is Megatron-LM of that time in these respects."""
+
+PIPEDREAM_2BW = Software(
+    gradient_bytes=2, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
+    overlaps_gradients=False,
+)  # fmt: skip
+"""PipeDream-2BW's, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""

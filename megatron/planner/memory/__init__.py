@@ -1,0 +1,1 @@
+"""How much memory ranks and hosts need, and what for."""

@@ -1,0 +1,208 @@
+"""What one microbatch saves between its forward and its backward, in bytes on one GPU.
+
+The count is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section
+4), for which a layer saves s b h (34 + 5 a s / h) bytes in 16 bits, and of BPipe's equations 4 to 6 (appendix B),
+tensor by tensor, so that it also holds for other widths, grouped queries, gated MLPs, FP32 and no dropout. What the
+paper counts for a layer, in bytes per token, with e bytes an element:
+
+    both norms          their inputs                                   2 e h        shared where sequences are split
+    attention           input of the projection                        e h          shared where sequences are split
+                        queries, keys, values                          3 e h        split
+                        scores: softmax, dropout's mask and result     (2e+1) a s   split
+                        input of the output projection                 e h          split
+                        dropout's mask                                 h            shared where sequences are split
+    MLP                 input                                          e h          shared where sequences are split
+                        input of the activation, its result            8 e h        split
+                        dropout's mask                                 h            shared where sequences are split
+
+"split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores. With
+grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
+the projection's result, beside which the queries of several groups are a copy.
+Whole layers that are recomputed keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by t;
+the published feasibility of its configurations agrees with dividing.)
+
+Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation, and with that
+these counts are what megatron.core's layers save there (a test captures it).
+"""
+
+from dataclasses import dataclass
+
+from megatron.planner.memory.architecture import Architecture
+
+_FP32 = 4
+
+CORE_ATTENTION, MLP, NORM = "core_attn", "mlp", "layernorm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What a backward recomputes.
+
+    Attributes:
+        modules: of every layer: `core_attn` (Korthikanti's selective scope), `mlp`, `layernorm`.
+        method: whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of each stage.
+        num_layers: see `method`.
+        whole_stage: as instructions of the program, from the stage's input.
+    """
+
+    modules: frozenset[str] = frozenset()
+    method: str | None = None
+    num_layers: int = 1
+    whole_stage: bool = False
+
+    @property
+    def scope(self) -> str:
+        """In BPipe's words: none, attention or layer; else the modules' names, or stage."""
+        if self.whole_stage:
+            return "stage"
+        if self.method is not None:
+            return "layer"
+        return {frozenset(): "none", frozenset({CORE_ATTENTION}): "attention"}.get(
+            self.modules, "+".join(sorted(self.modules))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSetting:
+    """How activations are kept.
+
+    Attributes:
+        tensor: t.
+        micro_batch_size: sequences in a microbatch.
+        element_bytes: of an activation: 2 or 4.
+        residual_bytes: of the residual stream, and so of what stages send each other.
+        sequence_parallel: what is not split by heads or columns is split along the sequence.
+        saves_scores: the attention keeps its scores (unfused); flash attention does not.
+        softmax_in_fp32: where scores are kept, the softmax is kept in FP32, and without dropout in 16 bits besides.
+        mask_bytes: of an element of a dropout mask.
+        fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do.
+        recompute: see `Recompute`.
+    """
+
+    tensor: int = 1
+    micro_batch_size: int
+    element_bytes: int = 2
+    residual_bytes: int = 2
+    sequence_parallel: bool = False
+    saves_scores: bool = True
+    softmax_in_fp32: bool = False
+    mask_bytes: int = 1
+    fused_gate: bool = True
+    recompute: Recompute = Recompute()
+
+
+class Activations:
+    """Bytes of one microbatch on one GPU, by what holds them."""
+
+    def __init__(self, shape: Architecture, setting: ActivationSetting) -> None:
+        self.shape, self.setting = shape, setting
+        self.tokens = shape.sequence_length * setting.micro_batch_size
+        self._shared = setting.tensor if setting.sequence_parallel else 1
+
+    # --- a stage
+
+    def saved(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+        """What a stage keeps of a microbatch from its forward to its backward."""
+        if self.setting.recompute.whole_stage:
+            return 0.0 if is_first else self.boundary
+        total = self._saved_layers(num_layers)
+        if is_first:
+            total += self._embedding_mask + self._patches
+        if is_last:
+            total += self.head
+        return total
+
+    def workspace(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+        """What a backward holds besides: what it recomputes at once, but for the saved input, and the gradient of the
+        logits."""
+        recompute, full = self.setting.recompute, self._layer(frozenset())
+        if recompute.whole_stage:
+            total = num_layers * full + is_first * (self._embedding_mask + self._patches) + is_last * self.head
+        elif recompute.method == "uniform":
+            total = max(0.0, min(recompute.num_layers, num_layers) * full - self.boundary)
+        elif recompute.method == "block":
+            total = (full - self.boundary) * (num_layers > 0)
+        else:
+            total = (full - self._layer(recompute.modules)) * (num_layers > 0)
+        return total + is_last * self.logits_gradient
+
+    # --- parts
+
+    @property
+    def boundary(self) -> float:
+        """The residual stream between two layers or two stages."""
+        return self.setting.residual_bytes * self.shape.hidden_size * self.tokens / self._shared
+
+    @property
+    def head(self) -> float:
+        """Final norm, output layer and loss: their inputs, and the softmax of the logits in FP32. What one token keeps
+        where classes are told is not counted."""
+        h, e = self.shape.hidden_size, self.setting.element_bytes
+        dense = 3 * e * h if self.shape.masked_head else 0  # BERT's dense layer, its GELU and norm
+        width = (self.setting.residual_bytes * h + e * h + dense) / self._shared
+        return self.tokens * (width + _FP32 * self.shape.output_rows / self.setting.tensor)
+
+    @property
+    def logits_gradient(self) -> float:
+        """The logits in 16 bits before the loss, or their gradient after it; in FP32 it lies in the softmax."""
+        e = self.setting.element_bytes
+        return self.tokens * e * self.shape.output_rows / self.setting.tensor if e < _FP32 else 0.0
+
+    @property
+    def _embedding_mask(self) -> float:
+        return self.shape.hidden_dropout * self._mask * self.tokens / self._shared
+
+    @property
+    def _patches(self) -> float:
+        """The input of the layer that embeds patches, which every tensor rank has."""
+        return self.setting.element_bytes * self.shape.patch_elements * self.tokens
+
+    def _saved_layers(self, num_layers: int) -> float:
+        recompute = self.setting.recompute
+        if recompute.method == "uniform":
+            return -(-num_layers // recompute.num_layers) * self.boundary
+        if recompute.method == "block":
+            inputs_only = min(recompute.num_layers, num_layers)
+            return inputs_only * self.boundary + (num_layers - inputs_only) * self._layer(frozenset())
+        return num_layers * self._layer(recompute.modules)
+
+    def _layer(self, recomputed: frozenset[str]) -> float:
+        """A layer that recomputes these modules."""
+        shape, setting = self.shape, self.setting
+        h, e = shape.hidden_size, setting.element_bytes
+        shared = 2 * setting.residual_bytes * h + shape.hidden_dropout * 2 * self._mask
+        if NORM not in recomputed:
+            shared += 2 * e * h
+        keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
+        split = e * self._attention_width(keeps_scores=keeps_scores)
+        if shape.qk_norm:
+            split += e * (shape.query_width + shape.key_width)
+        if keeps_scores:
+            split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
+        if MLP not in recomputed:
+            gate = 1 if not shape.gated else 2 if setting.fused_gate else 3
+            split += e * (gate + 1) * shape.ffn_hidden_size
+        return self.tokens * (shared / self._shared + split / setting.tensor)
+
+    def _attention_width(self, *, keeps_scores: bool) -> int:
+        """Queries, keys, values and the attention's result, in elements of a token."""
+        q, k = self.shape.query_width, self.shape.key_width
+        if q == k or keeps_scores:
+            return 4 * q
+        copies_queries = self.shape.num_query_groups > self.setting.tensor
+        return (2 + copies_queries) * q + 2 * k
+
+    @property
+    def _mask(self) -> int:
+        """Bytes of a dropout mask over the residual stream, per token."""
+        return self.setting.mask_bytes * self.shape.hidden_size
+
+    @property
+    def _score_bytes(self) -> int:
+        """Bytes that one score leaves behind."""
+        setting, e = self.setting, self.setting.element_bytes
+        is_wider = setting.softmax_in_fp32 and e < _FP32
+        softmax = _FP32 if is_wider else e
+        if self.shape.attention_dropout:
+            return softmax + setting.mask_bytes + e
+        return softmax + is_wider * e

@@ -1,0 +1,216 @@
+"""How much memory each rank of a pipeline needs, by what it is for.
+
+BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (state.py) times the parameters of the
+rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
+(demand.py), and the buffers beside them, on request with those of this project's communicators (communicators.py).
+Everything is counted at the moment when most is held; what the allocator loses between blocks, and what the CUDA
+context and other communicators hold, is not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.stages import stages_by_rank
+from megatron.planner.memory.activations import Activations, ActivationSetting
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.communicators import communicator_bytes
+from megatron.planner.memory.demand import Demand
+from megatron.planner.memory.hosted import (
+    Hosting,
+    HostParts,
+    device_inputs,
+    gradient_buffers,
+    host_parts,
+    resident_weights,
+)
+from megatron.planner.memory.parameters import largest_parameter, stage_parameters
+from megatron.planner.memory.state import TrainingState
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """Bytes on one GPU.
+
+    Attributes:
+        weights: all live versions; where they are predictions, also the true weights that no masters hold.
+        gradients: all gradient buffers, and copies that predictions read.
+        optimizer: masters, FP32 copies of gradients, moments.
+        activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
+        workspace: what a backward recomputes, and the gradient of the logits; or what a prediction copies, if it is
+            more.
+        transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
+        communicators: NCCL's buffers for the communicators of this project's runtime; 0 where they are not counted.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+    transfers: float
+    communicators: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The memory of one rank of a pipeline (each tensor rank and replica of it needs as much).
+
+    Attributes:
+        stages, layers: its stages, and how many layers each has.
+        num_parameters: of one tensor rank.
+        saved_microbatches: held at once at most, over all its stages.
+        bytes_per_microbatch: what the largest of its stages saves of one.
+        parts: see `MemoryParts`.
+        host: what it takes of its host's memory, where that has the weights.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_parameters: int
+    saved_microbatches: int
+    bytes_per_microbatch: float
+    parts: MemoryParts
+    host: HostParts | None = None
+
+    @property
+    def total(self) -> float:
+        """Bytes on the GPU."""
+        return self.parts.total
+
+
+def estimate_memory(
+    shape: Architecture,
+    setting: ActivationSetting,
+    state: TrainingState,
+    demand: Demand,
+    *,
+    layers: Sequence[int],
+    single_gradient_buffer: bool = False,
+    counts_communicators: bool = False,
+    hosting: Hosting | None = None,
+) -> tuple[RankMemory, ...]:
+    """The memory of each rank of the pipeline.
+
+    Args:
+        layers: how many layers each stage has.
+        single_gradient_buffer: a batch's gradients are applied before the next batch fills the buffer.
+        counts_communicators: this project's runtime trains, over NCCL.
+        hosting: weights live on the host, and so; None: on the device. `setting` recomputes whole stages then.
+    """
+    assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
+    assert hosting is None or setting.recompute.whole_stage
+    activations = Activations(shape, setting)
+    parameters = stage_parameters(shape, setting.tensor, layers)
+    kinds = [(count, stage == 0, stage == len(layers) - 1) for stage, count in enumerate(layers)]
+    saved_by = {kind: activations.saved(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
+    workspace_by = {kind: activations.workspace(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
+    saved, workspace = [saved_by[kind] for kind in kinds], [workspace_by[kind] for kind in kinds]
+    boundary = activations.boundary
+    one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
+    embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
+    communicators = (0.0,) * demand.num_ranks
+    if counts_communicators:
+        communicators = communicator_bytes(
+            demand.rank_of_stage, tensor=setting.tensor, data=state.data, tied_embeddings=shape.tied_embeddings,
+            sums_over_tensor=setting.sequence_parallel or shape.qk_norm, moves=any(demand.evicts),
+        )  # fmt: skip
+    result = []
+    for rank, stages in enumerate(stages_by_rank(demand.rank_of_stage)):
+        count = sum(parameters[stage] for stage in stages if stage >= demand.num_frozen)
+        frozen = sum(parameters[stage] for stage in stages if stage < demand.num_frozen)
+        versions = demand.live_versions[rank]
+        buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
+        # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
+        sides = _num_sides(stages, demand.rank_of_stage)
+        unread = demand.unread[rank] if demand.num_frozen else 0
+        trained = [stage for stage in stages if stage >= demand.num_frozen]
+        moving = max((saved[stage] for stage in trained), default=0.0) if demand.evicts[rank] else 0.0
+        in_a_forward = one_layer if len(trained) < len(stages) else 0.0
+        copies = 0.0
+        if demand.predicts[rank]:
+            ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
+            copies = state.prediction(count, largest=largest_parameter(shape, setting.tensor, **ends))
+        parts = MemoryParts(
+            weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
+            + frozen * state.weight_bytes,
+            gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
+            + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
+            optimizer=state.optimizer(count, num_versions=versions),
+            activations=_saved_on_rank(rank, saved, demand),
+            workspace=max(copies, in_a_forward, *(workspace[stage] for stage in trained)),
+            transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
+            communicators=communicators[rank],
+        )
+        host = None
+        if hosting:
+            own = [parameters[stage] for stage in stages]
+            parts = replace(
+                parts,
+                weights=resident_weights(state, own, hosting.stages),
+                gradients=gradient_buffers(state, own),
+                optimizer=0.0,
+                activations=device_inputs(rank, boundary, demand, hosting),
+                # Gradients of tied embeddings come back to be added up, when nothing is recomputed any more.
+                workspace=max(
+                    parts.workspace, state.gradients(embedding, num_buffers=_num_tied(shape, stages, layers))
+                ),
+            )
+            host = host_parts(rank, boundary, state, own, demand.rank_of_stage, hosting)
+        result.append(
+            RankMemory(
+                rank=rank,
+                stages=stages,
+                layers=tuple(layers[stage] for stage in stages),
+                num_parameters=count,
+                saved_microbatches=demand.saved_on_rank[rank],
+                bytes_per_microbatch=max((saved[stage] for stage in trained), default=0.0),
+                parts=parts,
+                host=host,
+            )
+        )
+    return tuple(result)
+
+
+def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int]) -> int:
+    """How many copies of a tied embedding these stages have, of the two that several stages have."""
+    ends = {0, len(layers) - 1}
+    return len(ends & set(stages)) if shape.tied_embeddings and len(ends) > 1 else 0
+
+
+def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
+    """On how many sides each stage of a rank has one of another rank, at least, of those that have any: the ends of the
+    model have one.
+    """
+    last = len(rank_of_stage) - 1
+    beside = [[other for other in (stage - 1, stage + 1) if 0 <= other <= last] for stage in stages]
+    sides = [
+        sum(rank_of_stage[other] != rank_of_stage[stage] for other in others)
+        for stage, others in zip(stages, beside, strict=True)
+    ]
+    return min(filter(None, sides), default=0)
+
+
+def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
+    """Bytes of the microbatches that a rank holds: of each stage, and of all together, as many as the checker says.
+
+    Those that came from the pair have the size of that stage. The largest are counted first.
+    """
+    sizes, pairs = [], Pairs(demand.rank_of_stage, demand.num_frozen)
+    for stage in demand.stages_of(rank):
+        peak = demand.saved_microbatches[stage]
+        sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
+        if demand.accepts[rank]:
+            sizes.append((saved[pairs.of_stage(stage)], peak))
+    total, left = 0.0, demand.saved_on_rank[rank]
+    for size, peak in sorted(sizes, reverse=True):
+        taken = min(peak, left)
+        total, left = total + taken * size, left - taken
+    return total

@@ -1,0 +1,106 @@
+"""Fits the constants of the time model to measured runs.
+
+A residual is the logarithm of predicted over measured time; the unknowns are the logarithms of the constants, so both
+have no unit and nothing can become negative. A run that something else held up, such as an allocator short of memory,
+would bend the constants even under a robust loss. So runs that are off by far more than the others are left aside, one
+fit after another, until those that remain agree; they are named, not hidden.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from megatron.planner.published.entries import Entry
+from megatron.planner.published.prediction import Question
+from megatron.planner.time.constants import FITTED, START, Constants
+
+SCALE = 0.02
+_LEAST_UNEXPLAINED = 0.05
+_TIMES_USUAL = 6.0
+
+TimeErrors = Callable[[Constants], dict[str, float]]
+"""Predicted over measured times less 1, by what was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantsFit:
+    """Attributes:
+    errors: of each run by its id, the largest of its relative errors, with its sign.
+    unexplained: ids of runs that were left aside.
+    """
+
+    constants: Constants
+    errors: dict[str, float]
+    unexplained: tuple[str, ...]
+
+    @property
+    def mean_error(self) -> float:
+        """Mean size of the errors of the runs that are explained."""
+        explained = [abs(error) for name, error in self.errors.items() if name not in self.unexplained]
+        return sum(explained) / len(explained)
+
+
+def fit_entries(entries: Sequence[Entry], start: Constants = START, *, free: Sequence[str] = FITTED) -> ConstantsFit:
+    """Fit to what was measured of these entries. Raises ValueError where that is less than there are constants."""
+    return fit_runs({name: each.time_errors for name, each in questions(entries).items()}, start, free=free)
+
+
+def questions(entries: Sequence[Entry]) -> dict[str, Question]:
+    """Of every entry of which a time was measured and whose configuration can run, by its id.
+
+    Raises:
+        ValueError: two of them have the same id.
+    """
+    found: dict[str, Question] = {}
+    for entry in filter(is_timed, entries):
+        if entry.id in found:
+            raise ValueError(f"two measured runs have the id {entry.id!r}; give each its own")
+        try:
+            found[entry.id] = Question(entry)
+        except ValueError:
+            continue  # `estimate` says why
+    return found
+
+
+def is_timed(entry: Entry) -> bool:
+    """Whether any time of it was measured."""
+    return any(each is not None for each in (entry.seconds, entry.forward, entry.backward))
+
+
+def fit_runs(runs: dict[str, TimeErrors], start: Constants = START, *, free: Sequence[str] = FITTED) -> ConstantsFit:
+    """Fit to runs by id, each with a function that tells its errors. Raises as `fit_entries`."""
+    kept, constants = dict(runs), start
+    while True:
+        if len(kept) < len(free):
+            raise ValueError(f"{len(kept)} measured runs cannot fix {len(free)} constants; give more")
+        constants = _fit(kept, constants, free)
+        errors = {name: _largest(run(constants)) for name, run in runs.items()}
+        usual = float(np.median([abs(errors[name]) for name in kept]))
+        limit = max(_LEAST_UNEXPLAINED, _TIMES_USUAL * usual)
+        worst = max(kept, key=lambda name: abs(errors[name]))
+        if abs(errors[worst]) <= limit:
+            unexplained = tuple(name for name in runs if name not in kept)
+            return ConstantsFit(constants=constants, errors=errors, unexplained=unexplained)
+        del kept[worst]
+
+
+def _fit(runs: dict[str, TimeErrors], start: Constants, free: Sequence[str]) -> Constants:
+    def constants(logarithms: np.ndarray) -> Constants:
+        values = {name: math.exp(min(value, 0.0)) for name, value in zip(free, logarithms, strict=True)}
+        return replace(start, **values)
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        chosen = constants(logarithms)
+        return np.array([math.log1p(error) for run in runs.values() for error in run(chosen).values()])
+
+    first = np.array([math.log(max(getattr(start, name), 1e-9)) for name in free])
+    # Soft L1: a run that something else held up counts by its error, and no longer by the error's square.
+    fit = least_squares(residuals, first, loss="soft_l1", f_scale=SCALE, diff_step=1e-5, ftol=1e-6)
+    return constants(fit.x)
+
+
+def _largest(errors: dict[str, float]) -> float:
+    return max(errors.values(), key=abs)

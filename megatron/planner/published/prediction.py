@@ -1,0 +1,92 @@
+"""What the planner says about a measured run, and how far off it is."""
+
+from dataclasses import dataclass
+
+from megatron.pipeline.simulate.costs import Costs
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.planner import Planner
+from megatron.planner.published.entries import Entry
+from megatron.planner.time.constants import START, Constants
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.iteration import priced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one entry.
+
+    Attributes:
+        forward, backward: seconds of one microbatch at a stage between the first and the last.
+    """
+
+    entry: Entry
+    estimate: Estimate
+    forward: float
+    backward: float
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured time less 1, of each time that was measured."""
+        return _errors(self.entry, self.estimate.seconds, self.forward, self.backward)
+
+    @property
+    def published_errors(self) -> dict[str, float]:
+        """Predicted over published less 1, of what was published: times, or the MFU."""
+        if not self.entry.published_mfu:
+            return self.errors
+        return {"mfu": self.entry.seconds / self.estimate.seconds - 1}
+
+
+class Question:
+    """An entry with what does not depend on constants, so that it can be asked again and again.
+
+    Raises ValueError where the configuration cannot run.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._first_principles = FirstPrinciples(entry.model, entry.cluster, entry.software, START)
+        self._planner = Planner(entry.model, entry.cluster, self._first_principles, entry.software)
+        self._layers = self._planner.layers(entry.configuration)
+        self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.tied_embeddings)
+
+    def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
+        costs = self._costs(constants)
+        planner = Planner(
+            self.entry.model, self.entry.cluster, self._first_principles.calibrated(constants), self.entry.software
+        )
+        forward, backward = _middle(costs)
+        return Prediction(
+            entry=self.entry,
+            estimate=planner.estimate(self.entry.configuration, simulate=simulate),
+            forward=forward,
+            backward=backward,
+        )
+
+    def time_errors(self, constants: Constants) -> dict[str, float]:
+        """The errors of `predict` alone."""
+        costs, configuration = self._costs(constants), self.entry.configuration
+        return _errors(self.entry, priced(costs, configuration, self._schedule).seconds, *_middle(costs))
+
+    def _costs(self, constants: Constants) -> Costs:
+        return self._first_principles.calibrated(constants).costs(self.entry.configuration, self._layers)
+
+
+def predict(entry: Entry, constants: Constants, *, simulate: bool = False) -> Prediction:
+    """Raises ValueError where the configuration cannot run."""
+    return Question(entry).predict(constants, simulate=simulate)
+
+
+def _middle(costs: Costs) -> tuple[float, float]:
+    """Forward and backward of a stage between first and last, if there is one."""
+    stage = min(1, len(costs.forward) - 1)
+    return costs.forward[stage], costs.backward[stage]
+
+
+def _errors(entry: Entry, seconds: float, forward: float, backward: float) -> dict[str, float]:
+    pairs = {
+        "iteration": (seconds, entry.seconds),
+        "forward": (forward, entry.forward),
+        "backward": (backward, entry.backward),
+    }
+    return {name: predicted / measured - 1 for name, (predicted, measured) in pairs.items() if measured is not None}

@@ -1,0 +1,204 @@
+"""The table of `grid_search validate`: each test with its bar, what was found, and whether that is enough.
+
+Bars are data. A group of runs that no bar names is reported without one. The error of a run is predicted over
+published, less 1, of what was published: a time or an MFU. `mean_time_error` takes times of all. Where a run was slower
+than predicted, the error of its time is smaller than that of its MFU: of 1.5 times as slow 33% and 50%.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.planner.published.entries import Entry
+from megatron.planner.published.errors import RowError
+from megatron.planner.published.feasibility import Judged
+from megatron.planner.published.selection import TOP, Choice
+
+PRESSURE = "allocator"  # what the note of an entry says where its authors saw memory pressure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A line of the table.
+
+    Attributes:
+        test: what was asked.
+        bar: in words; empty: none.
+        found: in words.
+        reached: None without a bar.
+        numbers: the same for programs.
+    """
+
+    test: str
+    bar: str = ""
+    found: str
+    reached: bool | None = None
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    test: str
+    has: Callable[[Entry], bool]
+    mean: float | None = None
+    worst: float | None = None
+
+
+def _is_of(source: str, model: str = "") -> Callable[[Entry], bool]:
+    return lambda entry: source in entry.source and model in entry.model_name and entry.seconds is not None
+
+
+def _without_pressure(entry: Entry) -> bool:
+    return PRESSURE not in entry.note
+
+
+_GROUPS = (
+    _Group(
+        test="BPipe Table 7, GPT-3 96B, without allocator pressure",
+        has=lambda entry: _is_of("BPipe (ICML 2023) Table 7", "96B")(entry) and _without_pressure(entry),
+        mean=0.025,
+    ),
+    _Group(test="BPipe, all runs of GPT-3 96B, under pressure or not", has=_is_of("BPipe", "96B"), mean=0.05),
+    _Group(
+        test="Korthikanti et al., 22B and 175B",
+        has=lambda entry: _is_of("Korthikanti")(entry) and entry.model_name in ("22B", "175B"),
+        mean=0.04,
+        worst=0.07,
+    ),
+    _Group(
+        test="vTrain, several nodes",
+        has=lambda entry: _is_of("vTrain")(entry) and len(entry.cluster.topology.nodes) > 1,
+        mean=0.09,
+    ),
+)
+_CHOICE_BARS = {"BPipe (ICML 2023) Table 7": 0.01}
+_MOST_WRONG = 1
+
+
+def validate(
+    rows: Sequence[RowError],
+    judged: Sequence[Judged],
+    tables: Sequence[Choice],
+    ranked: Sequence[Entry],
+    throughput: Callable[[Entry], float],
+) -> list[Outcome]:
+    """The whole table.
+
+    Args:
+        rows: errors of runs.
+        judged: facts about memory.
+        tables: what would have been chosen.
+        ranked: entries of tables that print a throughput and which configuration their planner chose.
+        throughput: predicted sequences per second of such an entry.
+    """
+    found = [_error(group.test, rows, group) for group in _GROUPS if any(group.has(row.entry) for row in rows)]
+    others = [row for row in rows if not any(group.has(row.entry) for group in _GROUPS)]
+    for title in dict.fromkeys(_title(row.entry) for row in others):
+        found.append(_error(title, others, _Group(test=title, has=lambda entry, title=title: _title(entry) == title)))
+    pressed = [row for row in rows if PRESSURE in row.entry.note]
+    if pressed:
+        found.append(_flags(rows, pressed))
+    found += [_choice(each) for each in tables]
+    found += _facts(judged)
+    found += _ranks(ranked, throughput)
+    return found
+
+
+def _title(entry: Entry) -> str:
+    return f"{entry.source}: {entry.model_name}" if entry.model_name and "Table" in entry.source else entry.source
+
+
+def _error(test: str, rows: Sequence[RowError], group: _Group) -> Outcome:
+    chosen = [row for row in rows if group.has(row.entry)]
+    errors = [abs(error) for row in chosen for error in row.prediction.published_errors.values()]
+    of_time = [abs(error) for row in chosen for error in row.errors.values()]
+    left_out = sum(row.left_out for row in chosen)
+    unflagged = [row for row in chosen if not row.prediction.estimate.under_pressure]
+    calm = [abs(error) for row in unflagged for error in row.prediction.published_errors.values()]
+    numbers = {
+        "num_runs": len(chosen), "num_left_out": left_out, "mean_error": _mean(errors), "max_error": max(errors),
+        "mean_time_error": _mean(of_time), "num_flagged": len(chosen) - len(unflagged),
+        "mean_error_unflagged": _mean(calm),
+    }  # fmt: skip
+    how = "left out" if left_out == len(chosen) else "no refit" if not left_out else f"{left_out} left out"
+    text = f"mean {_percent(numbers['mean_error'])}, max {_percent(numbers['max_error'])} of {len(chosen)} ({how})"
+    if any(row.entry.published_mfu for row in chosen):
+        text = f"MFU {text}; times {_percent(numbers['mean_time_error'])}"
+    if 0 < len(unflagged) < len(chosen):
+        text += f"; {_percent(numbers['mean_error_unflagged'])} of the {len(unflagged)} that are not flagged"
+    limits = [
+        (kind, limit, numbers[f"{kind}_error"]) for kind, limit in (("mean", group.mean), ("max", group.worst)) if limit
+    ]
+    return Outcome(
+        test=test,
+        bar=", ".join(f"{kind} <= {_percent(limit)}" for kind, limit, _ in limits),
+        found=text,
+        reached=all(value <= limit for _, limit, value in limits) if limits else None,
+        numbers=numbers,
+    )
+
+
+def _flags(rows: Sequence[RowError], pressed: Sequence[RowError]) -> Outcome:
+    flagged = sum(row.prediction.estimate.under_pressure for row in pressed)
+    calm = [row for row in rows if row.left_out and PRESSURE not in row.entry.note]
+    false = sum(row.prediction.estimate.under_pressure for row in calm)
+    return Outcome(
+        test="runs noted as slowed by the allocator are flagged",
+        found=f"{flagged} of {len(pressed)}; of the {len(calm)} others that were fitted {false}",
+        numbers={"num_pressed": len(pressed), "num_flagged": flagged, "num_calm": len(calm), "num_false": false},
+    )
+
+
+def _choice(choice: Choice) -> Outcome:
+    bar = next((limit for source, limit in _CHOICE_BARS.items() if source in choice.source), None)
+    best = "the best" if choice.chosen == choice.best else f"{choice.chosen}, {_percent(choice.regret)} slower"
+    return Outcome(
+        test=f"choice in {choice.title}",
+        bar=f"<= {_percent(bar)} slower in the top {TOP}" if bar else "",
+        found=f"{best}; {_percent(choice.regret_of_top)} slower in the top {TOP} of {choice.num_runs}",
+        reached=choice.regret_of_top <= bar if bar else None,
+        numbers={"regret": choice.regret, "regret_of_top": choice.regret_of_top, "num_runs": choice.num_runs},
+    )
+
+
+def _facts(judged: Sequence[Judged]) -> Iterable[Outcome]:
+    for model, strength in dict.fromkeys((each.fact.model, each.fact.strength) for each in judged):
+        facts = [each for each in judged if (each.fact.model, each.fact.strength) == (model, strength)]
+        wrong = [each for each in facts if not each.is_right]
+        stated = strength == "stated"
+        text = f"{len(wrong)} wrong of {len(facts)}"
+        if wrong:
+            worst = max(wrong, key=lambda each: abs(each.verdict.spare_gib))
+            text += f"; the farthest: {worst.fact}, by {abs(worst.verdict.spare_gib):.1f} GiB"
+        yield Outcome(
+            test=f"memory of {model}, {strength}",
+            bar=f"<= {_MOST_WRONG} wrong" if stated else "",
+            found=text,
+            reached=len(wrong) <= _MOST_WRONG if stated else None,
+            numbers={"num_facts": len(facts), "num_wrong": len(wrong)},
+        )
+
+
+def _ranks(ranked: Sequence[Entry], throughput: Callable[[Entry], float]) -> Iterable[Outcome]:
+    tables: dict[tuple[str, str, str, int], list[Entry]] = {}
+    for entry in ranked:
+        key = (entry.source, entry.model_name, entry.cluster.gpu, entry.configuration.num_gpus)
+        tables.setdefault(key, []).append(entry)
+    for (source, model, gpu, num_gpus), entries in tables.items():
+        if len(entries) < 2:
+            continue
+        first = max(entries, key=throughput)
+        yield Outcome(
+            test=f"{source}: {model} on {num_gpus} {gpu}",
+            bar="the paper's choice comes first",
+            found=f"{first.id} comes first" + ("" if first.chosen else ", which the paper did not choose"),
+            reached=bool(first.chosen),
+            numbers={each.id: throughput(each) for each in entries},
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"

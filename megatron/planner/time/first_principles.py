@@ -1,0 +1,285 @@
+"""Costs from the shapes of tensors and a data sheet, with few calibrated constants."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from itertools import pairwise
+
+from megatron.pipeline.program.stages import stages_by_rank
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate.costs import Costs
+from megatron.placement.counts import ends_of, exchanged
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import pair_adjacent, standard
+from megatron.placement.optimize import optimized
+from megatron.placement.traffic import Traffic
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.software import MEGATRON_CORE, Software
+from megatron.planner.memory.activations import Activations
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.host_memory import crowds, fewest_sharing
+from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.time.calibration import default_constants
+from megatron.planner.time.closed_forms import moving_parts
+from megatron.planner.time.constants import Constants
+from megatron.planner.time.links import Links
+from megatron.planner.time.work import LayerWork, Work
+
+_GIGA = 1e9
+_NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
+
+
+class FirstPrinciples:
+    """A `CostModel`. See `work` for what is counted and `Constants` for what is fitted."""
+
+    def __init__(
+        self,
+        model: Architecture,
+        cluster: Cluster,
+        software: Software = MEGATRON_CORE,
+        constants: Constants | None = None,
+    ) -> None:
+        self.model, self.cluster, self.software = model, cluster, software
+        self.constants = constants or default_constants()
+        self._links: dict[tuple[Degrees, str, Traffic | None], Links] = {}
+        self._works: dict[tuple[int, int, bool], LayerWork] = {}
+
+    def calibrated(self, constants: Constants) -> "FirstPrinciples":
+        """The same with other constants."""
+        other = copy(self)
+        other.constants = constants
+        return other
+
+    def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        work = self._work_of(configuration)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        links = self._links_of(configuration, layers, schedule)
+        layer_forward = self._seconds(work.forward, links)
+        layer_backward = self._seconds(work.backward + work.recomputed(configuration.recompute), links)
+        forward = [count * layer_forward for count in layers]
+        backward = [count * layer_backward for count in layers]
+        for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
+            forward[stage] += self._seconds(ends[0], links)
+            backward[stage] += self._seconds(ends[1], links)
+        boundary = self._boundary(configuration)
+        rates = [self._rate(*ends, links) for ends in pairwise(schedule.rank_of_stage)]
+        if not self.software.overlaps_transfers:
+            for edge, rate in enumerate(rates):
+                for stage in (edge, edge + 1):
+                    forward[stage] += boundary / rate / 2
+                    backward[stage] += boundary / rate / 2
+        step, reduce = self._updates(configuration, layers, links)
+        if configuration.is_hosted:
+            step = [0.0] * len(layers)  # the host's optimizer steps
+        predict, hold = self._predictions(configuration, layers, links)
+        return Costs(
+            forward=forward, backward=backward, step=step, predict=predict, hold=hold, reduce_grad=reduce,
+            bandwidth=rates,
+            forward_bytes=boundary if self.software.overlaps_transfers else 0.0,
+            **self._hosted(configuration, layers),
+            evict=self._moves(configuration, layers, links, schedule),
+            reduce_embed=self._embedding(configuration, links, schedule),
+        )  # fmt: skip
+
+    # --- seconds
+
+    def _seconds(self, work: Work, links: Links) -> float:
+        constants, device = self.constants, self.cluster.device
+        tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
+        products = work.operations / (device.peak(self.software.element_bytes) * constants.product_efficiency)
+        products += work.calls * constants.product_overhead
+        traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
+        hidden = work.overlapped / tensor_link
+        device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
+        return max(device_seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
+
+    def _work_of(self, configuration: Configuration) -> LayerWork:
+        key = (configuration.tensor, configuration.micro_batch_size, configuration.sequence_parallel)
+        if key not in self._works:
+            self._works[key] = LayerWork(
+                self.model, self.software, tensor=key[0], micro_batch_size=key[1], sequence_parallel=key[2]
+            )
+        return self._works[key]
+
+    # --- between ranks
+
+    def _links_of(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Links:
+        degrees, name = configuration.degrees, configuration.rank_mapping
+        traffic = self._traffic(configuration, layers, schedule) if name == "optimized" else None
+        key = (degrees, name, traffic)
+        if key not in self._links:
+            topology = self.cluster.topology
+            if topology.num_slots != degrees.world_size:
+                raise ValueError(
+                    f"the configuration takes {degrees.world_size} GPUs, the cluster has {topology.num_slots}; make "
+                    "them equal"
+                )
+            mapping = optimized(degrees, traffic, topology) if traffic else _NAMED[name](degrees)
+            self._links[key] = Links(degrees, mapping, topology)
+        return self._links[key]
+
+    def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:
+        """What ranks of a pipeline send in an iteration, for the mapping that makes the best of it."""
+        m, placement = configuration.num_microbatches, schedule.rank_of_stage
+        boundary, moved = self._boundary(configuration), self._moved_bytes(configuration, layers)
+        counts, size = stage_parameters(self.model, configuration.tensor, layers), self.software.gradient_bytes
+        stages = stages_by_rank(placement)
+        crossing = Counter(ends for ends in pairwise(placement) if ends[0] != ends[1])
+        sent = {ends: count * m * boundary for ends, count in crossing.items()}
+        return Traffic(
+            pipeline=exchanged(sent, schedule.num_ranks),
+            pair=tuple(
+                m * part * sum(moved[stage] for stage in own)
+                for own, part in zip(stages, moving_parts(schedule), strict=True)
+            ),
+            data=tuple(float(sum(counts[stage] for stage in own) * size) for own in stages),
+            tensor=(0.0,) * configuration.pipeline,
+            embedding=float(self._embedding_bytes(configuration)) if self._reduces_embedding(schedule) else 0.0,
+            ends=ends_of(placement),
+        )
+
+    def _rate(self, source: int, target: int, links: Links) -> float:
+        """Bytes per second from one rank of a pipeline to another."""
+        return math.inf if source == target else self._scaled(links.between(source, target), links)
+
+    def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
+        """What is reached of a link's rate; `within` a node by default what bulk transfers reach. What crosses nodes
+        also takes the links in them.
+        """
+        reached = links.within * (within or self.constants.link_efficiency)
+        return min(reached, rate * self.constants.network_efficiency) if rate < links.within else reached
+
+    def _boundary(self, configuration: Configuration) -> float:
+        setting = self.software.activation_setting(configuration)
+        num_bytes = Activations(self.model, setting).boundary
+        if self.software.splits_transfers and not setting.sequence_parallel:
+            num_bytes /= configuration.tensor
+        return num_bytes
+
+    def _moves(
+        self, configuration: Configuration, layers: Sequence[int], links: Links, schedule: Schedule
+    ) -> list[float]:
+        moved = zip(self._moved_bytes(configuration, layers), schedule.rank_of_stage, strict=True)
+        return [num / self._scaled(links.pairs[rank], links) for num, rank in moved]
+
+    def _moved_bytes(self, configuration: Configuration, layers: Sequence[int]) -> list[float]:
+        """Saved activations of a microbatch at each stage, where they are balanced."""
+        if not configuration.preset.balance:
+            return [0.0] * len(layers)
+        activations, last = Activations(self.model, self.software.activation_setting(configuration)), len(layers) - 1
+        return [
+            activations.saved(count, is_first=stage == 0, is_last=stage == last) for stage, count in enumerate(layers)
+        ]
+
+    def _reduces_embedding(self, schedule: Schedule) -> bool:
+        """Whether the first and the last stage, on two ranks, share an embedding."""
+        return self.model.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
+
+    def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:
+        if not self._reduces_embedding(schedule):
+            return 0.0
+        last, first = schedule.rank_of_stage[-1], schedule.rank_of_stage[0]
+        return self._embedding_bytes(configuration) / self._rate(last, first, links)
+
+    def _embedding_bytes(self, configuration: Configuration) -> int:
+        rows = self.model.vocabulary_size // configuration.tensor
+        return rows * self.model.hidden_size * self.software.gradient_bytes
+
+    # --- once an iteration
+
+    def _updates(
+        self, configuration: Configuration, layers: Sequence[int], links: Links
+    ) -> tuple[list[float], list[float]]:
+        """The optimizer's step and the reduction over replicas, by stage."""
+        state = self.software.training_state(configuration)
+        written = 0 if configuration.predicts else state.weight_bytes
+        step, reduce = [], []
+        for own, _, once in self._counts(configuration, layers, links):
+            # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights:
+            # where they are predicted, only the masters.
+            step.append(own * (6 * 4 + 2 * state.gradient_bytes + written) / self._memory_bandwidth)
+            # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP,
+            # or in PREDICT where there is one.
+            if state.distributed_optimizer and not configuration.predicts:
+                step[-1] += once * state.weight_bytes
+            reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
+        return step, reduce
+
+    def _predictions(
+        self, configuration: Configuration, layers: Sequence[int], links: Links
+    ) -> tuple[list[float], list[float]]:
+        """Taking the optimizer's step provisionally, and keeping gradients, by stage; 0 where nothing is predicted.
+
+        On a CPU, where torch's optimizers step, PREDICT is one pass that reads master, both moments and the gradient of
+        each element and writes the weight. Those of Apex and Transformer Engine step on copies: it reads master and
+        moments and writes copies; reads the gradient, widens it and multiplies it; steps the copies with it, as Adam;
+        and reads the master's copy and writes the weight. With 32-bit gradients and 16-bit weights it is 66 bytes,
+        beside the 32 of the STEP. Stages that predict from what they know read all gradients before, for the norm by
+        which they clip; of the mean of replicas a shard's owner reads its part. So do others in FP16, to look for
+        overflows, which is left out: nothing here says whether 16 bits are FP16 or bfloat16.
+        """
+        if not configuration.predicts:
+            return [0.0] * len(layers), [0.0] * len(layers)
+        state = self.software.training_state(configuration)
+        copies, adam, weight = 6 * 4, 7 * 4, 4 + state.weight_bytes
+        gradient = state.gradient_bytes + 4 + (8 if state.gradient_bytes < 4 else 0)
+        predict, hold = [], []
+        one_pass = 3 * 4 + state.gradient_bytes + state.weight_bytes
+        moved = one_pass if self.cluster.is_cpu else copies + gradient + adam + weight
+        norm = state.gradient_bytes if configuration.provisional == "stage" else 0
+        for own, count, once in self._counts(configuration, layers, links):
+            read = own if configuration.provisional_reduce else count
+            predict.append((own * moved + read * norm) / self._memory_bandwidth)
+            if state.distributed_optimizer:
+                predict[-1] += once * state.weight_bytes
+            hold.append(2 * count * state.gradient_bytes / self._memory_bandwidth)
+        return predict, hold
+
+    def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
+        """Where weights live on the host, what copying and updating a stage takes there.
+
+        The host's Adam reads gradient, master and moments, and writes master, moments and the weight in 16 bits.
+        Replicas on a node share a store: each brings and steps its share, and may fetch it alone, of which their links
+        gather the whole.
+        """
+        if not configuration.is_hosted:
+            return {}
+        state = self.software.training_state(configuration)
+        rate = self.cluster.device.host_bandwidth * _GIGA * self.constants.link_efficiency
+        copy = 0 if state.weight_bytes == 4 else state.weight_bytes
+        per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
+        counts = stage_parameters(self.model, configuration.tensor, layers)
+        mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
+        degrees, node_of_slot = configuration.degrees, self.cluster.topology.node_of_slot
+        share = 1 / fewest_sharing(crowds(degrees, mapping(degrees), node_of_slot))
+        per_byte = 1 / rate
+        if configuration.gathers_fetch:
+            link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency
+            per_byte = share / rate + (1 - share) / link
+        return {
+            "fetch": [count * state.weight_bytes * per_byte for count in counts],
+            "store": [share * count * state.gradient_bytes / rate for count in counts],
+            "update": [share * count * per_parameter for count in counts],
+            "offload": [self._boundary(configuration) / rate] * len(counts),
+        }
+
+    def _counts(
+        self, configuration: Configuration, layers: Sequence[int], links: Links
+    ) -> list[tuple[float, int, float]]:
+        """By stage: the parameters that a replica steps, all of them, and seconds in which a ring spreads a buffer with
+        a byte for each.
+        """
+        d, is_split = configuration.data, configuration.distributed_optimizer
+        link = self._scaled(links.data, links)
+        return [
+            (count / d if is_split else count, count,
+             0.0 if self.software.overlaps_gradients else (d - 1) / d * count / link)
+            for count in stage_parameters(self.model, configuration.tensor, layers)
+        ]  # fmt: skip
+
+    @property
+    def _memory_bandwidth(self) -> float:
+        """Bytes per second that are reached of the memory's."""
+        return self.cluster.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency

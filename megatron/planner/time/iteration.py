@@ -1,0 +1,214 @@
+"""How long an iteration takes: in closed form to rank thousands of configurations, or by simulating the very program.
+
+`priced` takes the closed form that an order brings for its weight policy (closed_forms.py). Where there is none, what
+is simulated has the last word from the beginning, with fewer microbatches where a batch is long.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs, PerStage
+from megatron.pipeline.simulate.timeline import BUSY, Timeline
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.sizes import alike, resized
+from megatron.planner.time.closed_forms import StageTimes, closed_form_of
+
+_MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
+_MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
+_STEADY = 2e-3  # by how much what further microbatches add may change, where no closed form says that it does not
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationTime:
+    """Of one batch. `bubble`: the part in which the rank that computes most does not compute, 0 to 1."""
+
+    seconds: float
+    bubble: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds for which that rank computes or steps."""
+        return (1 - self.bubble) * self.seconds
+
+
+def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
+    """The closed form, or where the schedule has none what its programs take."""
+    return _closed(costs, configuration, schedule) or simulated(costs, configuration, schedule, most=_MOST_PRICED)
+
+
+def closed_form(costs: Costs, configuration: Configuration) -> IterationTime | None:
+    """None: the schedule has none."""
+    return _closed(costs, configuration, configuration.pipeline_schedule(tied_embeddings=False))
+
+
+def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime | None:
+    form = closed_form_of(schedule)
+    if form is None:
+        return None
+    stages, m = StageTimes(costs, schedule), configuration.num_microbatches
+    seconds = form(stages, m)
+    if seconds is None:
+        return None
+    return _time(seconds, m * max(stages.by_rank(stages.work)) + stages.longest_update(m))
+
+
+def simulated(
+    costs: Costs, configuration: Configuration, schedule: Schedule, *, most: int | None = None
+) -> IterationTime:
+    """Execute the program of a batch, or of a steady period where batches do not drain.
+
+    Where a batch has more than `most` computations, its time is extrapolated from batches with fewer microbatches: what
+    further groups of p microbatches add, once the pipeline is full, hardly changes. What the batches that follow hide
+    of a batch's reductions does, as more microbatches hide more; that part is of the closed form. Without a closed form
+    both are looked at, and where they do not hold the whole is simulated.
+    """
+    most = _MOST_SIMULATED if most is None else most
+    m, p = configuration.num_microbatches, schedule.num_ranks
+    if schedule.residency:
+        return _time(*(_relayed(costs, schedule, m, most) or _simulate(costs, schedule, m)))
+    groups = max(4, min(16, most // (schedule.num_stages * p)))
+    more, span = groups * p + m % p, groups // 2 * p
+    if m * schedule.num_stages <= most or m <= more:
+        return _time(*_simulate(costs, schedule, m))
+    if closed_form_of(schedule) is None:
+        return _time(*(_steady(costs, schedule, m, groups) or _simulate(costs, schedule, m)))
+    shown = 0.0
+    if not schedule.weights.drains:
+        hidden = _without_reductions(costs)
+        shown = closed_form(costs, configuration).seconds - closed_form(hidden, configuration).seconds
+        costs = hidden
+    fewer_seconds, fewer_busy = _simulate(costs, resized(schedule, m, more - span), more - span)
+    seconds, busy = _simulate(costs, resized(schedule, m, more), more)
+    times = (m - more) / span
+    return _time(seconds + times * (seconds - fewer_seconds) + shown, busy + times * (busy - fewer_busy))
+
+
+def _steady(costs: Costs, schedule: Schedule, m: int, groups: int) -> tuple[float, float] | None:
+    """What `_simulate` says, extrapolated from three batches of so many groups of p microbatches and fewer; None: they
+    do not tell.
+
+    Where batches do not drain, they are doubled until they hide their reductions, as longer ones then do.
+    """
+    drains, p, hidden = schedule.weights.drains, schedule.num_ranks, _without_reductions(costs)
+    while sizes := alike(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
+        of_size = [resized(schedule, m, size) for size in sizes]
+        longest = _simulate(costs, of_size[2], sizes[2])
+        if drains or _hides_reductions(costs, of_size[1:], sizes[1:]):
+            shown = costs if drains else hidden
+            least, fewer, reference = (_simulate(shown, *each) for each in zip(of_size, sizes, strict=True))
+            before, last = fewer[0] - least[0], reference[0] - fewer[0]
+            if abs(before - last) > _STEADY * last:
+                return None
+            times = (m - sizes[2]) / (sizes[2] - sizes[1])
+            return longest[0] + times * last, longest[1] + times * (reference[1] - fewer[1])
+        groups *= 2
+    return None
+
+
+def _relayed(costs: Costs, schedule: Schedule, m: int, most: int) -> tuple[float, float] | None:
+    """What `_simulate` says of weights on the host, extrapolated where a batch is long; None: it is not, or the batches
+    that are looked at do not tell.
+
+    Here further microbatches do not just add to a batch: they hide what is copied and updated once. But where copies,
+    reductions and updates grow with the batch, nothing that overlaps changes its part, and what a microbatch more adds
+    is always as much. So batches of fewer microbatches are looked at, with so much shorter copies and updates; three
+    sizes have to agree.
+    """
+    p = schedule.num_ranks
+    sizes = (2 * p, 3 * p, 4 * p)
+    if m * schedule.num_stages <= most // 4 or m <= 2 * sizes[-1]:
+        return None
+    first, second, third = (_simulate(_shortened(costs, size / m), schedule, size)[0] for size in sizes)
+    if abs((third - second) - (second - first)) > _STEADY * (third - second):
+        return None
+    seconds = third + (m - sizes[-1]) / p * (third - second)
+    return seconds, _busy(StageTimes(costs, schedule), m)
+
+
+def _shortened(costs: Costs, part: float) -> Costs:
+    """With what is done once a batch taking this part of its time."""
+    names = ("fetch", "store", "update", "reduce_grad", "reduce_embed", "reduce_norm", "step")
+    return replace(costs, **{name: _times(getattr(costs, name), part) for name in names})
+
+
+def _times(value: PerStage, factor: float) -> PerStage:
+    return [factor * each for each in value] if isinstance(value, Sequence) else factor * value
+
+
+def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequence[int]) -> bool:
+    """Whether batches of the last of these sizes show nothing of their reductions.
+
+    Where the weights predict, they show as much as those of the first: each prediction waits for reductions of its own.
+    """
+    hidden = _without_reductions(costs)
+
+    def shown(schedule: Schedule, size: int) -> float:
+        return _simulate(costs, schedule, size)[0] - _simulate(hidden, schedule, size)[0]
+
+    seconds = shown(schedules[-1], sizes[-1])
+    expected = shown(schedules[0], sizes[0]) if schedules[0].weights.predicts else 0.0
+    return abs(seconds - expected) <= 1e-9 * _simulate(hidden, schedules[-1], sizes[-1])[0]
+
+
+def _without_reductions(costs: Costs) -> Costs:
+    return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
+
+
+def _time(seconds: float, busy: float) -> IterationTime:
+    return IterationTime(seconds=seconds, bubble=max(0.0, 1 - busy / seconds))
+
+
+def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
+    """Seconds of a batch, and those in which the busiest rank computes."""
+    is_small = num_microbatches * schedule.num_stages <= _MOST_PRICED
+    programs, periods = (_small_programs if is_small else _programs)(schedule, num_microbatches)
+    ends = [_end(simulate(program, costs)) for program in programs]
+    seconds = ends[0] if len(ends) == 1 else (ends[1] - ends[0]) / periods
+    return seconds, _busy(StageTimes(costs, schedule), num_microbatches)
+
+
+def _busy(stages: StageTimes, num_microbatches: int) -> float:
+    """Seconds of a batch in which the rank that computes most computes or steps."""
+    by_rank = zip(stages.by_rank(stages.work), stages.by_rank(stages.step), strict=True)
+    return max(num_microbatches * work + step for work, step in by_rank)
+
+
+def _end(timeline: Timeline) -> float:
+    """Of its last computation or STEP; those of a rank follow one another."""
+    ends = [0.0]
+    for row, of_row in zip(timeline.rows, timeline.ends, strict=True):
+        ends += islice((end for each, end in zip(reversed(row), reversed(of_row), strict=True) if each.kind in BUSY), 1)
+    return max(ends)
+
+
+def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
+    """A batch; or two runs of several that do not drain, and by how many periods the second is longer."""
+    if schedule.residency:  # the first batch's weights are there, and later ones wait for updates
+        return tuple(schedule.build((num_microbatches,) * count) for count in (2, 3)), 1
+    if schedule.weights.drains:
+        return (schedule.build((num_microbatches,)),), 1
+    periodic = schedule.build_periodic(num_microbatches)
+    count = _num_periods(schedule, num_microbatches)
+    return (periodic.unroll(count), periodic.unroll(2 * count)), count
+
+
+def _num_periods(schedule: Schedule, num_microbatches: int) -> int:
+    """So many that they fill the pipeline twice, and that each wait for reductions comes back in as many more.
+
+    Waits may come once in every delay + 1 batches.
+    """
+    delay, in_flight = schedule.weights.delay, schedule.max_in_flight
+    if delay is None:  # batches are single microbatches
+        return 2 * schedule.num_ranks
+    if in_flight is None:  # nobody says of how many batches: as if each rank worked on another
+        in_flight = schedule.num_ranks * num_microbatches
+    return (delay + 1) * -(-2 * in_flight // ((delay + 1) * num_microbatches))
+
+
+_programs = lru_cache(maxsize=2)(_build)  # kept for those who ask on several costs in turn
+_small_programs = lru_cache(maxsize=64)(_build)

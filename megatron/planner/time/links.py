@@ -1,0 +1,78 @@
+"""How fast bytes move between the ranks of a job, by where its mapping puts them.
+
+A GPU has its link to the GPUs of its node; all GPUs of a node share the node's link to the network. A collective whose
+members lie on several nodes goes round rings that enter and leave each node once, over all of the node's adapters, so
+its speed is the node's, divided by the number of groups that use it at once. A transfer between two ranks shares the
+node's link with the transfers that other ranks of the node make at the same time.
+
+Nodes are taken to be alike; the ranks of the first replica stand for all.
+"""
+
+from collections.abc import Sequence
+
+from megatron.pipeline.program.move_order import pair_of
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import Mapping, inverse
+from megatron.placement.topology import Topology
+
+_GIGA = 1e9
+
+
+class Links:
+    """Bytes per second that one rank sends in each kind of traffic, as data sheets say.
+
+    Attributes:
+        tensor: in a collective of the tensor ranks.
+        data: of the replicas.
+        edges: by rank of a pipeline, to the next one; the last one's to the first.
+        pairs: by rank of the pipeline, to the rank of its pair (BPipe).
+    """
+
+    def __init__(self, degrees: Degrees, mapping: Mapping, topology: Topology) -> None:
+        self._topology, self._degrees = topology, degrees
+        slots = inverse(mapping)
+        self._nodes = [topology.node_of_slot[slot] for slot in slots]
+        self._ranks_on: dict[int, list[int]] = {}
+        for rank, node in enumerate(self._nodes):
+            self._ranks_on.setdefault(node, []).append(rank)
+        rank, p = degrees.rank, degrees.pipeline
+        self._rates: dict[tuple[int, int], float] = {}
+        self.tensor = self._collective([rank(tensor=i, data=0, stage=0) for i in range(degrees.tensor)])
+        self.data = self._collective([rank(tensor=0, data=i, stage=0) for i in range(degrees.data)])
+        self.edges = [self.between(stage, (stage + 1) % p) for stage in range(p)]
+        self.pairs = [self._transfer(stage, [pair_of(each, p) for each in range(p)]) for stage in range(p)]
+
+    def between(self, source: int, target: int) -> float:
+        """From a rank of a pipeline to another, while the others send as far along the pipeline, which is a ring."""
+        if (source, target) not in self._rates:
+            p = self._degrees.pipeline
+            targets = [(rank + target - source) % p for rank in range(p)]
+            self._rates[source, target] = self._transfer(source, targets)
+        return self._rates[source, target]
+
+    @property
+    def within(self) -> float:
+        return self._topology.bandwidth.within_node * _GIGA
+
+    @property
+    def _between(self) -> float:
+        return self._topology.bandwidth.between_nodes * _GIGA
+
+    def _collective(self, members: Sequence[int]) -> float:
+        nodes = [self._nodes[rank] for rank in members]
+        if len(set(nodes)) == 1:
+            return self.within
+        together = nodes.count(nodes[0])  # the other ranks of the node are in groups of as many
+        return min(self.within, self._between * together / len(self._ranks_on[nodes[0]]))
+
+    def _transfer(self, stage: int, target: Sequence[int]) -> float:
+        rank = self._degrees.rank(tensor=0, data=0, stage=stage)
+        node = self._nodes[rank]
+        if self._partner_node(rank, target) == node:
+            return self.within
+        crossing = sum(self._partner_node(other, target) != node for other in self._ranks_on[node])
+        return min(self.within, self._between / crossing)
+
+    def _partner_node(self, rank: int, target: Sequence[int]) -> int:
+        at = self._degrees.coordinates(rank)
+        return self._nodes[self._degrees.rank(tensor=at.tensor, data=at.data, stage=target[at.stage])]

@@ -1,0 +1,197 @@
+"""What was measured on a machine for one model: seconds of stages, optimizer steps, transfers and all-reduces.
+
+A profile is a JSON file that `tools/profile_model.py` writes and the planner reads. It holds what was timed and no
+more; what follows from it (the time of a layer, of the embedding, of the head) is computed where it is used. Times are
+seconds, sizes are bytes.
+
+Where processes share a processor's memory and caches (a CPU), a stage is slower while others compute beside it. So
+every time says how many processes were `working` at once when it was taken.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.placement.whole_files import write_whole
+from megatron.planner.memory.architecture import Architecture
+
+VERSION = 1
+"""Of the file's form; a reader refuses others."""
+
+_Count = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Place(str, Enum):
+    """Where a stage stands: alone, with embedding and head, or in a pipeline."""
+
+    ONLY = "only"
+    FIRST = "first"
+    MIDDLE = "middle"
+    LAST = "last"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Spread(_Record):
+    """Seconds of one thing in `count` batches, calls or iterations. `low` and `high`: between them lie eight of ten."""
+
+    median: _Seconds
+    low: _Seconds
+    high: _Seconds
+    count: _Count
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """Raises ValueError without samples."""
+        if not samples:
+            raise ValueError("nothing was timed; give one iteration or more")
+        deciles = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
+        return cls(median=statistics.median(samples), low=deciles[0], high=deciles[-1], count=len(samples))
+
+
+class StageTime(_Record):
+    """Of one microbatch through a stage of `num_layers` layers, on average over those of a batch; `backward` holds what
+    is recomputed in it."""
+
+    place: Place
+    num_layers: _Count
+    tensor: _Count
+    micro_batch_size: _Count
+    recompute: RecomputeScope
+    working: _Count
+    forward: Spread
+    backward: Spread
+
+
+class UpdateTime(_Record):
+    """Of what a stage does once a batch: gradients to zero, their norm, clipping and the optimizer's step.
+
+    Attributes:
+        num_parameters: of one tensor rank.
+        weights: the name of the weight policy; with several versions a step writes into another buffer.
+    """
+
+    place: Place
+    num_layers: _Count
+    num_parameters: _Count
+    tensor: _Count
+    weights: str
+    working: _Count
+    zero: Spread
+    norm: Spread
+    step: Spread
+
+    def seconds(self, replicas: int = 1) -> float:
+        """Of all of it, where the norm and the step are divided among so many replicas."""
+        return self.zero.median + (self.norm.median + self.step.median) / replicas
+
+
+class TransferTime(_Record):
+    """From the post of a send to the arrival at the next rank, one way."""
+
+    num_bytes: _Count
+    seconds: Spread
+
+
+class AllReduceTime(_Record):
+    """Of one all-reduce over `ranks` processes of one machine."""
+
+    ranks: _Count
+    num_bytes: _Count
+    seconds: Spread
+
+
+class CopyTime(_Record):
+    """Of one copy between the host's memory and a device, while `working` processes copy."""
+
+    direction: Literal["to device", "from device"]
+    num_bytes: _Count
+    working: _Count
+    seconds: Spread
+
+
+class HostUpdateTime(_Record):
+    """Of the host's optimizer on `num_parameters` parameters, while `working` processes step as many."""
+
+    kernel: Literal["loop", "fused"]
+    num_parameters: _Count
+    working: _Count
+    seconds: Spread
+
+
+class Machine(_Record):
+    """Where it was measured. `threads`: of each process, in the operators of a CPU."""
+
+    device: str
+    num_devices: _Count
+    threads: _Count
+    system: str
+    torch: str
+    megatron_core: str
+
+
+class Profile(_Record):
+    """See the module.
+
+    Attributes:
+        created: when it was measured.
+        architecture: "gpt" or "bert", of whose program the flags are.
+        flags: of the training program; a run has to be given the same for the profile to hold.
+        model: its shape. A profile holds for any number of layers.
+        dtype: of the weights that the model computes with.
+        processes: how many were there at most.
+        shares_processor: processes slow each other down.
+        sequence_parallel: with several tensor ranks.
+        copies, host_updates: for weights on the host; profiles from before these were measured have none.
+    """
+
+    version: Literal[1] = VERSION
+    created: datetime
+    architecture: Literal["gpt", "bert"]
+    flags: tuple[str, ...]
+    model: Architecture
+    dtype: Literal["float32", "float16", "bfloat16"]
+    transformer_impl: str
+    sequence_parallel: bool
+    processes: _Count
+    shares_processor: bool
+    machine: Machine
+    stages: tuple[StageTime, ...]
+    updates: tuple[UpdateTime, ...]
+    transfers: tuple[TransferTime, ...]
+    all_reduces: tuple[AllReduceTime, ...]
+    copies: tuple[CopyTime, ...] = ()
+    host_updates: tuple[HostUpdateTime, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, in whole or not at all. Raises OSError."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
+
+
+def load_profile(path: str | Path) -> Profile:
+    """A profile from its file. Raises ValueError, naming the file and the field, and OSError."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}; write a profile with tools/profile_model.py") from error
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != VERSION:
+        raise ValueError(f"{path} is no profile of version {VERSION} ({version}); write it with tools/profile_model.py")
+    try:
+        return Profile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{path}: {where}: {first['msg']}; write it anew with tools/profile_model.py") from error

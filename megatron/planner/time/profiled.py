@@ -1,0 +1,257 @@
+"""Costs from a profile: what was measured on the machine, put together as a configuration wants it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.simulate.costs import Costs
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import Activations
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.parameters import embedding_parameters, stage_parameters
+from megatron.planner.time.blocks import Blocks
+from megatron.planner.time.contention import Times, settle
+from megatron.planner.time.profile import Place, Profile, UpdateTime
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SMALL = 256  # bytes of the norm's reduction
+
+
+def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
+    """The profile's model with so many layers, its vocabulary padded for so many tensor ranks as training pads it."""
+    multiple = _number(profile, "--make-vocab-size-divisible-by", 128) * tensor
+    rows = -(-profile.model.vocabulary_size // multiple) * multiple
+    return replace(profile.model, num_layers=num_layers, vocabulary_size=rows)
+
+
+def vocab_size_of(profile: Profile) -> int | None:
+    """Of --vocab-size, where it was given; what a tokenizer adds to it, and the padding, are not in it."""
+    return _number(profile, "--vocab-size", None)
+
+
+def _number(profile: Profile, flag: str, default: int | None) -> int | None:
+    word = _word(profile, flag)
+    return default if word is None else int(word)
+
+
+def _word(profile: Profile, flag: str) -> str | None:
+    return profile.flags[profile.flags.index(flag) + 1] if flag in profile.flags else None
+
+
+def software_of(profile: Profile) -> Software:
+    """What the profiled program does, as far as memory depends on it."""
+    size = _BYTES[profile.dtype]
+    has_flash = profile.transformer_impl == "transformer_engine" and size < 4  # its kernels take 16-bit numbers only
+    return Software(element_bytes=size, flash_attention=has_flash)
+
+
+PASS_OF_STEP = 0.75
+"""The time of a prediction in one pass, of the step of torch's AdamW: 0.70 to 0.75 of 13 million FP32 parameters on one
+thread. Operators bound it, not memory: of the step's bytes it moves half."""
+
+
+class ProfiledCosts:
+    """A `CostModel` of one model on machines like that of the profile, whose processes it may fill.
+
+    Args:
+        profile: what was measured.
+        model: its shape; the number of layers may differ from the profile's, and how the vocabulary is padded.
+        software: what trains, by default what the profile says.
+
+    Raises:
+        ValueError: the profile is of another model or precision.
+    """
+
+    def __init__(self, profile: Profile, model: Architecture, software: Software | None = None) -> None:
+        padded = {shape_of(profile, num_layers=1, tensor=t).vocabulary_size for t in range(1, profile.processes + 1)}
+        for field in fields(Architecture):
+            known, asked = getattr(profile.model, field.name), getattr(model, field.name)
+            is_fine = known == asked or field.name == "num_layers"
+            if not is_fine and not (field.name == "vocabulary_size" and asked in padded):
+                raise ValueError(
+                    f"the profile is of a model with {field.name} {known}, not {asked}; profile this model"
+                )
+        self.profile, self.model, self.software = profile, model, software or software_of(profile)
+        if self.software.element_bytes != _BYTES[profile.dtype]:
+            raise ValueError(f"the profile is of {profile.dtype}, and the model is not; profile it in its precision")
+        self._blocks = Blocks(profile)
+
+    def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        """See `CostModel`. Raises ValueError for what was not profiled."""
+        self._refuse(configuration)
+        group = configuration.tensor * configuration.data  # the ranks that do the same at the same time
+        if not self.profile.shares_processor or configuration.pipeline == 1:
+            return self._table(configuration, layers, self._times(configuration, layers, configuration.num_gpus))
+        counts = range(1, configuration.pipeline + 1)
+        at_work = {count: self._times(configuration, layers, count * group) for count in counts}
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        # Where batches do not drain, enough of them that those in the middle neither see the fill nor the drain.
+        around = 0 if schedule.weights.drains else max(1, schedule.settling_batches)
+        program = schedule.build((configuration.num_microbatches,) * (1 + 2 * around))
+        return settle(
+            program, at_work, lambda times: self._table(configuration, layers, times), batches=range(around, around + 1)
+        )
+
+    def _refuse(self, configuration: Configuration) -> None:
+        if configuration.tensor > 1 and configuration.sequence_parallel != self.profile.sequence_parallel:
+            has = "with" if self.profile.sequence_parallel else "without"
+            raise ValueError(
+                f"the profile was taken {has} --sequence-parallel, and the configuration is not; profile it so"
+            )
+
+    # --- by stage
+
+    def _times(self, configuration: Configuration, layers: Sequence[int], working: int) -> Times:
+        """What work takes while `working` processes work throughout."""
+        times = {}
+        for stage, count in enumerate(layers):
+            seconds = self._blocks.stage(
+                _place(stage, len(layers)), count, tensor=configuration.tensor, size=configuration.micro_batch_size,
+                recompute=configuration.recompute, working=working,
+            )  # fmt: skip
+            times[Kind.FORWARD, stage] = seconds.forward
+            times[Kind.BACKWARD, stage] = seconds.backward
+            if not configuration.is_hosted:  # where the host's optimizer steps
+                times[Kind.STEP, stage] = self._update(configuration, layers, stage, working)
+            if configuration.predicts:
+                times[Kind.PREDICT, stage] = self._prediction(configuration, layers, stage, working)
+                times[Kind.HOLD, stage] = self._hold(configuration, layers, stage, working)
+        return times
+
+    def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
+        """With the distributed optimizer a replica updates its share, and gathers the others' weights in the STEP, or
+        in PREDICT where there is one.
+
+        The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes
+        that time from the stage.
+        """
+        replicas = configuration.data if configuration.distributed_optimizer else 1
+        seconds = self._part_of_update(configuration, layers, stage, working, lambda found: found.seconds(replicas))
+        return seconds if configuration.predicts else seconds + self._gather(configuration, layers, stage)
+
+    def _gather(self, configuration: Configuration, layers: Sequence[int], stage: int) -> float:
+        if not configuration.distributed_optimizer or configuration.data == 1:
+            return 0.0
+        count = stage_parameters(self.model, configuration.tensor, layers)[stage]
+        return self._blocks.all_reduce(configuration.data, count * self.software.element_bytes) / 2
+
+    def _prediction(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
+        """The measured step, times what a prediction takes of it: on a CPU a pass, on a GPU what a step on copies moves
+        of what the step itself moves. Before it the norm of all gradients, by which a stage clips that predicts from
+        what it knows, and in FP16 looks for overflows; of the mean of replicas a shard's owner has its part.
+        Whether a run clips at all is not known here.
+        """
+        weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
+        copied = 6 * 4 + gradient + 4 + (8 if gradient < 4 else 0)  # as in first principles
+        share = PASS_OF_STEP if self.profile.shares_processor else 1 + copied / (7 * 4 + weight)
+        replicas = configuration.data if configuration.distributed_optimizer else 1
+        takes_norm = configuration.provisional == "stage" or self._blocks.profile.dtype == "float16"
+        norm = takes_norm / (replicas if configuration.provisional_reduce else 1)
+        seconds = self._part_of_update(
+            configuration, layers, stage, working,
+            lambda found: share * found.step.median / replicas + norm * found.norm.median,
+        )  # fmt: skip
+        return seconds + self._gather(configuration, layers, stage)
+
+    def _hold(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
+        """A copy of the gradients reads and writes what zeroing them writes."""
+        return self._part_of_update(configuration, layers, stage, working, lambda found: 2 * found.zero.median)
+
+    def _part_of_update(
+        self,
+        configuration: Configuration,
+        layers: Sequence[int],
+        stage: int,
+        working: int,
+        seconds: Callable[[UpdateTime], float],
+    ) -> float:
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        return self._blocks.update(
+            _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
+            working=working, seconds=seconds,
+        )  # fmt: skip
+
+    # --- the table
+
+    def _table(self, configuration: Configuration, layers: Sequence[int], times: Times) -> Costs:
+        by_kind = {
+            kind: [times.get((kind, stage), 0.0) for stage in range(len(layers))]
+            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.PREDICT, Kind.HOLD)
+        }
+        return Costs(
+            forward=by_kind[Kind.FORWARD], backward=by_kind[Kind.BACKWARD], step=by_kind[Kind.STEP],
+            predict=by_kind[Kind.PREDICT], hold=by_kind[Kind.HOLD], **self._hosted(configuration, layers),
+            evict=self._moves(configuration, layers), **self._edges(configuration), **self._reductions(configuration,
+                                                                                                       layers),
+        )  # fmt: skip
+
+    def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
+        """Where weights live on the host, what copies and updates take while all processes do so. Replicas, which are
+        on one machine here, share a store: each brings and steps its share.
+        """
+        if not configuration.is_hosted:
+            return {}
+        if configuration.gathers_fetch:
+            raise ValueError("a profile does not measure how replicas gather what they fetch; fetch whole stages")
+        working, share = configuration.num_gpus, 1 / configuration.data
+        kernel = "fused" if _word(self.profile, "--optimizer-kernel") == "fused" else "loop"
+        per_parameter = self._blocks.host_update(kernel, working=working)
+        counts = stage_parameters(self.model, configuration.tensor, layers)
+        boundary = self._activations(configuration).boundary
+
+        def copy(direction: str, num_bytes: float) -> float:
+            return self._blocks.copy(direction, num_bytes, working=working)
+
+        return {
+            "fetch": [copy("to device", count * self.software.element_bytes) for count in counts],
+            "store": [copy("from device", share * count * self.software.gradient_bytes) for count in counts],
+            "update": [share * count * per_parameter for count in counts],
+            "offload": [copy("from device", boundary)] * len(counts),
+            "reload": [copy("to device", boundary)] * len(counts),
+        }
+
+    def _edges(self, configuration: Configuration) -> dict[str, float]:
+        if configuration.pipeline == 1:
+            return {}
+        num_bytes = self._activations(configuration).boundary
+        latency = self._blocks.transfer(0)
+        seconds = self._blocks.transfer(num_bytes) - latency
+        return {"latency": latency, "forward_bytes": num_bytes, "bandwidth": num_bytes / max(seconds, 1e-9)}
+
+    def _moves(self, configuration: Configuration, layers: Sequence[int]) -> list[float] | float:
+        if not configuration.preset.balance:
+            return 0.0
+        activations, last = self._activations(configuration), len(layers) - 1
+        return [
+            self._blocks.transfer(activations.saved(count, is_first=stage == 0, is_last=stage == last))
+            for stage, count in enumerate(layers)
+        ]
+
+    def _reductions(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float] | float]:
+        t, d, size = configuration.tensor, configuration.data, self.software.gradient_bytes
+        found: dict[str, list[float] | float] = {}
+        if d > 1:  # a reduce-scatter, of the distributed optimizer, sends half of what an all-reduce sends
+            share = 0.5 if configuration.distributed_optimizer else 1.0
+            counts = stage_parameters(self.model, t, layers)
+            found["reduce_grad"] = [share * self._blocks.all_reduce(d, count * size) for count in counts]
+        placement = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).rank_of_stage
+        if self.model.tied_embeddings and placement[0] != placement[-1]:
+            rows = embedding_parameters(self.model, t) - self._positions
+            found["reduce_embed"] = self._blocks.all_reduce(2, rows * size)
+        if configuration.num_gpus > 1:
+            found["reduce_norm"] = self._blocks.all_reduce(2, _SMALL)
+        return found
+
+    @property
+    def _positions(self) -> int:
+        return (self.model.num_positions + self.model.num_token_types) * self.model.hidden_size
+
+    def _activations(self, configuration: Configuration) -> Activations:
+        return Activations(self.model, self.software.activation_setting(configuration))
+
+
+def _place(stage: int, num_stages: int) -> Place:
+    if num_stages == 1:
+        return Place.ONLY
+    return Place.FIRST if stage == 0 else Place.LAST if stage == num_stages - 1 else Place.MIDDLE

@@ -1,0 +1,225 @@
+"""What one GPU does for one microbatch, in operations, bytes and kernels: a layer, the embedding and the head.
+
+Everything that takes time on a GPU is one of four kinds, each with a resource of its own:
+
+    products      matrix products, (operations, calls), bound by arithmetic
+    traffic       bytes that other kernels read and write, bound by memory
+    exchanged     bytes that a tensor rank sends to the others while it computes nothing
+    overlapped    bytes that it sends while it multiplies
+
+Counted for megatron.core's and Megatron-LM's kernels, of T tokens with e bytes an element, and N scores of a rank. A
+pass over a tensor counts what it reads and what it writes.
+
+    forward                               bytes            backward                              bytes
+    norm                                  2 e h            norm, twice over its input            5 e h
+    bias, dropout, residual in one        3 e h + h        dropout; sum with the residual        5 e h + h
+    bias and activation in one            2 e f            the same, and sums of biases          4 e f
+    context to (s, b, h)                  2 e q            the same, and joining q, k and v      2 e q + 2 e (q + 2 k)
+    scores written, read by a product     2 e N            their gradients, by three products    5 e N
+    softmax, fused with scale and mask    2 e N            the same                              3 e N
+    dropout                               (2 e + 1) N      the same                              (2 e + 1) N
+
+Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each.
+These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at
+the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
+adds the weights' gradients to their buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.job.software import Software
+from megatron.planner.memory.architecture import Architecture
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """See the module."""
+
+    operations: float = 0.0
+    calls: float = 0.0
+    traffic: float = 0.0
+    exchanged: float = 0.0
+    overlapped: float = 0.0
+    kernels: float = 0.0
+    collectives: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(*(factor * value for value in self._values))
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return (
+            self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
+        )  # fmt: skip
+
+
+class LayerWork:
+    """The work of one microbatch on one of t tensor ranks."""
+
+    def __init__(
+        self, shape: Architecture, software: Software, *, tensor: int, micro_batch_size: int, sequence_parallel: bool
+    ) -> None:
+        self.shape, self.software = shape, software
+        self.t, self.b = tensor, micro_batch_size
+        self.tokens = micro_batch_size * shape.sequence_length
+        self.shared = tensor if sequence_parallel and tensor > 1 else 1
+        self.sequence_parallel = self.shared > 1
+        self.e = software.element_bytes
+
+    # --- a layer
+
+    @cached_property
+    def forward(self) -> Work:
+        h, q, e, t = self.shape.hidden_size, self.shape.query_width, self.e, self.t
+        along_tokens = self.tokens / self.shared * (2 * 2 * e * h + 2 * (3 * e + self._mask) * h)
+        split = self.tokens / t * (self._activation_bytes(2) + (0 if self.software.flash_attention else 2 * e * q))
+        return (
+            self._linear(1)
+            + self._core_forward()
+            + Work(traffic=along_tokens + split, kernels=18, exchanged=2 * self._all_reduce, collectives=2 * (t > 1))
+        )
+
+    @cached_property
+    def backward(self) -> Work:
+        """Without what is recomputed."""
+        h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
+        along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
+        split = self.tokens / t * (self._activation_bytes(4) + 2 * e * q + 2 * e * (q + 2 * k))
+        weights = self._accumulated(self._linear_weights / t)
+        exposed, hidden = self._backward_exchange()
+        return (
+            self._linear(2)
+            + self._core_backward()
+            + Work(
+                traffic=along_tokens + split + weights,
+                kernels=36,
+                exchanged=exposed,
+                overlapped=hidden,
+                collectives=2 * (t > 1),
+            )
+        )
+
+    def recomputed(self, scope: RecomputeScope) -> Work:
+        if scope is RecomputeScope.LAYER:
+            return self.forward
+        if scope is RecomputeScope.ATTENTION:
+            return self._core_forward()
+        return Work()
+
+    # --- before and after the layers
+
+    @cached_property
+    def embedding(self) -> tuple[Work, Work]:
+        """Forward and backward of the first stage's embedding: a lookup, positions and dropout."""
+        h, e = self.shape.hidden_size, self.e
+        passes = self.tokens * h * (6 * e + self._mask)
+        operations = 2.0 * self.tokens * h * self.shape.patch_elements
+        exchanges = self.t > 1 and not self.shape.patch_elements  # a vocabulary is cut, patches are not
+        forward = Work(
+            operations=operations, traffic=passes, kernels=6, exchanged=self._all_reduce * exchanges,
+            collectives=float(exchanges),
+        )  # fmt: skip
+        return forward, Work(operations=operations, traffic=passes + self.tokens * h * _FP32, kernels=6)
+
+    @cached_property
+    def head(self) -> tuple[Work, Work]:
+        """Forward and backward of the last stage's norm, output layer and loss, whose softmax is in FP32."""
+        h, e, t, vocabulary = self.shape.hidden_size, self.e, self.t, self.shape.output_rows
+        logits = self.tokens * vocabulary / t
+        width = h * vocabulary / t
+        dense = h * h if self.shape.masked_head else 0
+        operations = 2.0 * self.tokens * (width + dense / self.shared)
+        half = self._all_reduce / 2
+        forward = Work(
+            operations=operations, calls=1, traffic=(e + 9 * _FP32) * logits + 2 * e * h * self.tokens / self.shared,
+            kernels=14, exchanged=half * self.sequence_parallel, collectives=3.0 * (t > 1),
+        )  # fmt: skip
+        backward = Work(
+            operations=2 * operations, calls=2, traffic=(3 * _FP32 + 2 * e) * logits + self._accumulated(width + dense),
+            kernels=8, overlapped=self._all_reduce, collectives=float(t > 1),
+        )  # fmt: skip
+        return forward, backward
+
+    # --- parts
+
+    @property
+    def _mask(self) -> int:
+        return 1 if self.shape.hidden_dropout else 0
+
+    @property
+    def _activated(self) -> int:
+        return self.shape.ffn_hidden_size
+
+    @property
+    def _linear_weights(self) -> float:
+        shape = self.shape
+        h, q, k = shape.hidden_size, shape.query_width, shape.key_width
+        return h * (q + 2 * k) + q * h + h * shape.ffn_hidden_size * (3 if shape.gated else 2)
+
+    def _accumulated(self, num_weights: float) -> float:
+        """Bytes to add gradients of weights to their buffer: read and written, and without fusion made before."""
+        passes = self.software.gradient_bytes + (0 if self.software.fuses_gradient_accumulation else self.e)
+        return 2 * num_weights * passes
+
+    def _linear(self, times: int) -> Work:
+        return Work(operations=2.0 * times * self.tokens * self._linear_weights / self.t, calls=4 * times)
+
+    def _activation_bytes(self, passes: int) -> float:
+        return passes * self.e * self.shape.ffn_hidden_size * (1.5 if self.shape.gated else 1)
+
+    @property
+    def _all_reduce(self) -> float:
+        """Bytes that a rank sends to sum the residual stream over tensor ranks, or to scatter and gather it."""
+        return 2 * (self.t - 1) / self.t * self.tokens * self.shape.hidden_size * self.e
+
+    def _backward_exchange(self) -> tuple[float, float]:
+        """Exposed and overlapped bytes. With split sequences gradients are gathered before two products, exposed; then
+        the inputs are gathered again and the gradients scattered, under products."""
+        if self.sequence_parallel:
+            exposed, hidden = self._all_reduce, 2 * self._all_reduce
+        else:
+            exposed, hidden = 0.0, 2 * self._all_reduce
+        return (exposed, hidden) if self.software.overlaps_tensor else (exposed + hidden, 0.0)
+
+    @property
+    def _scores(self) -> float:
+        return self.tokens * self.shape.sequence_length * self.shape.num_attention_heads / self.t
+
+    @property
+    def softmax_is_fused(self) -> bool:
+        heads = self.b * self.shape.num_attention_heads // self.t
+        return self.software.fuses_softmax and self.e < _FP32 and heads % 4 == 0
+
+    @property
+    def _widening(self) -> int:
+        """Bytes to turn a score to FP32 and back."""
+        return 2 * (self.e + _FP32) if self.e < _FP32 else 0
+
+    def _core_products(self, times: float) -> Work:
+        operations = 2.0 * self._scores * self.shape.kv_channels
+        return Work(operations=2 * times * operations, calls=2 * times)
+
+    def _core_forward(self) -> Work:
+        if self.software.flash_attention:
+            return self._core_products(1) + Work(kernels=1)
+        e = self.e
+        softmax = 2 * e if self.softmax_is_fused else 6 * _FP32 + 1 + self._widening
+        dropout = 2 * e + 1 if self.shape.attention_dropout else 0
+        return self._core_products(1) + Work(traffic=(2 * e + softmax + dropout) * self._scores, kernels=5)
+
+    def _core_backward(self) -> Work:
+        if self.software.flash_attention:
+            return self._core_products(2.5) + Work(kernels=3)
+        e = self.e
+        softmax = 3 * e if self.softmax_is_fused else 7 * _FP32 + 1 + self._widening
+        dropout = 2 * e + 1 if self.shape.attention_dropout else 0
+        return self._core_products(2) + Work(traffic=(5 * e + softmax + dropout) * self._scores, kernels=8)

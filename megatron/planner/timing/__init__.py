@@ -1,7 +1,0 @@
-"""The planner's time: what the instructions of a configuration cost, and how long an iteration of them takes."""
-
-from megatron.planner.timing.closed_forms import CLOSED_FORMS, StageTimes
-from megatron.planner.timing.iteration import IterationTime, closed_form, priced, simulated
-from megatron.planner.timing.model import CostModel
-
-__all__ = ["CLOSED_FORMS", "CostModel", "IterationTime", "StageTimes", "closed_form", "priced", "simulated"]

@@ -1,0 +1,220 @@
+"""Runs of configurations, one after another: each in a directory with its command, its log and its metrics."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.planner.search.flags import configuration_words
+from megatron.planner.time.profile import Spread
+from megatron.planner.trial.failures import classify
+from megatron.planner.trial.process import End, end_left, run_job
+from megatron.planner.trial.records import Entry, Result, ResultsFile, Status, configuration_fields
+from megatron.planner.trial.settings import Settings
+
+METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """How configurations are run.
+
+    Attributes:
+        program: path of the training program.
+        words: its flags, without those that a configuration decides.
+        output: directory for all of it.
+        iterations, warmup: how many are trained, and how many of them are not measured.
+        timeout: seconds of a run, from its start to its end.
+        threads: of each rank in the operators of a CPU.
+        topology: file with the nodes and their bandwidths, for optimized rank mappings.
+    """
+
+    program: Path
+    words: tuple[str, ...]
+    output: Path
+    iterations: int = 10
+    warmup: int = 3
+    timeout: float = 600.0
+    threads: int = 1
+    topology: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup < self.iterations:
+            raise ValueError(
+                f"of {self.iterations} iterations {self.warmup} are warm-up; give 0 or more, and fewer than all"
+            )
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(flags=self.words, iterations=self.iterations, warmup=self.warmup, threads=self.threads)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self.threads), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+    @property
+    def _exports(self) -> str:
+        return "export " + " ".join(f"{name}={value}" for name, value in self.environment.items())
+
+    @property
+    def folder(self) -> Path:
+        return self.output.absolute()
+
+    def directory(self, entry: Entry) -> Path:
+        return self.folder / entry.name
+
+    def training_words(self, entry: Entry) -> list[str]:
+        """Program and flags. A transfer that does not come ends the run, with the rank's own words, in half its
+        time."""
+        flags = {
+            "--train-iters": self.iterations,
+            "--eval-iters": 0,
+            "--log-interval": 1,
+            "--distributed-timeout-minutes": f"{self.timeout / 120:g}",
+            "--metrics-file": self.directory(entry) / METRICS,
+        }
+        if entry.configuration.rank_mapping == "optimized":
+            if self.topology is None:
+                raise ValueError(f"{entry.name} needs the cluster's nodes; give --rank-topology FILE")
+            flags["--rank-topology"] = self.topology.absolute()
+        own = [str(part) for pair in flags.items() for part in pair]
+        return [str(self.program), *self.words, *configuration_words(entry.configuration), *own]
+
+    def run(self, entry: Entry) -> Result:
+        """Train and return what came out. Nothing of the run is left when this returns, also after an exception."""
+        directory = self.directory(entry)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / METRICS).unlink(missing_ok=True)  # of a run that was killed with the process that measured it
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.configuration.num_gpus)]
+        command = [sys.executable, *launch, *self.training_words(entry)]
+        _write_script(
+            directory / SCRIPT, f"cd {shlex.quote(str(Path.cwd()))}", self._exports,
+            f"rm -f {shlex.quote(str(directory / METRICS))}", shlex.join(command),
+        )  # fmt: skip
+        end = run_job(
+            command, log=directory / LOG, timeout=self.timeout, directory=Path.cwd(), folder=self.folder,
+            environment=self.environment,
+        )  # fmt: skip
+        return self.result(entry, end)
+
+    def result(self, entry: Entry, end: End) -> Result:
+        """What the metrics and the log of a run that has ended say."""
+        directory = self.directory(entry)
+        times = iteration_seconds(directory / METRICS)
+        common = {
+            "name": entry.name,
+            "configuration": configuration_fields(entry.configuration),
+            "settings": self.settings,
+            "predicted_seconds": entry.predicted_seconds,
+            "directory": str(directory),
+        }
+        if end.status == 0 and len(times) >= self.iterations:
+            spread = Spread.of(times[self.warmup :])
+            return Result(
+                **common, status=Status.DONE, seconds=spread.median, low=spread.low, high=spread.high,
+                num_iterations=spread.count,
+            )  # fmt: skip
+        log = (directory / LOG).read_text(encoding="utf-8", errors="replace") if (directory / LOG).exists() else ""
+        status, sentence = classify(end, log, progress=f"{len(times)} of {self.iterations} iterations were done")
+        return Result(**common, status=status, sentence=sentence)
+
+    def write_script(self, entry: Entry, gpus_per_node: int) -> Path:
+        """Write what to start on every node of a cluster, as `NNODES`, `NODE_RANK` and `MASTER_ADDR` say."""
+        num_gpus = entry.configuration.num_gpus
+        if num_gpus > gpus_per_node and num_gpus % gpus_per_node:
+            raise ValueError(
+                f"{num_gpus} GPUs do not fill nodes of {gpus_per_node}; give another number to --gpus-per-node"
+            )
+        directory = self.directory(entry)
+        directory.mkdir(parents=True, exist_ok=True)
+        launch = (
+            f'torchrun --nnodes "${{NNODES:-{max(num_gpus // gpus_per_node, 1)}}}" '
+            f'--node-rank "${{NODE_RANK:-${{SLURM_NODEID:-0}}}}" --nproc-per-node {min(num_gpus, gpus_per_node)} '
+            '--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}"'
+        )
+        script = directory / SCRIPT
+        if (directory / METRICS).exists() and not self._is_of(script, entry):
+            raise ValueError(f"{directory} holds a run with other flags; give another --output, or remove it")
+        _write_script(
+            script,
+            "# Start it on every node at the same time, for example with srun; then: grid_search.py measure --collect",
+            f"cd {shlex.quote(str(Path.cwd()))}",
+            self._exports,
+            f"{launch} \\\n    {shlex.join(self.training_words(entry))} >>{shlex.quote(str(directory / LOG))} 2>&1",
+        )
+        return script
+
+    def _is_of(self, script: Path, entry: Entry) -> bool:
+        """Whether a script that was written before trains what this one would."""
+        return script.exists() and shlex.join(self.training_words(entry)) in script.read_text(encoding="utf-8")
+
+    def collected(self, entry: Entry) -> Result | None:
+        """The result of a run that was started by its script, or None before its end. Raises ValueError where the
+        script was written for other flags."""
+        directory = self.directory(entry)
+        if len(iteration_seconds(directory / METRICS)) < self.iterations:
+            return None
+        if not self._is_of(directory / SCRIPT, entry):
+            raise ValueError(f"{directory / SCRIPT} was written with other flags; collect with those, or write it anew "
+                             "into another --output")  # fmt: skip
+        return self.result(entry, End(0, 0.0))
+
+
+def measure(
+    runs: Runs,
+    entries: Sequence[Entry],
+    results: ResultsFile,
+    *,
+    again: frozenset[Status] = frozenset(),
+    said: Callable[[int, Entry, Result | None], None] = lambda number, entry, result: None,
+) -> None:
+    """Run what has no result yet, or one whose status is in `again`; every result is kept at once.
+
+    `said(number, entry, result)` is called before each run, with None, and after it. Raises ValueError where another
+    process measures in the same folder.
+    """
+    end_left(runs.folder)
+    for number, entry in enumerate(entries):
+        known = results.get(entry.name)
+        if known is not None and known.status not in again:
+            if known.predicted_seconds != entry.predicted_seconds:
+                results.add(known.model_copy(update={"predicted_seconds": entry.predicted_seconds}))
+            continue
+        said(number, entry, None)
+        result = runs.run(entry)
+        results.add(result)
+        said(number, entry, result)
+
+
+def collect(runs: Runs, entries: Sequence[Entry], results: ResultsFile) -> list[Entry]:
+    """Take the results of runs that were started by their scripts and have trained to their end; returns the others."""
+    waiting = []
+    for entry in entries:
+        result = runs.collected(entry)
+        if result is None:
+            waiting.append(entry)
+        else:
+            results.add(result)
+    return waiting
+
+
+def iteration_seconds(path: Path) -> list[float]:
+    """Of each iteration in a metrics file, in order; of one that is there twice, the last. A torn line is left out."""
+    seconds: dict[int, float] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if "iteration_time_ms" in record:
+                seconds[record["iteration"]] = record["iteration_time_ms"] / 1000
+    return [seconds[iteration] for iteration in sorted(seconds)]
+
+
+def _write_script(path: Path, *lines: str) -> None:
+    path.write_text("#!/usr/bin/env bash\nset -euo pipefail\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    os.chmod(path, 0o755)

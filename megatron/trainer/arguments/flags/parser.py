@@ -1,0 +1,179 @@
+"""From the flag records to an argparse parser whose errors are one sentence."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+from megatron.trainer.arguments.flags import (
+    bert,
+    classification,
+    data,
+    dry_run,
+    freezing,
+    ignored,
+    model,
+    output,
+    parallel,
+    refusals,
+    training,
+)
+from megatron.trainer.arguments.flags.specification import Flag, Group
+from megatron.trainer.arguments.flags.spelling import meant
+
+GROUPS: tuple[Group, ...] = (
+    model.GROUP,
+    parallel.PIPELINE,
+    parallel.DISTRIBUTED,
+    freezing.GROUP,
+    training.BATCH,
+    training.REGULARIZATION,
+    training.LEARNING_RATE,
+    training.PRECISION,
+    training.RECOMPUTE,
+    data.DATA,
+    data.TOKENIZER,
+    bert.GROUP,
+    classification.GROUP,
+    classification.VISION,
+    output.CHECKPOINT,
+    output.LOGGING,
+    dry_run.GROUP,
+    ignored.GROUP,
+    refusals.GROUP,
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        # argparse names a flag with all its aliases
+        raise ValueError(re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", message.removeprefix("argument ")))
+
+
+def add_groups(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
+    """Add each group's flags. Defaults are suppressed: `parse_args` fills them, so that it knows what was given."""
+    for group in groups:
+        target = parser.add_argument_group(group.title, group.description)
+        for flag in group.flags:
+            target.add_argument(*flag.names, dest=flag.dest, help=_help(flag), default=argparse.SUPPRESS, **_how(flag))
+
+
+def _how(flag: Flag) -> dict:
+    if flag.stores is not None:
+        return {"action": "store_true" if flag.stores else "store_false"}
+    how = {"type": flag.type, "nargs": flag.nargs, "metavar": flag.metavar, "choices": flag.choices}
+    if flag.metavar is None and flag.choices is None:
+        how["metavar"] = {"integer": "N", "number": "X"}.get(getattr(flag.type, "__name__", ""), "VALUE")
+    return how
+
+
+def describe_default(flag: Flag) -> str:
+    """The default in words, empty where there is none to name."""
+    if flag.stores is not None or flag.default in (None, "", []):
+        return ""
+    if isinstance(flag.default, list):
+        return " ".join(map(str, flag.default))
+    return f"{flag.default:g}" if isinstance(flag.default, float) else str(flag.default)
+
+
+def _help(flag: Flag) -> str:
+    default = describe_default(flag)
+    text = flag.help if not default or flag.refused else f"{flag.help} Default: {default}."
+    return text.replace("%", "%%")
+
+
+def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS) -> argparse.ArgumentParser:
+    """The parser with all groups; its `error` raises ValueError."""
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        description="Train a transformer through a pipeline program.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=118),
+    )
+    add_groups(parser, groups)
+    return parser
+
+
+@cache
+def _shared_parser(prog: str) -> argparse.ArgumentParser:
+    """A search parses thousands of command lines."""
+    return build_parser(prog)
+
+
+def fill_defaults(
+    namespace: argparse.Namespace, groups: Sequence[Group], preferred: dict | None = None
+) -> argparse.Namespace:
+    """Record which destinations were given (`given`), then fill the rest with `preferred` values and defaults."""
+    namespace.given = tuple(sorted(set(vars(namespace)) - {"unknown"}))
+    for name, value in (preferred or {}).items():
+        if not hasattr(namespace, name):
+            setattr(namespace, name, value)
+    for group in groups:
+        for flag in group.flags:
+            if not hasattr(namespace, flag.dest):
+                default = list(flag.default) if isinstance(flag.default, list) else flag.default
+                setattr(namespace, flag.dest, default)
+    return namespace
+
+
+def refuse(namespace: argparse.Namespace, groups: Sequence[Group]) -> None:
+    """Raise ValueError for the flags that are not known (`unknown`, of `parse_known`) and for the refused flags that
+    were given with a value that asks for something, all in one message; drop the refused ones."""
+    reasons = list(namespace.unknown)
+    del namespace.unknown
+    for group in groups:
+        for flag in group.flags:
+            if flag.refused and flag.dest in namespace.given and getattr(namespace, flag.dest) not in flag.neutral:
+                reasons.append(f"{shown(flag, getattr(namespace, flag.dest))}: {flag.refused}")
+            if flag.refused and not flag.neutral:
+                delattr(namespace, flag.dest)  # nothing reads it
+    if len(reasons) > 1:
+        raise ValueError("\n  ".join([f"{len(reasons)} flags cannot be used here", *reasons]))
+    if reasons:
+        raise ValueError(reasons[0])
+
+
+def shown(flag: Flag, value: object) -> str:
+    """A flag with its value as the user may have written it."""
+    if flag.stores is not None:
+        return flag.name
+    return f"{flag.name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse all of `argv`. The namespace's `unknown` holds a sentence for each flag that is not known, with the known
+    one that it is a slip of; ValueError for a value without a flag."""
+    namespace, extra = parser.parse_known_args(argv)
+    names = list(dict.fromkeys(word.split("=")[0] for word in extra if word.startswith("--")))
+    if extra and not names:
+        raise ValueError(f"'{extra[0]}' belongs to no flag; write every value after its flag")
+    known = [word for action in parser._actions for word in action.option_strings]
+    refused = {word for group in GROUPS for flag in group.flags if flag.refused for word in flag.names}
+    namespace.unknown = []
+    for name in names:
+        near = meant(name, known, refused)
+        hint = f"did you mean {near}?" if near else "see --help for all flags"
+        namespace.unknown.append(f"{name} is not a known flag; {hint}")
+    return namespace
+
+
+def parse_args(
+    argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py", defaults: dict | None = None
+) -> argparse.Namespace:
+    """Parse a command line into one namespace with Megatron-LM's names.
+
+    Args:
+        argv: words after the program's name; None takes them from `sys.argv`.
+        prog: the program's name in `--help`.
+        defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert",
+            "vit", "bert-classify") has no flag.
+
+    The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
+    other: see `rules.validate_args`. Raises ValueError with one sentence.
+    """
+    parser = _shared_parser(prog)
+    namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
+    fill_defaults(namespace, GROUPS, {"architecture": "gpt", **(defaults or {})})
+    refuse(namespace, GROUPS)
+    return namespace

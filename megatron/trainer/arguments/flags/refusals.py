@@ -1,0 +1,188 @@
+"""Flags of Megatron-LM that parse here and are refused by name, each with what to do instead."""
+
+from megatron.trainer.arguments.flags.specification import Flag, Group, integer, number, refused
+
+_EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a dense model."
+_FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
+_CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
+_FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
+_OFFLOAD = "a part of the state is not moved to host memory; all of it is with --pipeline-schedule l2l, so use that."
+_SKIPS = (
+    "layers are not left out of single batches: what a batch runs is proved before the run, and a batch with other "
+    "stages is another program; leave the flag out."
+)
+_PRECISION = "the precision-aware optimizer is not supported; leave the flag out (FP32 masters)."
+_GRAPH = "CUDA graphs cannot follow the switch between weight versions; leave the flag out."
+_NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, the program places all transfers."
+_CLUSTER = "this cluster service is not connected; leave the flag out."
+_RERUN = "results are not recomputed to find faults; leave the flag out."
+_FRACTION = "all of the data are read; prepare files of fewer classes or images."
+_ENCODER = "encoder and decoder are not built together; use --num-layers and --seq-length."
+
+
+def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, ...]:
+    return tuple(refused(name, reason, takes=takes) for name in names)
+
+
+def _renamed(*names: tuple[str, str]) -> tuple[Flag, ...]:
+    """Old flags with a value, each with the one that has taken its place."""
+    return tuple(refused(name, f"an old flag; {what}.", takes=None) for name, what in names)
+
+
+GROUP = Group(
+    "refused",
+    "Known from Megatron-LM. Each parses, and using it is an error that says what to do.",
+    (
+        refused("--context-parallel-size", _CONTEXT, takes=None, kind=integer, default=1, neutral=(1,)),
+        refused("--expert-model-parallel-size", _EXPERTS, takes=None, kind=integer, default=1, neutral=(1,)),
+        refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, default=None, neutral=(1,)),
+        refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
+        refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
+        refused("--num-experts", _EXPERTS, takes=None, kind=integer, neutral=(0,)),
+        *_list(
+            _EXPERTS,
+            "--moe-router-load-balancing-type",
+            "--moe-router-topk",
+            "--moe-aux-loss-coeff",
+            "--moe-z-loss-coeff",
+            "--moe-token-dispatcher-type",
+            "--moe-ffn-hidden-size",
+            "--moe-layer-freq",
+            "--moe-expert-capacity-factor",
+            "--moe-shared-expert-intermediate-size",
+            takes=None,
+        ),
+        *_list(_EXPERTS, "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-pad-expert-input-to-capacity"),
+        *_list("multi-latent attention is not supported; use --group-query-attention.", "--multi-latent-attention"),
+        refused(
+            "--mtp-num-layers",
+            "multi-token prediction is not supported; leave the flag out.",
+            takes=None,
+            kind=integer,
+            neutral=(0,),
+        ),
+        *_list(
+            _FP8,
+            "--fp8-format",
+            "--fp8-recipe",
+            "--fp8-margin",
+            "--fp8-interval",
+            "--fp8-amax-history-len",
+            "--fp8-amax-compute-algo",
+            "--fp4-format",
+            takes=None,
+        ),
+        *_list(_FP8, "--fp8-param-gather", "--no-fp8-wgrad", "--first-last-layers-bf16"),
+        *_list("rank orders other than tp-cp-ep-dp-pp are not built; leave the flag out.", "--use-tp-pp-dp-mapping"),
+        *_list(
+            "use --pipeline-model-parallel-layout with a stage that has nothing but E.",
+            "--standalone-embedding-stage",
+        ),
+        *_list(_CONTEXT, "--cp-comm-type", takes="+"),
+        *_list(_FSDP, "--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
+        *_list(_OFFLOAD, "--optimizer-cpu-offload", "--fine-grained-activation-offloading"),
+        refused("--l2l-skip-layers", _SKIPS, takes=None),
+        refused("--optimizer-offload-fraction", _OFFLOAD, takes=None, kind=number, neutral=(0.0,)),
+        refused("--cpu-offloading-num-layers", _OFFLOAD, takes=None, kind=integer, neutral=(0,)),
+        *_list(_PRECISION, "--use-precision-aware-optimizer"),
+        *(
+            refused(name, _PRECISION, takes=None, default="fp32", neutral=("fp32",))
+            for name in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+        ),
+        *_list(_GRAPH, "--enable-cuda-graph", "--external-cuda-graph", "--te-rng-tracker"),
+        *_list(
+            _NATIVE,
+            "--use-ring-exchange-p2p",
+            "--defer-embedding-wgrad-compute",
+            "--delay-wgrad-compute",
+            "--overlap-param-gather-with-optimizer-step",
+        ),
+        *_list(
+            "saved activations are not distributed over tensor ranks; use --sequence-parallel.",
+            "--distribute-saved-activations",
+        ),
+        *_list("all replicas start from the same weights; leave the flag out.", "--data-parallel-random-init"),
+        *_list("only megatron.core models are built; leave the flag out.", "--use-legacy-models"),
+        *_list(
+            "layer specifications from files are not loaded; edit megatron/trainer/models/gpt.py.", "--spec", takes="+"
+        ),
+        *_list(
+            _ENCODER,
+            "--encoder-num-layers",
+            "--decoder-num-layers",
+            "--encoder-seq-length",
+            "--decoder-seq-length",
+            takes=None,
+        ),
+        *_list(
+            "validation always takes --eval-iters batches; leave the flag out.",
+            "--full-validation",
+            "--multiple-validation-sets",
+        ),
+        *_list(_RERUN, "--result-rejected-tracker-filename", takes=None),
+        *_list(_CLUSTER, "--enable-ft-package", "--inprocess-restart", "--use-sharp", "--nccl-ub"),
+        *_list(_CLUSTER, "--nccl-communicator-config-path", takes=None),
+        *_list(
+            "checkpoints are always kept; delete old ones outside of the run.", "--save-retain-interval", takes=None
+        ),
+        *_list(
+            "only --save-interval saves; leave the flag out.",
+            "--non-persistent-save-interval",
+            "--non-persistent-ckpt-type",
+            "--non-persistent-global-ckpt-dir",
+            takes=None,
+        ),
+        *_list("torch_dist is the only format; leave the flag out.", "--ckpt-convert-format", takes=None),
+        refused(
+            "--dist-ckpt-format",
+            "torch_dist is the only format; leave the flag out.",
+            takes=None,
+            default="torch_dist",
+            neutral=("torch_dist",),
+        ),
+        *_list("the data position is kept as consumed samples; leave the flag out.", "--dataloader-save", takes=None),
+        *_list("gradients are scaled before the sum; leave the flag out.", "--ddp-average-in-collective"),
+        refused(
+            "--data-impl",
+            "only data that tools/preprocess_data.py writes are read, those of mmap; prepare the text with it and "
+            "leave the flag out.",
+            takes=None,
+            default="mmap",
+            neutral=("mmap", "infer"),
+        ),
+        *_renamed(
+            ("--batch-size", "it meant the samples of a microbatch; use --micro-batch-size, and --global-batch-size"),
+            ("--model-parallel-size", "it is called --tensor-model-parallel-size; use that"),
+            ("--warmup", "it was a share of the decay; use --lr-warmup-fraction"),
+            ("--checkpoint-num-layers", "use --recompute-granularity full with --recompute-num-layers"),
+            ("--activations-checkpoint-num-layers", "use --recompute-granularity full with --recompute-num-layers"),
+            ("--activations-checkpoint-method", "use --recompute-granularity full with --recompute-method"),
+        ),
+        *_list("use --sequence-parallel.", "--distribute-checkpointed-activations"),
+        *_list("dropout is the only noise; leave the flag out.", "--moe-input-jitter-eps", takes=None),
+        refused(
+            "--vision-pretraining-type",
+            "images are classified; use classify, or Megatron-LM for the others.",
+            takes=None,
+            default="classify",
+            neutral=("classify",),
+        ),
+        refused(
+            "--vision-backbone-type",
+            "the model is a ViT; use vit, or Megatron-LM for the others.",
+            takes=None,
+            default="vit",
+            neutral=("vit",),
+        ),
+        refused(
+            "--head-lr-mult",
+            "the head learns at the rate of the embedding; use --decoupled-lr for both.",
+            takes=None,
+            kind=number,
+            default=1.0,
+            neutral=(1.0,),
+        ),
+        refused("--classes-fraction", _FRACTION, takes=None, kind=number, default=1.0, neutral=(1.0,)),
+        refused("--data-per-class-fraction", _FRACTION, takes=None, kind=number, default=1.0, neutral=(1.0,)),
+    ),
+)

@@ -1,0 +1,222 @@
+"""Flags of the training run: batches, length, regularization, recompute, learning rate."""
+
+from megatron.trainer.arguments.flags.specification import Group, integer, negation, number, option, switch
+
+BATCH = Group(
+    "batch and length",
+    "Batch sizes and the length of the run.",
+    (
+        option("--micro-batch-size", integer, None, "Samples in a microbatch on one data parallel rank."),
+        option(
+            "--global-batch-size",
+            integer,
+            None,
+            "Samples in a batch over all ranks. Default: microbatch size x data parallel size.",
+        ),
+        option(
+            "--rampup-batch-size",
+            integer,
+            None,
+            "Start with batches of START samples and grow by INCREMENT over the first SAMPLES samples.",
+            nargs=3,
+            metavar=("START", "INCREMENT", "SAMPLES"),
+        ),
+        option(
+            "--step-batch-size-schedule",
+            str,
+            None,
+            "Batch sizes by steps: from TOKENS tokens on (2.4B, 300M, 0) batches have SIZE samples. "
+            "--global-batch-size may be left out, or be the last size.",
+            nargs="+",
+            metavar="TOKENS:SIZE",
+        ),
+        switch("--decrease-batch-size-if-needed", "Round a batch down to what the data parallel size divides."),
+        option("--train-iters", integer, None, "Length of the run in iterations."),
+        option("--train-samples", integer, None, "Length of the run in samples."),
+        option("--exit-interval", integer, None, "Save and exit when the iteration is divisible by this."),
+        option("--exit-duration-in-mins", integer, None, "Save and exit after this many minutes."),
+        switch("--exit-signal-handler", "Accepted: SIGTERM always drains, saves once and exits with status 0."),
+        switch("--skip-train", "Only evaluate."),
+        option("--eval-iters", integer, 100, "Batches in an evaluation."),
+        option("--eval-interval", integer, 1000, "Iterations between evaluations."),
+        negation(
+            "--no-check-for-nan-in-loss-and-grad",
+            "check_for_nan_in_loss_and_grad",
+            "Go on where the loss becomes NaN; otherwise the job ends (FP16 skips the step instead).",
+        ),
+        switch(
+            "--calculate-per-token-loss",
+            "The loss of a batch is the mean over its tokens. What is trained is the mean over its microbatches, which "
+            "is the same where every token counts; data with one that does not end the run, and --eod-mask-loss and "
+            "BERT are refused.",
+        ),
+        switch("--cross-entropy-loss-fusion", "Fused cross entropy."),
+        option(
+            "--cross-entropy-fusion-impl",
+            str,
+            "native",
+            "Implementation of --cross-entropy-loss-fusion.",
+            choices=("native", "te"),
+        ),
+        switch("--deterministic-mode", "Only deterministic kernels."),
+        switch("--manual-gc", "Collect garbage only every --manual-gc-interval iterations."),
+        option("--manual-gc-interval", integer, 0, "Iterations between manual garbage collections; 0: never."),
+        negation("--no-manual-gc-eval", "manual_gc_eval", "No garbage collection around evaluations."),
+        option(
+            "--empty-unused-memory-level",
+            integer,
+            0,
+            "Return unused CUDA memory: 0 never, 1 or 2 each iteration.",
+            choices=(0, 1, 2),
+        ),
+        switch("--tp-comm-overlap", "Overlap tensor parallel communication. Needs Transformer Engine."),
+        negation(
+            "--no-gradient-accumulation-fusion",
+            "gradient_accumulation_fusion",
+            "No fused accumulation of weight gradients (on only where CUDA and Apex's kernel are there).",
+        ),
+        negation("--no-masked-softmax-fusion", "masked_softmax_fusion", "No fused masked softmax."),
+        negation("--no-bias-gelu-fusion", "bias_gelu_fusion", "No fusion of bias and GELU."),
+        negation("--no-bias-swiglu-fusion", "bias_swiglu_fusion", "No fusion of bias and SwiGLU."),
+        negation("--no-bias-dropout-fusion", "bias_dropout_fusion", "No fusion of bias, dropout and residual."),
+        negation("--no-rope-fusion", "apply_rope_fusion", "No fused rotary embedding."),
+        negation("--no-persist-layer-norm", "persist_layer_norm", "No persistent fused layer norm."),
+    ),
+)
+
+REGULARIZATION = Group(
+    "optimizer",
+    "Optimizer and regularization.",
+    (
+        option(
+            "--optimizer",
+            str,
+            "adam",
+            "Optimizer. lamb: LAMB with --adam-beta1, --adam-beta2 and --adam-eps, without tensor parallelism.",
+            choices=("adam", "sgd", "lamb"),
+        ),
+        option(
+            "--optimizer-kernel",
+            str,
+            "loop",
+            "On a CPU, the kernel of the optimizer's steps. fused: each parameter in one pass, several times faster; "
+            "the last bits may differ.",
+            choices=("loop", "fused"),
+        ),
+        option("--weight-decay", number, 0.01, "Weight decay."),
+        option("--start-weight-decay", number, None, "Weight decay at the start, with --weight-decay-incr-style."),
+        option("--end-weight-decay", number, None, "Weight decay at the end, with --weight-decay-incr-style."),
+        option(
+            "--weight-decay-incr-style",
+            str,
+            "constant",
+            "How weight decay grows.",
+            choices=("constant", "linear", "cosine"),
+        ),
+        option("--clip-grad", number, 1.0, "Clip gradients to this global norm; 0: off."),
+        option("--adam-beta1", number, 0.9, "First coefficient of Adam and LAMB."),
+        option("--adam-beta2", number, 0.999, "Second coefficient of Adam and LAMB."),
+        option("--adam-eps", number, 1e-8, "Epsilon of Adam and LAMB."),
+        option("--sgd-momentum", number, 0.9, "Momentum of SGD."),
+    ),
+)
+
+LEARNING_RATE = Group(
+    "learning rate",
+    "Learning rate schedule.",
+    (
+        option("--lr", number, None, "Peak learning rate."),
+        option("--min-lr", number, 0.0, "Smallest learning rate."),
+        option(
+            "--lr-decay-style",
+            str,
+            "linear",
+            "Shape of the decay.",
+            choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        ),
+        option(
+            "--lr-wsd-decay-style",
+            str,
+            "exponential",
+            "Shape of WSD's final decay.",
+            choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        ),
+        option("--lr-decay-iters", integer, None, "Iterations until --min-lr. Default: --train-iters."),
+        option("--lr-decay-samples", integer, None, "Samples until --min-lr. Default: --train-samples."),
+        option("--lr-wsd-decay-iters", integer, None, "Iterations of WSD's final decay."),
+        option("--lr-wsd-decay-samples", integer, None, "Samples of WSD's final decay."),
+        option("--lr-warmup-fraction", number, None, "Warm-up as a share of the decay."),
+        option("--lr-warmup-iters", integer, 0, "Warm-up in iterations."),
+        option("--lr-warmup-samples", integer, 0, "Warm-up in samples."),
+        option("--lr-warmup-init", number, 0.0, "Learning rate at the start of the warm-up."),
+        option("--decoupled-lr", number, None, "A learning rate of its own for embedding and output layer."),
+        option("--decoupled-min-lr", number, None, "Smallest learning rate for embedding and output layer."),
+        switch(
+            "--override-opt_param-scheduler",
+            "Use this command line's schedule, not the checkpoint's.",
+            aliases=("--override-opt-param-scheduler", "--override-lr-scheduler"),
+        ),
+        switch(
+            "--use-checkpoint-opt_param-scheduler",
+            "Use the checkpoint's schedule, not this command line's.",
+            aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
+        ),
+    ),
+)
+
+PRECISION = Group(
+    "precision",
+    "Number formats and loss scaling.",
+    (
+        switch("--fp16", "FP16 with FP32 masters and loss scaling."),
+        switch("--bf16", "BF16 with FP32 masters."),
+        option("--loss-scale", number, None, "Static loss scale; default: dynamic."),
+        option("--initial-loss-scale", number, float(2**32), "First dynamic loss scale."),
+        option("--min-loss-scale", number, 1.0, "Smallest dynamic loss scale."),
+        option("--loss-scale-window", number, 1000.0, "Batches without overflow before the scale is raised."),
+        option("--hysteresis", integer, 2, "Overflows before the scale is lowered."),
+        switch("--fp32-residual-connection", "Keep the residual stream in FP32. Needs Transformer Engine."),
+        switch(
+            "--accumulate-allreduce-grads-in-fp32",
+            "Accumulate and reduce gradients in FP32 (always on with --bf16 unless --grad-reduce-in-bf16).",
+        ),
+        switch("--grad-reduce-in-bf16", "Reduce gradients in BF16."),
+        switch("--fp16-lm-cross-entropy", "Cross entropy in FP16."),
+    ),
+)
+
+RECOMPUTE = Group(
+    "recompute",
+    "Activation recomputation inside a layer or over layers.",
+    (
+        switch("--recompute-activations", "Short for --recompute-granularity selective."),
+        switch(
+            "--checkpoint-activations",
+            "Old name of --recompute-granularity full --recompute-method uniform --recompute-num-layers 1.",
+        ),
+        option(
+            "--recompute-granularity",
+            str,
+            None,
+            "full: whole layers. selective: the modules of --recompute-modules.",
+            choices=("full", "selective"),
+        ),
+        option(
+            "--recompute-method",
+            str,
+            None,
+            "With full. uniform: chunks of --recompute-num-layers layers. block: only the first --recompute-num-layers "
+            "layers of a stage.",
+            choices=("uniform", "block"),
+        ),
+        option("--recompute-num-layers", integer, None, "Layers in a chunk (uniform) or layers recomputed (block)."),
+        option(
+            "--recompute-modules",
+            str,
+            None,
+            "Modules of selective recomputation. Default: core_attn.",
+            nargs="*",
+            choices=("core_attn", "mlp", "layernorm"),
+        ),
+    ),
+)

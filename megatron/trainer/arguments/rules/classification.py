@@ -1,0 +1,156 @@
+"""Rules of `pretrain_vision_classify.py` and `finetune_bert.py`: shape of a sample, data, and when to evaluate."""
+
+import argparse
+
+from megatron.trainer.arguments.flags import data as data_flags
+from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.rules.bert import LAYER_REFUSALS
+from megatron.trainer.arguments.rules.programs import Refusals, refuse_values
+from megatron.trainer.arguments.values.ranges import flag
+from megatron.trainer.files import text_files
+
+MEGATRONS_NUM_CLASSES = 1000
+SHORTEST_TEXT = 3
+"""Tokens: [CLS], one of text, [SEP]."""
+_SPLITS = ("train", "valid", "test")
+
+_REFUSALS: Refusals = {
+    "mock_data": (False, "there are no synthetic samples with classes; give --data-path"),
+    "data_args_path": (None, "data are named by --data-path TRAIN VALID, or by --train-data-path; use these"),
+    "per_split_data_args_path": (None, "data are named by --data-path TRAIN VALID, or by --train-data-path; use these"),
+    "data_cache_path": (None, "no sample indices are kept; leave the flag out"),
+    "split": (None, "training and validation have files of their own; leave the flag out"),
+    "mmap_bin_files": (True, "there are no .bin files; leave the flag out"),
+    "reset_position_ids": (False, "a sample is one sequence; leave the flag out"),
+    "reset_attention_mask": (False, "a sample is one sequence; leave the flag out"),
+    "eod_mask_loss": (False, "a sample has one loss; leave the flag out"),
+    "calculate_per_token_loss": (False, "a sample has one loss, whatever its tokens; leave the flag out"),
+    "create_attention_mask_in_dataloader": (True, "attention is not causal; leave the flag out"),
+    "fp16_lm_cross_entropy": (False, "the loss of classes is taken in FP32; leave the flag out"),
+    "cross_entropy_loss_fusion": (False, "the loss of classes is taken in FP32; leave the flag out"),
+}
+_REFUSALS_OF_VIT: Refusals = {
+    "position_embedding_type": ("learned_absolute", "the positions of patches are learned; leave the flag out"),
+}
+
+
+def image_shape(args: argparse.Namespace) -> None:
+    """Fills `seq_length` and `max_position_embeddings` of a ViT, and the number of its classes."""
+    if args.architecture != "vit":
+        return
+    if args.num_classes is None:
+        args.num_classes = MEGATRONS_NUM_CLASSES
+    length = 1  # until `ranges` has looked at the numbers
+    if min(args.img_h, args.img_w, args.patch_dim) > 0:
+        for name in ("img_h", "img_w"):
+            if getattr(args, name) % args.patch_dim:
+                raise ValueError(
+                    f"{flag(name)} {getattr(args, name)} is not divisible by --patch-dim {args.patch_dim}; choose "
+                    "another, or prepare the images in another size"
+                )
+        length = (args.img_h // args.patch_dim) * (args.img_w // args.patch_dim) + args.vision_class_token
+    for name in ("seq_length", "max_position_embeddings"):
+        if name in args.given and getattr(args, name) != length:
+            args.notes.append(f"{flag(name)} {getattr(args, name)} has no effect: an image makes {length} tokens")
+        setattr(args, name, length)
+
+
+def classifier(args: argparse.Namespace) -> None:
+    """Flags fit a program that tells classes. Its model has no output layer, so nothing is tied."""
+    if args.architecture not in CLASSIFIERS:
+        return
+    refuse_values(args, _REFUSALS)
+    if args.architecture == "vit":
+        refuse_values(args, _REFUSALS_OF_VIT)
+        for each in data_flags.TOKENIZER.flags:
+            if each.dest in args.given:
+                raise ValueError(f"{each.name}: images have no tokenizer; leave the flag out")
+    else:
+        refuse_values(args, LAYER_REFUSALS)
+        if args.seq_length < SHORTEST_TEXT:
+            raise ValueError(
+                f"--seq-length {args.seq_length} has no room for [CLS], a token of text and [SEP]; give at least "
+                f"{SHORTEST_TEXT}"
+            )
+    args.untie_embeddings_and_output_weights = True
+
+
+def data_paths(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Files and folders by what they are for: "train", "valid" and "test", each maybe empty."""
+    if args.data_path:
+        named = [[path] for path in args.data_path]
+        return dict(zip(_SPLITS, named + [[]] * (len(_SPLITS) - len(named)), strict=True))
+    return {name: list(getattr(args, f"{name}_data_path") or ()) for name in _SPLITS}
+
+
+def sources(args: argparse.Namespace) -> None:
+    """The data are named once, and those of a classifier of texts say which classes there are: fills `class_names`,
+    and `num_classes`."""
+    if args.architecture not in CLASSIFIERS:
+        return
+    per_split = [flag(f"{name}_data_path") for name in _SPLITS if getattr(args, f"{name}_data_path")]
+    if args.data_path and per_split:
+        raise ValueError(f"--data-path and {per_split[0]} exclude each other; keep one")
+    if args.data_path and len(args.data_path) > len(_SPLITS):
+        raise ValueError(
+            f"--data-path {' '.join(args.data_path)} names {len(args.data_path)} places, but takes those for training, "
+            "validation and test; for several of one kind use --train-data-path"
+        )
+    if not data_paths(args)["train"]:
+        raise ValueError("no data: give --data-path TRAIN VALID, or --train-data-path and --valid-data-path")
+    args.class_names = None
+    if args.architecture == "bert-classify":
+        _classes_of_texts(args)
+
+
+def _classes_of_texts(args: argparse.Namespace) -> None:
+    paths = data_paths(args)["train"]
+    if args.dry_run is not None and args.num_classes is not None and text_files.missing(paths):
+        return
+    args.class_names = text_files.class_names(paths)
+    found = len(args.class_names)
+    if args.num_classes is not None and args.num_classes < found:
+        raise ValueError(
+            f"--num-classes {args.num_classes} is less than the {found} classes of {' '.join(paths)}: "
+            f"{', '.join(args.class_names[:8])}; give at least {found}, or leave the flag out"
+        )
+    args.num_classes = args.num_classes or found
+    if args.num_classes < 2:
+        raise ValueError(f"{' '.join(paths)} has one class, {args.class_names[0]}, so there is nothing to tell apart")
+
+
+def num_samples(args: argparse.Namespace, split: str) -> int:
+    """Samples in the files of "train", "valid" or "test". Raises ValueError where they cannot be read or have none."""
+    paths = data_paths(args)[split]
+    found = _files(args).count(paths) if paths else 0
+    if paths and not found:
+        raise ValueError(f"{' '.join(paths)} has no samples; give files with images and their labels")
+    return found
+
+
+def evaluations(args: argparse.Namespace) -> None:
+    """Without --eval-iters an evaluation takes all samples once; with --epochs there is one behind each epoch, unless
+    --eval-interval says another."""
+    if args.architecture not in CLASSIFIERS:
+        return
+    if "eval_iters" not in args.given:
+        paths = data_paths(args)
+        there = [name for name in ("valid", "test") if not (args.dry_run and _files(args).missing(paths[name]))]
+        largest = max((num_samples(args, name) for name in there), default=0)
+        args.eval_iters = -(-largest // args.global_batch_size)
+    if "eval_interval" not in args.given and args.epochs is not None:
+        args.eval_interval = -(-num_samples(args, "train") // args.global_batch_size)
+
+
+def _files(args: argparse.Namespace):
+    """The module that reads the samples."""
+    if args.architecture != "vit":
+        return text_files
+    from megatron.trainer.files import image_files
+
+    return image_files
+
+
+FIRST = (image_shape,)
+RULES = (classifier, sources)
+LAST = (evaluations,)

@@ -1,0 +1,73 @@
+"""Rules about what is read: the data of language models, and the tokenizer."""
+
+import argparse
+import re
+
+from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+
+
+def data(args: argparse.Namespace) -> None:
+    if args.dataloader_type != "single":
+        raise ValueError(
+            f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
+        )
+    if args.architecture not in CLASSIFIERS:
+        _blends(args)
+
+
+def _blends(args: argparse.Namespace) -> None:
+    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(args, name)]
+    sources = [name for name in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(args, name)]
+    sources += ["train_data_path"] if per_split else []
+    flags = ["--" + name.replace("_", "-") for name in sources] + (["--mock-data"] if args.mock_data else [])
+    if not flags:
+        raise ValueError("no data: give --data-path, --train-data-path, --data-args-path or --mock-data")
+    if len(flags) > 1:
+        raise ValueError(f"{' and '.join(flags)} exclude each other; keep one")
+    splits_itself = per_split or args.per_split_data_args_path
+    if args.split is not None and splits_itself:
+        raise ValueError("--split belongs to --data-path; data given per split is not split again")
+    if args.split is None and not splits_itself:
+        args.split = "969, 30, 1"
+    if args.split is not None:
+        _split(args.split)
+
+
+def _split(text: str) -> None:
+    """megatron.core picks the digits and points out of the text, so a sign or an exponent would change the shares."""
+    shares = [share.strip() for share in text.strip("'\"").split(",")]  # scripts' arrays leave quotes in their words
+    if (
+        len(shares) > 3
+        or not all(re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", share) for share in shares)
+        or not any(map(float, shares))
+    ):
+        raise ValueError(
+            f"--split {text} must be 1 to 3 shares (training, validation, test), separated by commas, each a decimal "
+            "number and not all 0; for example 969,30,1"
+        )
+
+
+def text(args: argparse.Namespace) -> None:
+    """Programs that read text have a tokenizer."""
+    if args.architecture != "vit":
+        tokenizer(args)
+
+
+def tokenizer(args: argparse.Namespace) -> None:
+    if args.tokenizer_type is None:
+        if not (args.vocab_file and args.merge_file):
+            raise ValueError("--tokenizer-type is needed (or --vocab-file and --merge-file for GPT-2's)")
+        args.tokenizer_type = "GPT2BPETokenizer"
+    needs = {
+        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+        "NullTokenizer": ("vocab_size",),
+        "ByteLevelTokenizer": (),
+        "BertWordPieceLowerCase": ("vocab_file",),
+        "BertWordPieceCase": ("vocab_file",),
+    }
+    for name in needs.get(args.tokenizer_type, ("tokenizer_model",)):
+        if getattr(args, name) is None:
+            raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}")
+
+
+RULES = (data, text)

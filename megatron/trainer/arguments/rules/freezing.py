@@ -1,0 +1,227 @@
+"""Rules about training that freezes layers: `--freeze-training`."""
+
+import argparse
+from collections.abc import Iterator
+
+from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
+from megatron.elastic.freeze_rule import FreezeRule, Settings
+from megatron.elastic.stages import Stages, stages_of
+from megatron.pipeline.schedules import PRESETS
+from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.flags.freezing import GROUP
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.arguments.values.ranges import flag
+
+_OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
+
+
+def flags(args: argparse.Namespace) -> None:
+    """The flags fit together.
+
+    Fills `changes`: whether the pipeline may change while it trains; `arrangement`, and `frozen_stages`: the pipeline's
+    once it has changed, None until then; `elastic_schedule` and `elastic_micro_batch_size`: numbers.
+    """
+    args.frozen_stages = args.arrangement = None
+    args.changes = args.freeze_training or args.elastic_pipeline
+    for each in GROUP.flags:
+        needs = "--elastic-pipeline" if each.dest.startswith("elastic") else "--freeze-training"
+        serves = (
+            args.changes
+            if each.dest in _OF_BOTH
+            else args.elastic_pipeline
+            if "elastic" in needs
+            else args.freeze_training
+        )
+        if each.dest in args.given and not serves:
+            raise ValueError(f"{each.name} needs {needs}; add it, or leave this out")
+    if not args.changes:
+        return
+    asked = "--freeze-training" if args.freeze_training else "--elastic-pipeline"
+    if args.freeze_interval is None:
+        raise ValueError(f"{asked} needs --freeze-interval, the iterations between two decisions")
+    if args.elastic_schedule is not None:
+        args.elastic_schedule = _sizes(args)
+    if args.elastic_micro_batch_size is not None:
+        args.elastic_micro_batch_size = _micro_batch_sizes(args)
+    if args.elastic_batch == "grow":
+        _grows(args)
+    if args.freeze_schedule is not None and "freeze_rule" not in args.given:
+        args.freeze_rule = "schedule"
+    _without_effect(args)
+    if args.freeze_training:
+        make_rule(args)
+    if args.activation_cache is not None:
+        _cache(args)
+    _embeddings_and_weights(args, asked)
+
+
+def _without_effect(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag that nothing would read."""
+    if args.freeze_schedule is not None and args.freeze_rule == "gradients":
+        raise ValueError(
+            f"--freeze-schedule {args.freeze_schedule} has no say with --freeze-rule gradients; leave one of them out"
+        )
+    if args.freeze_schedule is not None and "freeze_alpha" in args.given:
+        raise ValueError("--freeze-alpha has no say where --freeze-schedule is given; leave one of them out")
+    for name in ("activation_cache_gib", "activation_cache_use"):
+        if name in args.given and args.activation_cache is None:
+            raise ValueError(
+                f"{flag(name)} {getattr(args, name)} says something about a cache, and there is none; add "
+                "--activation-cache with its folder, or leave this out"
+            )
+
+
+def _cache(args: argparse.Namespace) -> None:
+    """What cannot be cached."""
+    if args.architecture not in CLASSIFIERS:
+        raise ValueError(
+            f"--activation-cache {args.activation_cache}: the samples of this program do not come again (an index of "
+            "pretraining data makes others in each epoch, and random masks differ); leave it out, or use "
+            "pretrain_vision_classify.py or finetune_bert.py"
+        )
+    if args.activation_cache == "":
+        raise ValueError("--activation-cache is empty; name a folder or leave the flag out")
+
+
+def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
+    """Of --elastic-schedule."""
+    text, most = args.elastic_schedule, args.pipeline_model_parallel_size
+    num_ranks = most * args.data_parallel_size
+    try:
+        sizes = tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(f"--elastic-schedule {text} is no list of numbers of ranks; give such as 4,2,1") from None
+    for each in sizes:
+        if not 1 <= each <= most or num_ranks % each:
+            raise ValueError(
+                f"--elastic-schedule {text}: a pipeline of {each} ranks is none of {num_ranks} ranks that began with "
+                f"{most} in each; give divisors of {num_ranks} up to {most}"
+            )
+    return sizes
+
+
+def _micro_batch_sizes(args: argparse.Namespace) -> tuple[int, ...]:
+    """Of --elastic-micro-batch-size."""
+    text = args.elastic_micro_batch_size
+    try:
+        found = tuple(map(int, text.split(",")))
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--elastic-micro-batch-size {text} is no list of numbers of samples; give such as 2,4,8"
+        ) from None
+    return found
+
+
+def _grows(args: argparse.Namespace) -> None:
+    """What a batch that grows needs."""
+    if args.train_samples is None:
+        raise ValueError(
+            "--elastic-batch grow changes how many iterations a run has; say its end with --train-samples, not "
+            "--train-iters or --epochs"
+        )
+    if args.rampup_batch_size is not None or args.step_batch_size_schedule is not None:
+        raise ValueError(
+            "--elastic-batch grow cannot be combined with --rampup-batch-size or --step-batch-size-schedule, which say "
+            "the batch themselves; leave one of them out"
+        )
+
+
+def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
+    """What cannot be combined, in the words of its flags."""
+    preset, name = PRESETS[args.pipeline_schedule], f"--pipeline-schedule {args.pipeline_schedule}"
+    v = args.virtual_pipeline_model_parallel_size
+    if not args.untie_embeddings_and_output_weights:
+        raise ValueError(
+            f"{asked} would freeze the head with the embedding that it is tied to, or part them; add "
+            "--untie-embeddings-and-output-weights"
+        )
+    for is_asked, what, why in (
+        (preset.residency is not None, name, "brings the weights of stages that are trained to the device and back"),
+        (v is not None or preset.interleaves, name if v is None else "a rank with several stages",
+         "has no room for a frozen stage beside a trained one"),
+        (preset.policy.updates_alone, name, "keeps versions for stages of which each steps by itself"),
+        (args.pipeline_2bw_provisional != "off", f"--2bw-provisional {args.pipeline_2bw_provisional}",
+         "predicts all weights of a rank together"),
+    ):  # fmt: skip
+        if is_asked:
+            raise ValueError(f"{asked}: {what} {why}; use flush, gpipe, bpipe or 2bw without it")
+
+
+def make_rule(args: argparse.Namespace) -> FreezeRule:
+    """The rule that `args` ask for. Raises ValueError for settings that it cannot use."""
+    text = args.freeze_schedule
+    try:
+        counts = tuple(map(int, text.split(","))) if text is not None else ()
+    except ValueError:
+        raise ValueError(f"--freeze-schedule {text} is no list of numbers of layers; give such as 0,4,6") from None
+    try:
+        return FREEZE_RULES[args.freeze_rule](Settings(args.num_layers, args.freeze_alpha, counts))
+    except ValueError as error:
+        flag = f"--freeze-rule {args.freeze_rule}" if text is None else f"--freeze-schedule {text}"
+        raise ValueError(f"{flag}: {error}") from error
+
+
+def schedules(args: argparse.Namespace) -> None:
+    """Wherever the frozen prefix ends, the schedule accepts every batch size of the run; and so many ranks and so large
+    microbatches as are listed divide each batch."""
+    if args.elastic_pipeline and args.decrease_batch_size_if_needed:
+        raise ValueError(
+            "--elastic-pipeline: --decrease-batch-size-if-needed would let the batch shrink with the pipeline; leave "
+            "it out, and give a batch that microbatches and replicas divide"
+        )
+    _lists_by_hand(args)
+    _intervals(args)
+    if not args.freeze_training:
+        return
+    try:
+        for stages in _all_borders(args.pipeline_model_parallel_size):
+            args.frozen_stages = stages
+            program = pipeline_schedule(args)
+            for num_microbatches in set(args.batch_sizes.all_num_microbatches()):
+                program.validate(num_microbatches)
+    except ValueError as error:
+        raise ValueError(f"--freeze-training: {error}") from error
+    finally:
+        args.frozen_stages = None
+
+
+def _intervals(args: argparse.Namespace) -> None:
+    """Notes a run that ends before anything can change."""
+    if not args.changes or args.skip_train:
+        return
+    first = args.freeze_start + args.freeze_interval
+    if first >= args.train_iters:
+        begins = f"--freeze-start {args.freeze_start} and " if args.freeze_start else ""
+        args.notes.append(
+            f"nothing ever changes: with {begins}--freeze-interval {args.freeze_interval} the first decision comes at "
+            f"iteration {first}, and training ends at iteration {args.train_iters}"
+        )
+
+
+def of_interval(numbers: tuple[int, ...], interval: int) -> int:
+    """The number of a list for the interval 1, 2, ...; the last stays."""
+    return numbers[min(interval, len(numbers)) - 1]
+
+
+def _lists_by_hand(args: argparse.Namespace) -> None:
+    """Of --elastic-schedule and --elastic-micro-batch-size."""
+    pipelines, microbatches = args.elastic_schedule, args.elastic_micro_batch_size
+    num_ranks = args.pipeline_model_parallel_size * args.data_parallel_size
+    for interval in range(1, max(len(pipelines or ()), len(microbatches or ())) + 1):
+        size = args.pipeline_model_parallel_size if pipelines is None else of_interval(pipelines, interval)
+        samples = args.micro_batch_size if microbatches is None else of_interval(microbatches, interval)
+        for batch in args.batch_sizes.all_sizes():
+            if batch % (samples * num_ranks // size):
+                raise ValueError(
+                    f"behind interval {interval} --elastic-schedule and --elastic-micro-batch-size ask for "
+                    f"{num_ranks // size} replicas that take {samples} samples at a time, which do not divide a batch "
+                    f"of {batch}; give others, or batches of a multiple of {samples * num_ranks // size}"
+                )
+
+
+def _all_borders(num_ranks: int) -> Iterator[Stages]:
+    """The stages of a pipeline with any border, as if each rank had two layers."""
+    for num_frozen in range(1, 2 * num_ranks):
+        yield stages_of((2,) * num_ranks, num_frozen)

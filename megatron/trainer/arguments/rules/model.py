@@ -1,0 +1,193 @@
+"""Rules about the network's shape, precision, recomputation, and where the ranks go."""
+
+import argparse
+
+from megatron.trainer.arguments.values.ranges import flag, ranges
+
+REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "micro_batch_size",
+)
+
+
+def required(args: argparse.Namespace) -> None:
+    missing = [flag(name) for name in REQUIRED if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed")
+
+
+def degrees(args: argparse.Namespace) -> None:
+    t, p = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if args.world_size % (t * p):
+        raise ValueError(
+            f"{args.world_size} processes cannot be divided into tensor parallel size {t} x pipeline "
+            f"parallel size {p}; start a multiple of {t * p} processes"
+        )
+    args.data_parallel_size = args.world_size // (t * p)
+    args.transformer_pipeline_model_parallel_size = p
+
+
+def placement(args: argparse.Namespace) -> None:
+    if args.rank_mapping == "optimized" and args.rank_topology is None:
+        raise ValueError("--rank-mapping optimized needs --rank-topology, a file with the nodes and their bandwidths")
+
+
+def heads(args: argparse.Namespace) -> None:
+    if args.kv_channels is None:
+        if args.hidden_size % args.num_attention_heads:
+            raise ValueError(
+                f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads "
+                f"{args.num_attention_heads}; change one, or give --kv-channels"
+            )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    t = args.tensor_model_parallel_size
+    if args.num_attention_heads % t:
+        raise ValueError(
+            f"--num-attention-heads {args.num_attention_heads} is not divisible by --tensor-model-parallel-size {t}"
+        )
+    if args.group_query_attention:
+        if args.num_attention_heads % args.num_query_groups:
+            raise ValueError(
+                f"--num-attention-heads {args.num_attention_heads} is not divisible by "
+                f"--num-query-groups {args.num_query_groups}"
+            )
+        if args.num_query_groups % t:
+            raise ValueError(
+                f"--num-query-groups {args.num_query_groups} is not divisible by --tensor-model-parallel-size {t}"
+            )
+    elif "num_query_groups" in args.given and args.num_query_groups not in (1, args.num_attention_heads):
+        raise ValueError(f"--num-query-groups {args.num_query_groups} needs --group-query-attention")
+
+
+def feed_forward(args: argparse.Namespace) -> None:
+    kinds = [flag(name) for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(args, name)]
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds)} exclude each other; keep one")
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = 4 * args.hidden_size
+        if args.swiglu:
+            args.ffn_hidden_size = max(64, int(4 * args.hidden_size * 2 / 3) // 64 * 64)
+    if args.ffn_hidden_size % args.tensor_model_parallel_size:
+        raise ValueError(
+            f"--ffn-hidden-size {args.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}"
+        )
+
+
+def attention(args: argparse.Namespace) -> None:
+    if args.use_flash_attn:
+        if args.attention_backend not in ("auto", "flash"):
+            raise ValueError(f"--use-flash-attn and --attention-backend {args.attention_backend} exclude each other")
+        args.attention_backend = "flash"
+    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
+        raise ValueError(
+            "--reset-attention-mask needs the mask that --no-create-attention-mask-in-dataloader leaves out"
+        )
+
+
+def positions(args: argparse.Namespace) -> None:
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if not args.add_position_embedding and args.position_embedding_type == "learned_absolute":
+        args.position_embedding_type = "none"
+    if args.seq_length > args.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is beyond --max-position-embeddings "
+            f"{args.max_position_embeddings}; raise the latter or shorten the sequences"
+        )
+    if args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) % 2:
+        raise ValueError(
+            f"rotary embeddings need an even number of channels, not {args.kv_channels} x "
+            f"{args.rotary_percent}; change --kv-channels or --rotary-percent"
+        )
+    args.encoder_seq_length = args.seq_length
+
+
+def sequence_parallel(args: argparse.Namespace) -> None:
+    t = args.tensor_model_parallel_size
+    if args.sequence_parallel and t == 1:
+        args.sequence_parallel = False
+        args.notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
+    if args.sequence_parallel and args.seq_length % t:
+        raise ValueError(
+            f"--sequence-parallel needs --seq-length {args.seq_length} divisible by --tensor-model-parallel-size {t}"
+        )
+
+
+def precision(args: argparse.Namespace) -> None:
+    if args.fp16 and args.bf16:
+        raise ValueError("--fp16 and --bf16 exclude each other; keep one")
+    if args.loss_scale is not None and not args.fp16:
+        raise ValueError("--loss-scale needs --fp16")
+    if args.fp16_lm_cross_entropy and not args.fp16:
+        raise ValueError("--fp16-lm-cross-entropy needs --fp16")
+    if args.apply_query_key_layer_scaling and not args.fp16:
+        raise ValueError("--apply-query-key-layer-scaling needs --fp16")
+    if args.fp32_residual_connection and not (args.fp16 or args.bf16):
+        raise ValueError("--fp32-residual-connection needs --fp16 or --bf16")
+    if args.grad_reduce_in_bf16 and not args.bf16:
+        raise ValueError("--grad-reduce-in-bf16 needs --bf16")
+    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
+        raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one")
+    if args.bf16 and not args.grad_reduce_in_bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.apply_query_key_layer_scaling:
+        args.attention_softmax_in_fp32 = True
+    if args.fp16 and args.loss_scale is None:
+        if args.min_loss_scale > args.initial_loss_scale:
+            raise ValueError(
+                f"--min-loss-scale {args.min_loss_scale} is greater than --initial-loss-scale "
+                f"{args.initial_loss_scale}; lower the former or raise the latter"
+            )
+        args.check_for_nan_in_loss_and_grad = False  # to a dynamic loss scale an overflow is a signal, not an error
+
+
+def recompute(args: argparse.Namespace) -> None:
+    if args.checkpoint_activations:
+        names = ("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers")
+        if newer := [flag(name) for name in names if name in args.given]:
+            raise ValueError(
+                f"--checkpoint-activations is the old name of what {' and '.join(newer)} say; leave it out"
+            )
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+    if args.recompute_activations:
+        if args.recompute_granularity == "full":
+            raise ValueError("--recompute-activations and --recompute-granularity full exclude each other; keep one")
+        args.recompute_granularity = "selective"
+    if args.recompute_granularity == "full":
+        if args.recompute_method is None or args.recompute_num_layers is None:
+            raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+        if args.recompute_modules:
+            raise ValueError("--recompute-modules needs --recompute-granularity selective")
+    elif args.recompute_method is not None or args.recompute_num_layers is not None:
+        raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+    if args.recompute_modules and args.recompute_granularity is None:
+        raise ValueError("--recompute-modules needs --recompute-granularity selective")
+    if args.recompute_granularity == "selective":
+        args.recompute_modules = args.recompute_modules or ["core_attn"]
+        if "mlp" in args.recompute_modules and args.add_bias_linear:
+            raise ValueError(
+                "--recompute-modules mlp never returns in megatron.core 0.16 with biases; add "
+                "--disable-bias-linear or use --recompute-granularity full"
+            )
+    if args.pipeline_recompute and args.recompute_granularity == "full":
+        raise ValueError("--pipeline-recompute and --recompute-granularity full do the same; keep one")
+
+
+RULES = (
+    required,
+    ranges,
+    degrees,
+    placement,
+    heads,
+    feed_forward,
+    attention,
+    positions,
+    sequence_parallel,
+    precision,
+    recompute,
+)

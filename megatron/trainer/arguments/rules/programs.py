@@ -1,0 +1,40 @@
+"""Which program a flag belongs to: `args.architecture`, "gpt", "bert", "vit" or "bert-classify".
+
+What only another one has is refused by name.
+"""
+
+import argparse
+from collections.abc import Mapping
+
+from megatron.trainer.arguments.flags import bert, classification
+from megatron.trainer.arguments.flags.parser import GROUPS, shown
+
+Refusals = Mapping[str, tuple[object, str]]
+"""Destination -> (the value that asks for nothing, why any other is refused)."""
+
+_OWNERS = (
+    (bert.GROUP, ("bert",), "pretrain_bert.py"),
+    (classification.GROUP, classification.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
+    (classification.VISION, ("vit",), "pretrain_vision_classify.py"),
+)
+_SHARED = {"bert_binary_head": ("bert", "bert-classify")}
+
+
+def owners(args: argparse.Namespace) -> None:
+    """Flags fit the architecture of the program."""
+    for group, architectures, programs in _OWNERS:
+        for each in group.flags:
+            if each.dest in args.given and args.architecture not in _SHARED.get(each.dest, architectures):
+                raise ValueError(f"{each.name} belongs to {programs}; leave it out")
+
+
+def refuse_values(args: argparse.Namespace, refusals: Refusals) -> None:
+    """Raise ValueError for the first value that asks for what the program does not have."""
+    named = {each.dest: each for group in GROUPS for each in group.flags}
+    for name, (neutral, reason) in refusals.items():
+        value = getattr(args, name)
+        if value != neutral:
+            raise ValueError(f"{shown(named[name], value)}: {reason}")
+
+
+RULES = (owners,)

@@ -1,0 +1,356 @@
+"""Rules about the run: batches, schedule, optimizer, learning rate, checkpoints, logging."""
+
+import argparse
+
+from megatron.elastic.stages import Stages
+from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
+from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
+from megatron.planner.job.devices import device_gib
+from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.rules.classification import num_samples as num_classified
+from megatron.trainer.arguments.rules.optimizer import whole_tensors
+from megatron.trainer.arguments.rules.relay import relay, residency_of
+from megatron.trainer.arguments.values.batch_sizes import BatchSizes, parse_steps
+from megatron.trainer.arguments.values.ranges import flag
+
+_PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
+          "data_cache_path", "dry_run_json")  # fmt: skip
+
+
+def paths(args: argparse.Namespace) -> None:
+    """An empty path (of a shell variable that is not set) neither names a place nor leaves the flag out."""
+    for name in _PATHS:
+        if getattr(args, name) == "":
+            raise ValueError(f"--{name.replace('_', '-')} is empty; name a path or leave the flag out")
+
+
+def length(args: argparse.Namespace) -> None:
+    named = [flag(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} exclude each other; keep one")
+    if not named and not args.skip_train:
+        epochs = "--epochs, " if args.architecture in CLASSIFIERS else ""
+        raise ValueError(f"{epochs}--train-iters or --train-samples is needed")
+
+
+def batches(args: argparse.Namespace) -> None:
+    """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples` or `--epochs`, `train_iters`."""
+    per_microbatch = args.micro_batch_size * args.data_parallel_size
+    steps = _batch_size_steps(args)
+    if args.global_batch_size is None:
+        args.global_batch_size = per_microbatch
+    args.batch_sizes = BatchSizes(
+        global_batch_size=args.global_batch_size,
+        samples_per_microbatch=per_microbatch,
+        rampup=tuple(args.rampup_batch_size) if args.rampup_batch_size else None,
+        steps=steps,
+        round_down=args.decrease_batch_size_if_needed,
+        may_resume=args.load is not None,
+    )
+    if past := args.batch_sizes.sizes_of_the_past():
+        args.notes.append(
+            f"--step-batch-size-schedule: batches of {', '.join(map(str, past))} are not divisible by micro batch size "
+            f"x data parallel size ({per_microbatch}), so the run can only go on from a checkpoint after those steps"
+        )
+    if args.train_samples is not None:
+        args.train_iters = args.batch_sizes.iterations_for(args.train_samples)
+        if args.train_iters == 0:
+            raise ValueError(f"--train-samples {args.train_samples} is less than one batch")
+    if args.epochs is not None:
+        args.train_iters = _iterations_of_epochs(args)
+    if args.train_iters is None:
+        args.train_iters = 0
+
+
+def _iterations_of_epochs(args: argparse.Namespace) -> int:
+    """Batches until every sample was in the last epoch; the last batch is filled up."""
+    num_samples = args.epochs * num_classified(args, "train")
+    whole = args.batch_sizes.iterations_for(num_samples)
+    return whole + (args.batch_sizes.samples_after(whole) < num_samples)
+
+
+def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    """Of --step-batch-size-schedule; its last size is the global batch size."""
+    if args.step_batch_size_schedule is None:
+        return ()
+    for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
+        if getattr(args, name):
+            raise ValueError(f"--step-batch-size-schedule and --{name.replace('_', '-')} exclude each other; keep one")
+    steps = parse_steps(args.step_batch_size_schedule, seq_length=args.seq_length)
+    last = steps[-1][1]
+    if args.global_batch_size not in (None, last):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not the last size of --step-batch-size-schedule, {last}; "
+            "leave the former out"
+        )
+    args.global_batch_size = last
+    return steps
+
+
+def schedule(args: argparse.Namespace) -> None:
+    """The schedule accepts every batch size of the run."""
+    _stages_of_ranks(args)
+    weights = PRESETS[args.pipeline_schedule].policy
+    if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
+        raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
+    _predictions(args, weights)
+    if weights.updates_alone:
+        _updates_alone(args)
+    program = pipeline_schedule(args)
+    sizes = sorted(set(args.batch_sizes.all_num_microbatches()))
+    for num_microbatches in sizes:
+        try:
+            program.validate(num_microbatches)
+        except TooManyRead as error:
+            raise error.under("--2bw-provisional-microbatches") from error
+    if args.pipeline_2bw_single_gradient_buffer and program.build((sizes[0],) * 3).returns_to_batches:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} comes back to a batch after a backward of the next one, for "
+            "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"
+        )
+    args.moves_activations = any(program.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
+    if program.balance and not args.moves_activations:
+        flag = "--balance-activations" if args.balance_activations else f"--pipeline-schedule {args.pipeline_schedule}"
+        args.notes.append(
+            f"{flag} has nothing to move with these stages and batches: saved activations stay where they are"
+        )
+
+
+def _stages_of_ranks(args: argparse.Namespace) -> None:
+    """Order and number of stages on a rank fit together. Several, and no schedule named, ask for `interleaved`, as in
+    Megatron-LM.
+    """
+    v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
+    if v is not None and "pipeline_schedule" not in args.given:
+        args.pipeline_schedule = "interleaved"
+    interleaves, on_host = PRESETS[args.pipeline_schedule].interleaves, residency_of(args) is not None
+    if v is None and interleaves and not on_host:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
+            "--num-virtual-stages-per-pipeline-rank 2 or more, or use flush"
+        )
+    if v is not None and not interleaves:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} has one stage on each rank, not {v}; use interleaved, or "
+            "leave out the flags that ask for several"
+        )
+    if v is None and group is not None:
+        raise ValueError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} says nothing where a rank has one stage; "
+            "leave it out, or add --num-virtual-stages-per-pipeline-rank"
+        )
+
+
+def pipeline_schedule(args: argparse.Namespace) -> Schedule:
+    """The schedule that `args` ask for, with the stages that are frozen by now."""
+    num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
+    if args.frozen_stages is not None:
+        return _behind_frozen(args, args.frozen_stages)
+    residency, num_replicas = residency_of(args), args.data_parallel_size
+    has_copies = args.pipeline_model_parallel_size > 1
+    if residency is not None:
+        has_copies = args.pipeline_model_parallel_size * num_virtual_stages > 1
+        num_replicas *= args.tensor_model_parallel_size  # they sum up what each has seen a part of, stage by stage
+    return Schedule.preset(
+        args.pipeline_schedule,
+        num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        microbatch_group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
+        recompute=args.pipeline_recompute,
+        extra_warmup=args.pipeline_extra_warmup,
+        balance=args.balance_activations,
+        data_parallel=num_replicas > 1,
+        tied_embeddings=not args.untie_embeddings_and_output_weights and has_copies,
+        residency=residency,
+        predict=args.pipeline_2bw_provisional != "off",
+        provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
+        reduce_partial=args.pipeline_2bw_provisional_reduce,
+    )
+
+
+def _behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
+    return Schedule.preset(
+        args.pipeline_schedule,
+        num_stages=len(stages.rank_of_stage),
+        rank_of_stage=stages.rank_of_stage,
+        num_frozen=stages.num_frozen,
+        recompute=args.pipeline_recompute,
+        extra_warmup=args.pipeline_extra_warmup,
+        balance=args.balance_activations,
+        data_parallel=args.data_parallel_size > 1,
+    )
+
+
+def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
+    """What predicted weights need, and what they cannot do together with."""
+    mode, number = args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches
+    flag = f"--2bw-provisional {mode}"
+    if mode == "off" and (number is not None or args.pipeline_2bw_provisional_reduce):
+        given = "--2bw-provisional-reduce" if number is None else f"--2bw-provisional-microbatches {number}"
+        raise ValueError(f"{given} says nothing without predictions; add --2bw-provisional, or leave it out")
+    if mode == "off":
+        return
+    if weights != TWO_BW:
+        raise ValueError(
+            f"{flag} goes with the weights of --pipeline-schedule 2bw, not {args.pipeline_schedule}: leave it out, or "
+            "use 2bw"
+        )
+    if (mode == "uniform") != (number is not None):
+        raise ValueError(
+            f"{flag} reads what each stage has done; leave out --2bw-provisional-microbatches, or use uniform"
+            if mode == "stage"
+            else f"{flag} needs --2bw-provisional-microbatches, from 1 to m-p+1"
+        )
+    if args.pipeline_2bw_provisional_reduce and args.data_parallel_size == 1:
+        raise ValueError("--2bw-provisional-reduce needs replicas, and this job has one; leave it out")
+    if args.pipeline_2bw_single_gradient_buffer:
+        raise ValueError(
+            f"{flag} reads gradients that --2bw-single-gradient-buffer gives away early; leave one of them out"
+        )
+
+
+def _updates_alone(args: argparse.Namespace) -> None:
+    """What stages that update apart cannot do together."""
+    if args.clip_grad > 0:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} updates each stage by itself, so there is no global norm to "
+            "clip with; add --clip-grad 0"
+        )
+    if args.fp16:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} updates each stage by itself, so an overflow elsewhere "
+            "would be seen too late for --fp16; use --bf16"
+        )
+    if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} gives first and last stage different delays, so their "
+            "embeddings cannot stay tied; add --untie-embeddings-and-output-weights"
+        )
+
+
+def optimizer(args: argparse.Namespace) -> None:
+    if args.start_weight_decay is not None or args.end_weight_decay is not None:
+        if args.start_weight_decay is None or args.end_weight_decay is None:
+            raise ValueError("--start-weight-decay and --end-weight-decay belong together")
+        if not 0 <= args.start_weight_decay <= args.end_weight_decay:
+            raise ValueError("--start-weight-decay must be at least 0 and at most --end-weight-decay")
+    elif args.weight_decay_incr_style != "constant":
+        raise ValueError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
+            f"--end-weight-decay"
+        )
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay is not None and args.start_weight_decay != args.end_weight_decay:
+            raise ValueError(
+                "--weight-decay-incr-style constant needs equal --start-weight-decay and --end-weight-decay"
+            )
+        if args.start_weight_decay is None:
+            args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer")
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        raise ValueError("--overlap-param-gather needs --overlap-grad-reduce")
+    whole_tensors(args)
+
+
+def learning_rate(args: argparse.Namespace) -> None:
+    if args.skip_train:
+        args.lr = args.lr or 0.0
+    if args.lr is None:
+        raise ValueError("--lr is needed")
+    for low, high in (("min_lr", "lr"), ("lr_warmup_init", "lr"), ("decoupled_min_lr", "decoupled_lr")):
+        small, large = getattr(args, low), getattr(args, high)
+        if small is not None and large is not None and small > large:
+            raise ValueError(f"--{low.replace('_', '-')} {small} is greater than --{high.replace('_', '-')} {large}")
+    by_samples = args.train_samples is not None
+    wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(args, f"{name}_{wrong}"):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag}-{wrong} does not fit --train-{right}; use --{flag}-{right}")
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        raise ValueError("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples exclude each other")
+    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+        raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{right}")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+    decay = (args.lr_decay_samples or args.train_samples) if by_samples else (args.lr_decay_iters or args.train_iters)
+    warmup = args.lr_warmup_samples if by_samples else args.lr_warmup_iters
+    if not args.skip_train and warmup >= decay:
+        raise ValueError(
+            f"a warm-up of {warmup} {right} is not shorter than the decay of {decay} {right}; shorten "
+            f"--lr-warmup-{right} or set --lr-decay-{right}"
+        )
+
+
+def loss(args: argparse.Namespace) -> None:
+    if args.eval_iters and args.eval_interval is None:
+        raise ValueError("--eval-iters needs --eval-interval")
+    if args.calculate_per_token_loss and args.eod_mask_loss:
+        raise ValueError(
+            "--calculate-per-token-loss and --eod-mask-loss: microbatches differ in their number of tokens with a "
+            "loss, and their losses are averaged; leave out one of the two"
+        )
+
+
+def checkpoint(args: argparse.Namespace) -> None:
+    if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
+        args.notes.append(
+            f"--dist-ckpt-strictness {args.dist_ckpt_strictness}: a tensor that the checkpoint lacks is an error all "
+            "the same, and nothing is returned"
+        )
+    if args.ckpt_format != "torch_dist":
+        raise ValueError(f"--ckpt-format {args.ckpt_format} is not supported; use torch_dist")
+    if args.save_interval is not None and args.save is None:
+        raise ValueError("--save-interval needs --save")
+    if args.async_save and args.save is None:
+        raise ValueError("--async-save needs --save")
+    if args.use_mp_args_from_checkpoint_args and not args.use_checkpoint_args:
+        raise ValueError("--use-mp-args-from-checkpoint-args needs --use-checkpoint-args")
+    for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
+        if getattr(args, name) not in (None, False) and args.load is None and args.pretrained_checkpoint is None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --load")
+
+
+def logging(args: argparse.Namespace) -> None:
+    if args.wandb_project and not args.wandb_exp_name:
+        raise ValueError("--wandb-project needs --wandb-exp-name")
+    if args.profile and args.profile_step_end <= args.profile_step_start:
+        raise ValueError(
+            f"--profile-step-end {args.profile_step_end} must come after --profile-step-start {args.profile_step_start}"
+        )
+    if args.log_progress and args.save is None:
+        raise ValueError("--log-progress needs --save")
+
+
+def dry_run(args: argparse.Namespace) -> None:
+    if args.dry_run is None:
+        for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_host_memory", "dry_run_json"):
+            if name in args.given:
+                raise ValueError(f"--{name.replace('_', '-')} needs --dry-run, the number of GPUs of the job")
+        return
+    if args.dry_run_host_memory is not None and PRESETS[args.pipeline_schedule].residency is None:
+        raise ValueError(
+            f"--dry-run-host-memory {args.dry_run_host_memory:g} is for weights on the host, and --pipeline-schedule "
+            f"{args.pipeline_schedule} has them on the device; use l2l, or leave it out"
+        )
+    if args.dry_run_gpu is not None:
+        try:
+            device_gib(args.dry_run_gpu)
+        except ValueError as error:
+            raise ValueError(f"--dry-run-gpu: {error}") from error
+
+
+RULES = (
+    paths,
+    length,
+    batches,
+    relay,
+    schedule,
+    optimizer,
+    learning_rate,
+    loss,
+    checkpoint,
+    logging,
+    dry_run,
+)

@@ -1,0 +1,150 @@
+"""Rules about the cut of the layers into stages: how many stages a rank has, and how many layers each of them."""
+
+import argparse
+
+from megatron.pipeline.schedules import PRESETS
+from megatron.pipeline.schedules.placements import PLACEMENTS
+from megatron.trainer.arguments.values.ranges import flag
+
+_WAYS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+
+
+def virtual_stages(args: argparse.Namespace) -> None:
+    """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM.
+
+    Where weights live on the host, a stage has one layer unless the flags say otherwise.
+    """
+    given = [name for name in _WAYS if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(map(flag, given))} exclude each other; keep one")
+    on_host = PRESETS[args.pipeline_schedule].residency is not None
+    num_stages = args.num_virtual_stages_per_pipeline_rank or 1
+    if on_host and not given:
+        num_stages = max(1, _counted_layers(args) // args.pipeline_model_parallel_size)
+    if args.pipeline_model_parallel_layout is not None:
+        num_stages = _stages_in_layout(args)
+    elif args.num_layers_per_virtual_pipeline_stage is not None:
+        num_stages = _stages_of_equal_layers(args)
+    if num_stages > 1 and args.pipeline_model_parallel_size == 1 and not on_host:
+        raise ValueError(
+            f"{flag(given[0])} {getattr(args, given[0])} gives a rank {num_stages} stages, which buys nothing "
+            "with --pipeline-model-parallel-size 1; raise the latter or leave the flag out"
+        )
+    args.virtual_pipeline_model_parallel_size = num_stages if num_stages > 1 else None
+
+
+def _stages_of_equal_layers(args: argparse.Namespace) -> int:
+    size = args.num_layers_per_virtual_pipeline_stage
+    if args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {size} cannot hold for every stage where the first or the last "
+            "rank has layers of its own number; use --num-virtual-stages-per-pipeline-rank"
+        )
+    per_rank, rest = divmod(_counted_layers(args), args.pipeline_model_parallel_size)
+    if rest:  # `layers` says it
+        return 1
+    if per_rank % size:
+        raise ValueError(
+            f"the {per_rank} layers of a rank cannot be cut into stages of --num-layers-per-virtual-pipeline-stage "
+            f"{size}; choose a divisor of {per_rank}"
+        )
+    return per_rank // size
+
+
+def _stages_in_layout(args: argparse.Namespace) -> int:
+    from megatron import backend  # imports torch, which no other flag needs to be understood
+
+    backend.install()
+    from megatron.trainer.arguments.values.layout import parse_layout
+
+    return parse_layout(
+        args.pipeline_model_parallel_layout,
+        num_ranks=args.pipeline_model_parallel_size,
+        num_layers=args.num_layers,
+        placement=PLACEMENTS[PRESETS[args.pipeline_schedule].placement],
+    ).virtual_pipeline_model_parallel_size
+
+
+def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
+    """(ranks, stages on each, None for one) over which megatron.core splits the layers.
+
+    Where stages are dealt out in turn, those of the pipeline, as in Megatron-LM. Under another placement, a rank for
+    each stage: what a stage holds does not depend on the rank that holds it. So, too, where weights live on the host:
+    megatron.core has several stages on a rank of several ranks only.
+    """
+    p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    preset = PRESETS[args.pipeline_schedule]
+    is_megatrons = preset.placement == "round-robin" and preset.residency is None
+    return (p, v) if is_megatrons else (p * (v or 1), None)
+
+
+def layers(args: argparse.Namespace) -> None:
+    """megatron.core's split of the layers over ranks, and of a rank's layers over its stages, comes out even."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    sets_ends = first is not None or last is not None
+    accounts = args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
+    if args.pipeline_model_parallel_layout is not None:
+        if sets_ends or accounts:
+            raise ValueError(
+                "--pipeline-model-parallel-layout says what every stage holds, so "
+                "--decoder-first/last-pipeline-num-layers and --account-for-... have nothing to add; leave them out"
+            )
+    elif sets_ends and accounts:
+        raise ValueError("--account-for-... and --decoder-first/last-pipeline-num-layers exclude each other")
+    elif sets_ends:
+        _ends_of_their_own(args, first, last)
+    else:
+        _equal_ranks(args)
+
+
+def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | None) -> None:
+    (p, _), num_layers = layer_split(args), args.num_layers
+    if p == 1:
+        raise ValueError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
+            "--pipeline-model-parallel-size greater than 1"
+        )
+    middle = p - (first is not None) - (last is not None)
+    rest = num_layers - (first or 0) - (last or 0)
+    if (middle == 0 and rest != 0) or (middle > 0 and (rest < middle or rest % middle)):
+        raise ValueError(
+            f"--num-layers {num_layers} leaves {rest} layers for the other {middle} stages, which "
+            f"does not come out even; change the first or last stage's number of layers"
+        )
+    counts = {"first": first, "last": last, "other": rest // middle if middle else None}
+    for which, count in counts.items():
+        _check_virtual(args, count, f"the {which} rank{'s' * (which == 'other')}")
+
+
+def _equal_ranks(args: argparse.Namespace) -> None:
+    (p, _), counted = layer_split(args), _counted_layers(args)
+    if counted % p:
+        by = f"--pipeline-model-parallel-size {p}"
+        if p > args.pipeline_model_parallel_size:
+            by = f"the {p} stages of --pipeline-schedule {args.pipeline_schedule}"
+        raise ValueError(
+            f"--num-layers {args.num_layers} is not divisible by {by}; change "
+            f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    _check_virtual(args, counted // p, "each rank")
+
+
+def _counted_layers(args: argparse.Namespace) -> int:
+    """Layers, with what counts as one."""
+    return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+
+
+def _check_virtual(args: argparse.Namespace, count: int | None, where: str) -> None:
+    _, v = layer_split(args)
+    if count is not None and v is not None and count % v:
+        raise ValueError(
+            f"the {count} layers of {where} cannot be dealt out to {v} stages alike; change "
+            "--num-virtual-stages-per-pipeline-rank or the number of layers, or give --pipeline-model-parallel-layout"
+        )
+
+
+RULES = (virtual_stages, layers)

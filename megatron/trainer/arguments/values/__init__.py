@@ -1,0 +1,1 @@
+"""What several flags say together: ranges, batch sizes, the layout of layers, the vocabulary."""

@@ -1,0 +1,124 @@
+"""What a run changes while it trains: which layers are frozen, and how its ranks share the others.
+
+At the end of an interval the pipeline is drained, rank 0 decides, and all ranks hear the same: times differ from rank
+to rank, and last bits of norms from layout to layout. What was decided stands in checkpoints, whether or not the run
+has got round to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from megatron import backend
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.trainer.changes.freezing import Freezing
+from megatron.trainer.changes.shaping import Outlook, Shaping
+from megatron.trainer.plan.arrangement import Arrangement, reading_changes
+from megatron.trainer.ranks.agreement import on_rank_zero
+
+if TYPE_CHECKING:
+    from megatron.trainer.start_up.run import Run
+
+
+class Elasticity:
+    """What one run changes, and when.
+
+    Attributes:
+        wanted: the arrangement that was decided last.
+        outlook: what was expected of it; None where nothing was.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._freezing = Freezing(args) if args.freeze_training else None
+        self._shaping = None
+        if args.elastic_pipeline or args.activation_cache is not None:
+            self._shaping = Shaping(args, device_bytes=_device_bytes(args))
+        self.wanted: Arrangement = args.arrangement
+        self.outlook: Outlook | None = None
+        self._num_failed = self._num_paused = 0  # changes in a row; decisions that nothing comes of
+
+    def note(self, report: BatchReport) -> None:
+        """Count in what the decision reads of a batch."""
+        if self._freezing is not None:
+            self._freezing.note(report)
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether an interval ends behind so many batches."""
+        since = iteration - self._args.freeze_start
+        return since > 0 and since % self._args.freeze_interval == 0
+
+    def decide(self, run: Run) -> None:
+        """End an interval: fill `wanted`. Collective, drained."""
+        if self._shaping is not None:
+            self._shaping.measure(run.engine, run.cache)
+        state, outlook = on_rank_zero(lambda: self._decide(run.iteration))
+        self._load(state)
+        self.outlook = outlook
+        if self._num_paused and self.wanted != self._args.arrangement:
+            self._num_paused -= 1
+            self.take_back()
+
+    def _decide(self, iteration: int) -> tuple[dict[str, Any], Outlook | None]:
+        wanted, outlook = self._args.arrangement, None
+        if self._freezing is not None:
+            self._freezing.decide()
+            wanted = wanted.with_frozen(self._freezing.num_frozen)
+            wanted.stages  # noqa: B018 - raises ValueError where a rule freezes what cannot be frozen
+        if self._shaping is not None:
+            wanted, outlook = self._shaping.decide(wanted, batches_left=self._args.train_iters - iteration)
+        self.wanted = wanted
+        return self.state_dict(), outlook
+
+    def note_change(self, seconds: float) -> None:
+        """A change has taken so long."""
+        self._num_failed = 0
+        if self._shaping is not None:
+            self._shaping.seconds_of_change = seconds
+
+    def expect_change(self, seconds: float) -> None:
+        """One will take so long, where there was none yet that could say."""
+        if self._shaping is not None and not self._shaping.seconds_of_change:
+            self._shaping.seconds_of_change = seconds
+
+    def note_failure(self) -> None:
+        """A change did not come about. Behind one that fails again nothing is tried for 1, 3, 7 ... decisions."""
+        self._num_paused = 2**self._num_failed - 1
+        self._num_failed += 1
+        self.take_back()
+
+    def take_back(self) -> None:
+        """What was decided did not come about."""
+        self.wanted, self.outlook = self._args.arrangement, None
+        if self._freezing is not None:
+            self._freezing.num_frozen = self.wanted.num_frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain numbers, the same on all ranks."""
+        return {
+            "first": self._args.first_arrangement.state_dict(),
+            "wanted": self.wanted.state_dict(),
+            "freezing": None if self._freezing is None else self._freezing.state_dict(),
+            "shaping": None if self._shaping is None else self._shaping.state_dict(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.wanted = Arrangement.from_state(state["wanted"])
+        if self._freezing is not None and state["freezing"] is not None:
+            self._freezing.load_state_dict(state["freezing"])
+        if self._shaping is not None and state["shaping"] is not None:
+            self._shaping.load_state_dict(state["shaping"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Raises CheckpointError where another rule has decided, or the record is damaged."""
+        with reading_changes(self._args):
+            self._load(state)
+        self.wanted = self._args.arrangement
+
+
+def _device_bytes(args: argparse.Namespace) -> float:
+    """Of one rank's device; on a CPU its part of the host."""
+    sharing = 1 if backend.is_cuda() else int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    return backend.device_bytes() / sharing

@@ -1,0 +1,251 @@
+"""AutoCache: a run's cache of what its frozen layers put out (PipeTransformer, section 3.4).
+
+Whichever rank holds the frozen layers asks for each sample of a microbatch; where all are there, they are the stage's
+output. A microbatch of which a sample is missing is computed as a whole, as without a cache, so that the bits are the
+same. Where more layers froze since, it is computed from what the depth before has put out.
+"""
+
+import argparse
+import errno
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from enum import Enum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from megatron.elastic.cache import ActivationCache, Counts, Generation, require_usable, weights_digest
+from megatron.elastic.cache.environment import require_lmdb
+from megatron.elastic.cache.folder import FEWEST_BYTES
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.trainer.arguments.rules.classification import num_samples
+from megatron.trainer.ranks.agreement import control_group
+from megatron.trainer.start_up.place import model_config
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+_ABOUT_STAGES = ("pipeline", "timers", "microbatch")
+
+
+class PrefixCache:
+    """One rank's, for as long as the run; `OutputCache` of its first stage while that is frozen and cached.
+
+    Args:
+        dataset: of training, which says what its samples are; None where this rank reads none.
+
+    Raises:
+        ValueError: the samples do not repeat, or have no numbers.
+    """
+
+    def __init__(self, args: argparse.Namespace, dataset: object | None) -> None:
+        if dataset is not None and not (getattr(dataset, "samples_repeat", False) and hasattr(dataset, "sample_id")):
+            raise ValueError(
+                f"--activation-cache {args.activation_cache}: {type(dataset).__name__} does not say that its samples "
+                "come again as they were (`samples_repeat`, `sample_id`), as augmented ones do not; leave the flag out"
+            )
+        self._args, self._dataset = args, dataset
+        self._cache: ActivationCache | None = None
+        self._told = Counts()
+        self._unread = 0  # samples until each has been asked for at this depth
+        self._depth = 0  # at which outputs are kept now; on all ranks, as any may come to have the first stage
+
+    def serve(self, stages: list[MegatronStage]) -> None:
+        """The run goes on with these stages: read and write for the first, if that is asked for, from now on."""
+        arrangement, first = self._args.arrangement, stages[0]
+        before, self._depth = self._depth, arrangement.num_frozen if arrangement.cached else 0
+        if not (arrangement.cached and first.is_frozen and first.index == 0):
+            self.close()
+            return
+        first.output_cache = self
+        generation = self._generation(first, arrangement.num_frozen)
+        older = self._generation(first, before) if 0 < before < arrangement.num_frozen else None
+        try:
+            if self._cache is None:
+                self._cache = ActivationCache(
+                    Path(self._args.activation_cache), generation, older=older, most_bytes=_limit(self._args)
+                )
+            elif self._cache.generation != generation:
+                self._cache.deepen(generation)
+            self._unread = 2 * num_samples(self._args, "train")  # a whole epoch lies within, wherever this one stands
+        except (OSError, ValueError) as error:
+            logger.warning("--activation-cache: rank %d goes on without: %s", self._args.rank, error)
+            self.close()
+
+    def _generation(self, stage: MegatronStage, depth: int) -> Generation:
+        args, spec = self._args, stage.output_spec
+        model = unwrap_model(stage.model)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return Generation(
+            weights=weights_digest((name, tensor) for name, tensor in tensors if _layer(name) < depth),
+            depth=depth,
+            dtype=spec.dtype,
+            shape=(spec.shape[0], *spec.shape[2:]),
+            tensor_ranks=args.tensor_model_parallel_size,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            microbatch_rows=args.micro_batch_size,
+            padding=f"to {args.seq_length}",
+            threads=torch.get_num_threads(),
+            kernels=f"{args.transformer_impl} {args.attention_backend} {_device()} {digest_of_config(args)}",
+            data=f"{args.architecture} {args.data_digest}",
+        )
+
+    def read(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """As `OutputCache`. Where one tensor rank has not all of it, all compute, since they do that together."""
+        self._forget_older(self._args.micro_batch_size * self._args.data_parallel_size)
+        return self._joined([None] if self._cache is None else self._cache.get(_numbers(batch)))
+
+    def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
+        """As `OutputCache`. Between two layers the residual may be wider than between two stages."""
+        older = None if self._cache is None or self._args.fp32_residual_connection else self._cache.older
+        hidden = self._joined([None] if older is None else self._cache.get_older(_numbers(batch)))
+        return None if hidden is None else (hidden, older.depth)
+
+    def _joined(self, found: list[Tensor | None]) -> Tensor | None:
+        """A microbatch, if all tensor ranks have all samples of it."""
+        has_all = all(each is not None for each in found)
+        if self._args.tensor_model_parallel_size > 1:
+            have_all = torch.tensor([int(has_all)], device=backend.device())
+            group = parallel_state.get_tensor_model_parallel_group()
+            dist.all_reduce(have_all, op=dist.ReduceOp.MIN, group=group)
+            has_all = bool(have_all.item())
+        return torch.stack(found, dim=1).to(backend.device(), non_blocking=True) if has_all else None
+
+    def _forget_older(self, num_read: int) -> None:
+        """Give up the depth before, once each sample has been asked for at this one."""
+        if self._unread > 0 >= self._unread - num_read and self._cache is not None:
+            self._cache.forget_older()
+        self._unread -= num_read
+
+    def write(self, batch: dict[str, Tensor], output: Tensor) -> None:
+        """As `OutputCache`."""
+        if self._cache is not None:
+            self._cache.put(_numbers(batch), output.unbind(dim=1))
+
+    def read_ahead(self, data: Iterator) -> None:
+        """As `OutputCache`: the microbatch that `data` yields next."""
+        if self._dataset is None or self._cache is None:
+            return
+        size = self._args.micro_batch_size
+        begin = data.next_sample + size * parallel_state.get_data_parallel_rank()
+        if begin + size <= len(self._dataset):
+            self._cache.prefetch([self._dataset.sample_id(index) for index in range(begin, begin + size)])
+
+    def seconds(self) -> tuple[float, float] | None:
+        """What reading and writing a sample takes, on the slowest rank; None where neither was done. Collective."""
+        own = None if self._cache is None else self._cache.measured
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own and (own.read_seconds, own.write_seconds), group=control_group())
+        known = [each for each in found if each is not None and None not in each]
+        if not known:
+            return None
+        return max(read for read, _ in known), max(write for _, write in known)
+
+    def describe(self) -> str:
+        """One line about all ranks, since they were asked last; empty where none has a cache. Collective."""
+        own = None if self._cache is None else self._take_counts()
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own, group=control_group())
+        found = [each for each in gathered if each is not None]
+        if not found:
+            return ""
+        total = {each.name: sum(getattr(counts, each.name) for counts in found) for each in fields(Counts)}
+        return (
+            f"activation cache: {total['hits']} samples read ({total['prefetched']} ahead), {total['misses']} not "
+            f"found ({total['older_hits']} at the depth before), {total['written']} written, "
+            f"{total['not_written']} not written, {total['damaged']} damaged; "
+            f"{total['bytes_read'] / 2**20:.1f} MiB read"
+        )
+
+    def _take_counts(self) -> Counts:
+        self._cache.flush()
+        now = self._cache.measured.counts
+        own = Counts(**{name: value - getattr(self._told, name) for name, value in asdict(now).items()})
+        self._told = now
+        return own
+
+    def close(self) -> None:
+        """Write what was put, and let go of the files."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache, self._told = None, Counts()
+
+
+def require_cache(args: argparse.Namespace) -> None:
+    """Raises ValueError where --activation-cache cannot be used on this node."""
+    try:
+        require_usable(Path(args.activation_cache), most_bytes=_limit(args))
+    except ValueError as error:
+        holds_nothing = _limit(args) < FEWEST_BYTES
+        flag = f"--activation-cache-gib {args.activation_cache_gib:g}" if holds_nothing else "--activation-cache"
+        raise ValueError(f"{flag}: {error}") from error
+
+
+def missing_cache(args: argparse.Namespace) -> list[str]:
+    """A line for each thing that --activation-cache needs and this machine does not have. Makes no file.
+
+    Raises ValueError as `require_cache`, for what would be no folder on another machine either.
+    """
+    lines = []
+    try:
+        require_lmdb()
+    except ValueError as error:
+        lines.append(f"--activation-cache: {error}")
+    if _limit(args) < FEWEST_BYTES:
+        require_cache(args)  # says so before it looks at the folder
+    folder = Path(args.activation_cache).absolute()
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    try:
+        if there == folder and not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS) and there not in (folder, folder.parent):
+            return [*lines, f"--activation-cache {folder} is not on this machine"]
+        raise ValueError(
+            f"--activation-cache: {folder} cannot be the folder of a cache ({error.strerror}); name one that can be "
+            "written"
+        ) from error
+    return lines
+
+
+def digest_of_config(args: argparse.Namespace) -> str:
+    """Of all that megatron.core's configuration of the model says, but for how it is cut into stages."""
+    said = {}
+    for each in fields(model_config(args)):
+        value = getattr(model_config(args), each.name)
+        if not any(word in each.name for word in _ABOUT_STAGES):
+            is_plain = isinstance(value, bool | int | float | str | list | tuple | dict | torch.dtype | Enum | None)
+            said[each.name] = str(value) if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _limit(args: argparse.Namespace) -> int:
+    return int(args.activation_cache_gib * GIB)
+
+
+def _device() -> str:
+    if not backend.is_cuda():
+        return backend.device().type
+    return f"{torch.cuda.get_device_name()} CUDA {torch.version.cuda} cuDNN {torch.backends.cudnn.version()}"
+
+
+def _layer(name: str) -> int:
+    """Of a parameter's name in a prefix: the number of its layer from 0 on, and less for what stands in front."""
+    words = name.split(".")
+    return int(words[words.index("layers") + 1]) if "layers" in words else -1
+
+
+def _numbers(batch: dict[str, Tensor]) -> list[int]:
+    return batch["sample_id"].tolist()

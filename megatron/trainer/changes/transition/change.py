@@ -1,0 +1,207 @@
+"""A run takes another place in the pipeline while it trains: drained, without a file, and back if that fails.
+
+The state goes the way it goes through a checkpoint, from the old chunks to new ones. Until all ranks agree that it has
+arrived, and that they are about to run the same program, the old place is as it was, and so are its process groups; an
+error until then leaves the run there.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.pipeline.check import check
+from megatron.pipeline.program.text import to_csv
+from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.schedules import Schedule
+from megatron.trainer.changes.transition import parallel_groups
+from megatron.trainer.changes.transition.gradients import GradientMemory
+from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
+from megatron.trainer.checkpoint.random_state import random_state, restore_random_state
+from megatron.trainer.checkpoint.run_state import RunParts
+from megatron.trainer.optimizer.kernel import choose_kernel
+from megatron.trainer.plan.arrangement import Arrangement, arrange
+from megatron.trainer.ranks.agreement import Verdict, agreed, control_group
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from megatron.trainer.start_up.engine import build_engine
+from megatron.trainer.start_up.initialize import make_groups
+from megatron.trainer.start_up.place import Place, build_place
+from megatron.trainer.start_up.run import Run
+
+if TYPE_CHECKING:
+    from megatron.trainer.changes.shaping import Outlook
+
+PATIENCE = timedelta(minutes=1)
+"""How long a rank that has failed waits for the others to come to a verdict."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a change of places came to.
+
+    Attributes:
+        before, after: how the job was arranged, and is.
+        num_layers: of the model.
+        num_bytes: of all ranks' new state, and how many of them came from other ranks.
+        seconds: from the old engine's end to the new one's beginning.
+    """
+
+    before: Arrangement
+    after: Arrangement
+    num_layers: int
+    num_bytes: int
+    bytes_moved: int
+    seconds: float
+
+    def describe(self, outlook: Outlook | None = None) -> str:
+        """One line for the log."""
+        text = (
+            f"frozen layers: {self.after.num_frozen} of {self.num_layers} (before {self.before.num_frozen}) | "
+            f"pipeline: {self.after.pipeline} (before {self.before.pipeline}) | data: {self.after.data} (before "
+            f"{self.before.data}) | layers by rank: {self.after} | state: {self.num_bytes / 2**20:.1f} MiB, "
+            f"{self.bytes_moved / 2**20:.1f} from other ranks | change took {self.seconds:.2f} s"
+        )
+        if self.after.pipelines_in_a_row:
+            text += " | the ranks of a pipeline in a row"
+        if self.after.micro_batch_size != self.before.micro_batch_size:
+            text += f" | microbatch: {self.after.micro_batch_size} (before {self.before.micro_batch_size})"
+        if outlook is not None and outlook.before > 0:
+            text += f" | predicted seconds of a batch: {outlook.after:.4g} ({outlook.before:.4g} without another cut)"
+        return text
+
+
+def change_place(run: Run, wanted: Arrangement) -> Change:
+    """Go on in the arrangement `wanted`. Collective, drained.
+
+    Raises:
+        CheckpointError: on every rank: that cannot be, something failed, or the state did not arrive. The run goes on
+            as it was. If what fails on some ranks alone is a collective, which leaves the others waiting in it
+            (sockets of a group that one rank cannot open), there is no way back: behind `PATIENCE` these ranks raise
+            their own error, and the guard ends the job with it, as where a rank is killed.
+    """
+    start = time.perf_counter()
+    before, way_back = run.args.arrangement, _WayBack(run)
+    place, problem = None, None
+    try:
+        with agreed(patience=PATIENCE):
+            state = _leave(run, wanted, way_back)
+            place = build_place(run.args, run.parts, draws=False, locally=agreed)
+            moved = _move_in(run, place, state)
+    except Verdict as error:  # whose frames hold the new place until this block ends
+        problem = str(error)
+    if problem is not None:
+        if place is not None:
+            place.update.close()
+        del place
+        way_back.go(run)
+        raise CheckpointError(problem)
+    run.place = place
+    way_back.place.update.close()
+    groups = way_back.groups
+    del way_back, state
+    _collect()
+    if groups is not None:
+        parallel_groups.destroy(groups)
+    run.engine = build_engine(run.args, place, run.position())
+    return _summary(run, before, moved, time.perf_counter() - start)
+
+
+class _WayBack:
+    """What a run needs to go on as it was: its place, what says and gives the ranks their parts, and the generators.
+
+    Attributes:
+        groups: those of before, once they have been set aside.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.arrangement, self.place = run.args.arrangement, run.place
+        self.gradients = GradientMemory(run.update)
+        self.groups: parallel_groups.ParallelState | None = None
+        self._random_state = random_state()  # building draws
+
+    def go(self, run: Run) -> None:
+        """Let the run go on. Collective; what was made of a new place is forgotten."""
+        _collect()
+        if self.groups is not None:
+            parallel_groups.destroy(parallel_groups.set_aside())
+            parallel_groups.restore(self.groups)
+            parallel_groups.align_names()
+        arrange(run.args, self.arrangement)
+        restore_random_state([self._random_state])
+        self.gradients.take_again()
+        if run.engine is None:
+            run.engine = build_engine(run.args, self.place, run.position())
+
+
+def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDict:
+    """Let `args` and process groups be those of `wanted`; returns what this rank holds of the run. Collective."""
+    with agreed():
+        arrange(run.args, wanted)
+    _end_engine(run)
+    with agreed():
+        state = hold_run(_parts(way_back.place), iteration=run.iteration)
+        way_back.gradients.release()
+    if wanted.ranks != way_back.arrangement.ranks:
+        way_back.groups = parallel_groups.set_aside()
+        make_groups(run.args)
+    return state
+
+
+def _move_in(run: Run, place: Place, state: ShardedStateDict) -> Moved:
+    """Put a place that has been built into the state that the ranks hold. Collective."""
+    _require_same_program(place.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
+    moved = hand_over(state, _parts(place), iteration=run.iteration)
+    choose_kernel(place.optimizer, run.args.optimizer_kernel)
+    return moved
+
+
+def _end_engine(run: Run) -> None:
+    engine, run.engine = run.engine, None
+    engine.close()
+    guard = failure_guard.active()
+    if guard is not None:
+        guard.watch(
+            name=f"rank {run.args.rank}", doing=lambda: ("a change of the pipeline", None), overdue=lambda: None
+        )  # fmt: skip
+
+
+def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
+    """Raises CheckpointError where ranks are about to run different programs. Collective."""
+    with agreed():
+        program = schedule.build((num_microbatches,) * 3)
+        check(program)
+        digest = hashlib.sha256(to_csv(program).encode()).hexdigest()
+    digests: list = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest, group=control_group())
+    if len(set(digests)) > 1:
+        raise CheckpointError(f"ranks have built {len(set(digests))} different programs for {schedule}")
+
+
+def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Change:
+    """Of all ranks. Collective."""
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (moved.num_bytes, moved.bytes_received, seconds), group=control_group())
+    return Change(
+        before, run.args.arrangement, run.args.num_layers, sum(each[0] for each in found),
+        sum(each[1] for each in found), max(each[2] for each in found),
+    )  # fmt: skip
+
+
+def _parts(place: Place) -> RunParts:
+    return RunParts(place.chunks, place.optimizer, place.scheduler, place.update)
+
+
+def _collect() -> None:
+    """Let go of a place, which has cycles, and keep what is left out of later collections where the run does so."""
+    keeps_out = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if keeps_out:
+        gc.freeze()

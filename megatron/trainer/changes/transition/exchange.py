@@ -1,0 +1,155 @@
+"""Moves tensors from rank to rank: one message per pair of ranks, in pieces of bounded size, each with a checksum.
+
+Large runs go from the tensors where they are held into those where they are wanted, without a buffer; all are posted at
+once. What is small, scattered, or on a device is packed, in rounds: in round k every rank sends to the rank k places on
+and receives from the one k places back, both at once, until that message is through. So each rank has one buffer to
+send from and one to receive into, and no rank waits for one that waits for it: whoever is in the earliest round has a
+partner in that round. Checksums are CRC-32; those of large runs follow them, that of a packed piece is its end.
+
+A rank that finds a fault remembers it and goes on, since the others count on its part; what to make of it is for all
+of them to decide afterwards.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.trainer.changes.transition.pieces import Piece, empty_bytes
+from megatron.trainer.changes.transition.plan import Message, Move, direct_messages, packed_messages
+
+_CHECKSUM_BYTES = 4
+
+
+class Exchange:
+    """One rank's part in carrying out a plan.
+
+    Args:
+        held, wanted: this rank's pieces, numbered as in the plan.
+        group: gloo, over all ranks of the job; nobody else may use it meanwhile.
+        piece_bytes: the longest piece of a message, checksum included.
+    """
+
+    def __init__(
+        self, held: Sequence[Piece], wanted: Sequence[Piece], *, group: dist.ProcessGroup, piece_bytes: int
+    ) -> None:
+        self._held, self._wanted = held, wanted
+        self._group = group
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._most_bytes = piece_bytes - _CHECKSUM_BYTES
+        self.problems: list[str] = []
+        self.bytes_sent = self.bytes_received = self.bytes_kept = 0
+
+    @torch.no_grad()
+    def run(self, moves: Sequence[Move]) -> None:
+        """Carry out `moves`, the whole plan's, in its order. Collective. Faults are in `problems` afterwards."""
+        outgoing: dict[int, list[Move]] = defaultdict(list)
+        incoming: dict[int, list[Move]] = defaultdict(list)
+        for move in moves:
+            if move.source == move.target == self._rank:
+                self._wanted[move.wanted].view(move.box).copy_(self._held[move.held].view(move.box))
+                self.bytes_kept += move.num_bytes
+            elif move.source == self._rank:
+                outgoing[move.target].append(move)
+                self.bytes_sent += move.num_bytes
+            elif move.target == self._rank:
+                incoming[move.source].append(move)
+                self.bytes_received += move.num_bytes
+        self._exchange_runs(outgoing, incoming)
+        self._exchange_packed(outgoing, incoming)
+
+    def _exchange_runs(self, outgoing: dict[int, list[Move]], incoming: dict[int, list[Move]]) -> None:
+        arriving, leaving = [], []
+        for source in self._others(-1):
+            messages = direct_messages(incoming[source], self._most_bytes)
+            if messages:
+                targets = [_bytes_of(self._wanted[move.wanted].view(move.box)) for (move,), *_ in messages]
+                sums = torch.empty(len(messages), dtype=torch.int64)
+                posted = [dist.irecv(each, group=self._group, group_src=source) for each in [*targets, sums]]
+                arriving.append((source, targets, sums, posted))
+        for target in self._others(1):
+            messages = direct_messages(outgoing[target], self._most_bytes)
+            if messages:
+                sums = torch.empty(len(messages), dtype=torch.int64)
+                for number, ((move,), *_) in enumerate(messages):
+                    data = _bytes_of(self._held[move.held].view(move.box))
+                    leaving.append((dist.isend(data, group=self._group, group_dst=target), data))
+                    sums[number] = checksum(data)  # while it is on its way
+                leaving.append((dist.isend(sums, group=self._group, group_dst=target), sums))
+        for source, targets, sums, posted in arriving:
+            found = []
+            for target, work in zip(targets, posted, strict=False):
+                work.wait()
+                found.append(checksum(target))
+            posted[-1].wait()
+            for target, mine, theirs in zip(targets, found, sums.tolist(), strict=True):
+                if mine != theirs:
+                    self._report(source, len(target))
+        for work, _ in leaving:
+            work.wait()
+
+    def _exchange_packed(self, outgoing: dict[int, list[Move]], incoming: dict[int, list[Move]]) -> None:
+        into = {source: packed_messages(moves, self._most_bytes) for source, moves in incoming.items()}
+        out = {target: packed_messages(moves, self._most_bytes) for target, moves in outgoing.items()}
+        longest = max((each.num_bytes for by_rank in (into, out) for all_of in by_rank.values() for each in all_of),
+                      default=0)  # fmt: skip
+        sending, receiving = empty_bytes(longest + _CHECKSUM_BYTES), empty_bytes(longest + _CHECKSUM_BYTES)
+        for target, source in zip(self._others(1), self._others(-1), strict=True):
+            leaves, arrives = out.get(target, []), into.get(source, [])
+            for number in range(max(len(leaves), len(arrives))):
+                works = []
+                if number < len(arrives):
+                    buffer = receiving[: arrives[number].num_bytes + _CHECKSUM_BYTES]
+                    works.append(dist.irecv(buffer, group=self._group, group_src=source))
+                if number < len(leaves):
+                    packed = self._packed(leaves[number], sending)
+                    works.append(dist.isend(packed, group=self._group, group_dst=target))
+                for work in works:
+                    work.wait()
+                if number < len(arrives):
+                    self._unpack(arrives[number], buffer, source)
+
+    def _others(self, step: int) -> list[int]:
+        """The other ranks, from the next in this direction on."""
+        return [(self._rank + step * distance) % self._num_ranks for distance in range(1, self._num_ranks)]
+
+    def _packed(self, message: Message, buffer: Tensor) -> Tensor:
+        for move, place in zip(message.moves, message.places, strict=True):
+            data = self._held[move.held].view(move.box)
+            within(buffer, place, data).copy_(data)
+        own = checksum(buffer[: message.num_bytes]).to_bytes(_CHECKSUM_BYTES, "little")
+        buffer = buffer[: message.num_bytes + _CHECKSUM_BYTES]
+        buffer[-_CHECKSUM_BYTES:].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        return buffer
+
+    def _unpack(self, message: Message, buffer: Tensor, source: int) -> None:
+        end = int.from_bytes(buffer[-_CHECKSUM_BYTES:].numpy().tobytes(), "little")
+        if end != checksum(buffer[:-_CHECKSUM_BYTES]):
+            self._report(source, message.num_bytes)
+            return
+        for move, place in zip(message.moves, message.places, strict=True):
+            data = self._wanted[move.wanted].view(move.box)
+            data.copy_(within(buffer, place, data))
+
+    def _report(self, source: int, num_bytes: int) -> None:
+        self.problems.append(
+            f"{num_bytes:,} bytes from rank {source} to rank {self._rank} were damaged on their way"
+        )  # fmt: skip
+
+
+def checksum(data: Tensor) -> int:
+    """CRC-32 of bytes on the host."""
+    return zlib.crc32(data.numpy())
+
+
+def within(buffer: Tensor, first: int, like: Tensor) -> Tensor:
+    """A tensor like this one in the bytes of a message from `first` on."""
+    return buffer[first : first + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+def _bytes_of(data: Tensor) -> Tensor:
+    """The memory of a run."""
+    return data.view(-1).view(torch.uint8)

@@ -1,0 +1,169 @@
+"""Which rank sends which part of which tensor to which: the same answer on every rank, without asking. No torch.
+
+Problem: before and after a change of degrees, tensors are cut differently, and several ranks hold the same part. If
+every rank fetched from the first that has it, that one would send everything.
+
+Solution: all ranks know what each holds and wants, and compute one plan. What a rank has itself it takes from itself;
+the rest comes from the holders that have been given the fewest bytes to send so far. What one rank sends another is
+cut into messages of bounded size; what is small, or scattered at one end, is packed, several parts into one.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import filterfalse
+from typing import NamedTuple
+
+from megatron.trainer.changes.transition.boxes import Box, is_run, overlap, split, without
+
+ALIGNMENT = 16  # bytes: where the parts of a message begin
+DIRECT_BYTES = 64 * 1024  # below that, packing costs less than a message
+
+
+class Part(NamedTuple):
+    """A part of a tensor that one rank holds or wants.
+
+    `element_bytes`: the size of an element. `in_order`: the elements follow each other in the host's memory.
+    """
+
+    key: str
+    box: Box
+    element_bytes: int
+    in_order: bool = True
+
+
+class Move(NamedTuple):
+    """`box` of the tensor goes from the part of number `held` of rank `source` to part `wanted` of rank `target`.
+
+    `is_run`: its elements follow each other at both ends.
+    """
+
+    source: int
+    held: int
+    target: int
+    wanted: int
+    box: Box
+    num_bytes: int
+    is_run: bool
+
+
+class Plan(NamedTuple):
+    """All moves, those within a rank included, and the parts (rank, number) that nobody holds in full."""
+
+    moves: list[Move]
+    missing: list[tuple[int, int]]
+
+
+def plan_moves(held: Sequence[Sequence[Part]], wanted: Sequence[Sequence[Part]]) -> Plan:
+    """The plan for what the ranks hold and want, in rank order."""
+    holders = _Holders(held)
+    sent = [0] * len(held)
+    plan = Plan([], [])
+    for target, parts in enumerate(wanted):
+        for number, part in enumerate(parts):
+            candidates = holders.that_overlap(part)
+            candidates.sort(key=lambda each: (each[0] != target, sent[each[0]], (each[0] - target) % len(held), each))
+            rest = [part.box] if part.box.size else []
+            for source, index, box in candidates:
+                if not rest:
+                    break
+                still = []
+                for piece in rest:
+                    common = overlap(piece, box)
+                    if common is None:
+                        still.append(piece)
+                        continue
+                    num_bytes = common.size * part.element_bytes
+                    runs = part.in_order and held[source][index].in_order
+                    runs = runs and is_run(common, box) and is_run(common, part.box)
+                    move = Move(source, index, target, number, common, num_bytes, runs)
+                    plan.moves.append(move)
+                    if source != target:
+                        sent[source] += move.num_bytes
+                    still.extend(without(piece, common))
+                rest = still
+            if rest:
+                plan.missing.append((target, number))
+    return plan
+
+
+class _Holders:
+    """Who holds what of each tensor, found by place on the first axis."""
+
+    def __init__(self, held: Sequence[Sequence[Part]]) -> None:
+        found: dict[str, list[tuple[int, int, int, Box]]] = defaultdict(list)
+        for rank, parts in enumerate(held):
+            for index, part in enumerate(parts):
+                if part.box.size:
+                    found[part.key].append((part.box.start[0] if part.box.start else 0, rank, index, part.box))
+        self._by_key = {key: sorted(entries) for key, entries in found.items()}
+        self._longest = {
+            key: max(box.shape[0] if box.shape else 1 for *_, box in entries) for key, entries in found.items()
+        }
+
+    def that_overlap(self, part: Part) -> list[tuple[int, int, Box]]:
+        """(rank, number, box) of those that may hold something of `part`."""
+        entries = self._by_key.get(part.key, [])
+        if not entries:
+            return []
+        if not part.box.start:
+            return [entry[1:] for entry in entries]
+        first = bisect_left(entries, (part.box.start[0] - self._longest[part.key] + 1,))
+        last = bisect_left(entries, (part.box.stop[0],))
+        return [entry[1:] for entry in entries[first:last] if overlap(entry[3], part.box)]
+
+
+class Message(NamedTuple):
+    """Moves from one rank to another that travel together; `places`: at which byte each begins."""
+
+    moves: tuple[Move, ...]
+    places: tuple[int, ...]
+    num_bytes: int
+
+
+def direct_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
+    """The large runs among the moves between one pair of ranks, a message each, cut to at most `most_bytes`."""
+    return [
+        Message((move,), (0,), move.num_bytes)
+        for whole in moves
+        if _is_direct(whole)
+        for move in _cut(whole, most_bytes)
+    ]
+
+
+def packed_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
+    """The other moves between one pair of ranks, in messages of at most `most_bytes`; large ones are cut.
+
+    Raises ValueError where `most_bytes` is too few for one element.
+    """
+    return _packed(filterfalse(_is_direct, moves), most_bytes)
+
+
+def _is_direct(move: Move) -> bool:
+    return move.is_run and move.num_bytes >= DIRECT_BYTES
+
+
+def _packed(moves: Iterable[Move], most_bytes: int) -> list[Message]:
+    result: list[Message] = []
+    taken: list[Move] = []
+    places: list[int] = []
+    end = 0
+    for move in (part for whole in moves for part in _cut(whole, most_bytes)):
+        place = -(-end // ALIGNMENT) * ALIGNMENT
+        if place + move.num_bytes > most_bytes:
+            result.append(Message(tuple(taken), tuple(places), end))
+            taken, places, place = [], [], 0
+        taken.append(move)
+        places.append(place)
+        end = place + move.num_bytes
+    if taken:
+        result.append(Message(tuple(taken), tuple(places), end))
+    return result
+
+
+def _cut(move: Move, most_bytes: int) -> Iterator[Move]:
+    element_bytes = move.num_bytes // move.box.size
+    if most_bytes < element_bytes:
+        raise ValueError(f"messages of {most_bytes} bytes hold no element of {element_bytes}: allow larger ones")
+    for box in split(move.box, most_bytes // element_bytes):
+        yield move._replace(box=box, num_bytes=box.size * element_bytes)

@@ -1,0 +1,178 @@
+"""The arguments inside a checkpoint: written, compared before anything is loaded, and taken over on request.
+
+A checkpoint holds the run's arguments under 'args', as Megatron-LM's do. Loading weights into a model of another shape
+would fail deep inside, tensor by tensor; comparing the models first (`comparison`) names what the user has to change.
+"""
+
+import argparse
+
+import torch
+
+from megatron.trainer.arguments.flags.parser import GROUPS
+from megatron.trainer.checkpoint.comparison import OTHER_NAMES, WITHOUT_IT, differences, parts_not_built
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+# What decides the shape or the meaning of the weights: always the checkpoint's under --use-checkpoint-args.
+MODEL_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "normalization",
+    "norm_epsilon",
+    "apply_residual_connection_post_layernorm",
+    "swiglu",
+    "squared_relu",
+    "quick_geglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "apply_layernorm_1p",
+    "untie_embeddings_and_output_weights",
+    "bert_binary_head",
+    "num_classes",
+    "img_h",
+    "img_w",
+    "num_channels",
+    "patch_dim",
+    "vision_class_token",
+)
+# Taken over by --use-checkpoint-args unless the command line names them; free to differ when a checkpoint is loaded.
+_SOFT_MODEL_ARGUMENTS = (
+    "seq_length",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "attention_dropout",
+    "hidden_dropout",
+    "apply_query_key_layer_scaling",
+    "padded_vocab_size",
+)
+# Taken over by --use-mp-args-from-checkpoint-args: the degrees, and the cut of the layers into stages.
+PARALLEL_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_TOKENIZER_ARGUMENTS = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
+)
+_ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "vit": "ViT", "bert-classify": "BERT that tells classes"}
+_BODIES = {"bert-classify": "bert"}  # whose weights it takes, too
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
+
+
+def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Namespace:
+    """Copy of the arguments that any program can unpickle: plain values only, paths as text; `position` overrides."""
+    values = {name: value for name, value in vars(args).items() if _is_plain(value)}
+    values.update({name: str(value) for name, value in vars(args).items() if hasattr(value, "__fspath__")})
+    return argparse.Namespace(**{**values, **position})
+
+
+def check_same_model(
+    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+) -> None:
+    """Raise CheckpointError naming the first argument in which the model to be loaded into differs from the saved one.
+
+    What the models are is compared, not how their arguments are spelled. A switch that the checkpoint's program did not
+    have yet was off; what else either side does not say is not compared. `body_only`: the heads may differ.
+    """
+    _check_can_be_built(args, saved, path, body_only=body_only)
+    for name, here, there in differences(args, saved, body_only=body_only):
+        values = f"{name} is {there!r} there and {here!r} here"
+        if name == "padded_vocab_size":
+            raise CheckpointError(
+                f"checkpoint {path} holds a model of another vocabulary: {values}. Use the tokenizer that it was "
+                "trained with, and its --make-vocab-size-divisible-by."
+            )
+        if name == "class_names":
+            raise CheckpointError(
+                f"checkpoint {path} tells other classes: {values}. Give the training data that it was trained with, or "
+                "take its weights but for the head with --pretrained-checkpoint."
+            )
+        raise CheckpointError(
+            f"checkpoint {path} holds another model: {values}. {_remedy(name, there)}, or pass --use-checkpoint-args "
+            "to take the model's arguments from the checkpoint."
+        )
+
+
+def _remedy(name: str, value: object) -> str:
+    """What to change on the command line for an argument to become `value`."""
+    if name == "num_query_groups":
+        return f"Pass --group-query-attention --num-query-groups {value}"
+    flag = next(flag for group in GROUPS for flag in group.flags if flag.dest == name)
+    if flag.stores is None:
+        return f"Pass {flag.name} {value}"
+    return f"Pass {flag.name}" if value == flag.stores else f"Leave {flag.name} out"
+
+
+def _check_can_be_built(
+    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+) -> None:
+    """Neither weights nor arguments of a GPT fit a BERT (Megatron-LM's checkpoints do not say which they are), and some
+    of Megatron-LM's models are not built here."""
+    here, there = getattr(args, "architecture", None), getattr(saved, "architecture", None)
+    fits = here == there or (body_only and _BODIES.get(here) == there)
+    if None not in (here, there) and not fits:
+        ours, theirs = _ARCHITECTURES[here], _ARCHITECTURES[there]
+        remedy = ", or take its weights but for the head with --pretrained-checkpoint" * (_BODIES.get(here) == there)
+        raise CheckpointError(
+            f"checkpoint {path} holds a {theirs}, and this program wants a {ours}; give it to a program for a {theirs}"
+            f", or another --load{remedy}"
+        )
+    for name, value in parts_not_built(saved):
+        raise CheckpointError(
+            f"checkpoint {path} holds a model that is not built here: {name} is {value!r} there; train it with "
+            "Megatron-LM, or give another --load"
+        )
+
+
+def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
+    """--use-checkpoint-args: set the model's arguments to the saved ones.
+
+    What decides the shape always comes from the checkpoint, also that its program did not have a switch yet. The rest
+    of the model's arguments, and the tokenizer's, keep the values that the command line names (`args.given`).
+    """
+    if saved is None:
+        raise CheckpointError(
+            f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
+        )
+    _check_can_be_built(args, saved, path)
+    for name in (*MODEL_ARGUMENTS, *_SOFT_MODEL_ARGUMENTS, *_TOKENIZER_ARGUMENTS):
+        their_name = name if hasattr(saved, name) else OTHER_NAMES.get(name, name)
+        if hasattr(saved, their_name) and (name in MODEL_ARGUMENTS or name not in args.given):
+            setattr(args, name, getattr(saved, their_name))
+        elif name in MODEL_ARGUMENTS and name in WITHOUT_IT:
+            setattr(args, name, WITHOUT_IT[name])
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return type(value) is dict and all(_is_plain(item) for pair in value.items() for item in pair)
+    return type(value) in _PLAIN

@@ -1,0 +1,212 @@
+"""Saving and loading training runs: the face of `megatron.trainer.checkpoint`.
+
+    writer = CheckpointWriter(args.save)
+    save_checkpoint(writer, args=args, position=position, chunks=..., optimizer=..., scheduler=..., update=...)
+    writer.finish()                                                     # before the process ends
+    position = load_checkpoint(args=args, chunks=..., optimizer=..., scheduler=..., update=...)
+
+Both are collective over all ranks, and are called where the pipeline is drained. Format and directory layout are those
+of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.trainer.checkpoint import arguments, directory
+from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
+from megatron.trainer.checkpoint.random_state import sharded_random_state
+from megatron.trainer.checkpoint.run_state import Restoration, RunParts, WeightUpdate, log_once, run_state
+from megatron.trainer.checkpoint.state import FORMAT_VERSION, loading_metadata, new_parts, sharding_metadata
+from megatron.trainer.checkpoint.writer import CheckpointWriter
+from megatron.trainer.plan.arrangement import as_at_first
+from megatron.trainer.ranks.agreement import agreed, on_rank_zero
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointPosition",
+    "CheckpointWriter",
+    "apply_checkpoint_arguments",
+    "load_checkpoint",
+    "recorded_changes",
+    "save_checkpoint",
+]
+
+
+@dataclass(frozen=True)
+class CheckpointPosition:
+    """Where in the run a checkpoint stands. Everything counts over the whole run, from 0."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+
+
+def save_checkpoint(
+    writer: CheckpointWriter,
+    *,
+    args: argparse.Namespace,
+    position: CheckpointPosition,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: object | None = None,
+    update: WeightUpdate | None = None,
+    changes: dict | None = None,
+    on_saved: Callable[[Path], None] | None = None,
+) -> None:
+    """Save the run, drained, as the checkpoint of `position.iteration`, and make it the latest.
+
+    Args:
+        args: honours `no_save_optim`, `no_save_rng`, `async_save`, `ckpt_fully_parallel_save`,
+            `use_distributed_optimizer`; stored as 'args'.
+        chunks: this rank's model chunks, wrapped or not; the newest weight version is stored as the model.
+        update: under 2bw and the like its versions hold the older weights, which are stored too.
+        changes: what has become of the pipeline while it trained, if it changes; plain numbers, the same on all ranks.
+        on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
+            another thread.
+
+    Raises:
+        CheckpointError: on every rank, if any could not write (with `async_save`: from the next save or
+            `writer.finish()`). Earlier checkpoints are untouched.
+    """
+    metadata = sharding_metadata(args)
+    state = {
+        "args": arguments.saved_arguments(
+            args,
+            iteration=position.iteration,
+            consumed_train_samples=position.consumed_train_samples,
+            consumed_valid_samples=position.consumed_valid_samples,
+            **({} if getattr(args, "arrangement", None) is None else as_at_first(args)),
+        ),
+        "checkpoint_version": FORMAT_VERSION,
+        "iteration": position.iteration,
+        "num_floating_point_operations_so_far": position.num_floating_point_operations_so_far,
+        "changes": changes,
+        CHECKSUMS_ENTRY: True,
+        **run_state(
+            RunParts(chunks, optimizer, scheduler, update),
+            metadata,
+            iteration=position.iteration,
+            random_state=None if args.no_save_rng else sharded_random_state(),
+            with_optimizer=not args.no_save_optim,
+        ),
+    }
+    writer.write(
+        state,
+        position.iteration,
+        content_metadata=metadata,
+        asynchronous=args.async_save,
+        fully_parallel=args.ckpt_fully_parallel_save,
+        on_saved=on_saved,
+    )
+
+
+def recorded_changes(args: argparse.Namespace) -> dict | None:
+    """What the checkpoint that `load_checkpoint` would go on from says of changes to the pipeline; None: nothing.
+
+    Collective.
+    """
+    if args.load is None or args.finetune:
+        return None
+
+    def read() -> dict | None:
+        location = directory.locate(args.load, step=args.ckpt_step)
+        if location is None or location.is_release:
+            return None
+        return read_common_state(location).get("changes")
+
+    return on_rank_zero(read)
+
+
+def load_checkpoint(
+    *,
+    args: argparse.Namespace,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: object | None = None,
+    update: WeightUpdate | None = None,
+    body_only: bool = False,
+) -> CheckpointPosition | None:
+    """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.
+
+    Degrees of tensor, pipeline and data parallelism may differ from those it was saved with. Honours `ckpt_step`,
+    `finetune` (weights only, the run starts at 0), `no_load_optim`, `no_load_rng`, `ckpt_fully_parallel_load`.
+
+    Args:
+        body_only: leave the parts of a chunk that its `new_parts` name as they are, and those of its `optional_parts`
+            that the checkpoint lacks; the model there may have another head.
+
+    Returns:
+        Where to go on; None if the directory holds no checkpoint at all (the run then starts from its initial weights).
+
+    Raises:
+        CheckpointError: on every rank: damaged, missing, or of another model. Nothing falls back to an older one.
+    """
+    location = on_rank_zero(lambda: directory.locate(args.load, step=args.ckpt_step))
+    if location is None:
+        return None
+    with agreed():
+        common = read_common_state(location)
+        arguments.check_same_model(args, common.get("args"), location.path, body_only=body_only)
+    reader = CheckpointReader(location, common=common, fully_parallel=args.ckpt_fully_parallel_load)
+    starts_anew = args.finetune or location.is_release
+    position = CheckpointPosition() if starts_anew else _position(common)
+    new = new_parts(chunks, reader.holds_prefix) if body_only else ()
+    if new:
+        log_once(f"not from checkpoint {location.path}, but as they were drawn: {', '.join(new)}")
+    restoration = Restoration(
+        reader,
+        RunParts(chunks, optimizer, scheduler, update),
+        loading_metadata(args, common.get("content_metadata")),
+        iteration=position.iteration,
+        random_state=None if starts_anew or args.no_load_rng else sharded_random_state(),
+        with_optimizer=not starts_anew and not args.no_load_optim,
+        new=new,
+    )
+    _judge_what_is_left_over(reader, restoration.model, args.dist_ckpt_strictness)
+    restoration.complete(reader.load(restoration.request))
+    return position
+
+
+def apply_checkpoint_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """--use-checkpoint-args: take the model's arguments from the checkpoint of `args.load`, before anything is built.
+
+    Not collective; every rank reads for itself. Returns all arguments that the checkpoint holds. Raises CheckpointError
+    where there is no checkpoint to take them from.
+    """
+    location = directory.locate(args.load, step=args.ckpt_step) if args.load else None
+    if location is None:
+        raise CheckpointError(f"--use-checkpoint-args needs a checkpoint, and --load {args.load} holds none")
+    saved = read_common_state(location).get("args")
+    arguments.apply_saved_arguments(args, saved, location.path)
+    return saved
+
+
+def _judge_what_is_left_over(reader: CheckpointReader, model: dict, strictness: str) -> None:
+    """--dist-ckpt-strictness: weights of the checkpoint that the model has no place for are logged, or an error."""
+    if not strictness.startswith(("log_", "raise_")):
+        return
+    left_over = reader.left_over(model)
+    if not left_over:
+        return
+    shown = ", ".join(left_over[:8]) + (f" and {len(left_over) - 8} more" if len(left_over) > 8 else "")
+    line = f"checkpoint {reader.location.path} holds weights that the model has no place for: {shown}"
+    if strictness.startswith("raise_"):
+        raise CheckpointError(f"{line}; leave out --dist-ckpt-strictness {strictness} to load without them")
+    log_once(line)
+
+
+def _position(common: dict) -> CheckpointPosition:
+    saved = common.get("args")
+    return CheckpointPosition(
+        iteration=common["iteration"],
+        consumed_train_samples=getattr(saved, "consumed_train_samples", 0),
+        consumed_valid_samples=getattr(saved, "consumed_valid_samples", 0),
+        num_floating_point_operations_so_far=common.get("num_floating_point_operations_so_far", 0.0),
+    )

@@ -1,0 +1,201 @@
+"""Where checkpoints lie, and how one appears there all at once or not at all.
+
+Problem: a job can be killed between any two system calls, and the file that names the latest checkpoint must never
+name one that is not whole.
+
+Solution: a checkpoint is written into `.iter_0000010.TOKEN.incomplete`, a name that no other process has, made
+durable, and renamed to `iter_0000010`; only then is `latest_checkpointed_iteration.txt` replaced, by a rename as well.
+A checkpoint of the same iteration that is already there is moved aside to `.iter_0000010.replaced` and removed last.
+Where a kill came between the two renames it is found under that name, also in a directory that may only be read, and
+`recover` moves it back. Only rank 0 of the job that owns the directory calls the functions that change anything. Names
+and tracker are those of Megatron-LM, so each program finds the checkpoints of the other.
+"""
+
+import os
+import re
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}(\.[0-9a-f]+)?\.incomplete")
+_REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
+
+
+@dataclass(frozen=True)
+class CheckpointLocation:
+    """One checkpoint on disk. `iteration` is 0 for a release checkpoint (weights without a training position)."""
+
+    root: Path
+    path: Path
+    iteration: int
+    is_release: bool = False
+
+
+def iteration_directory(root: Path | str, iteration: int) -> Path:
+    """Directory of the checkpoint of `iteration`."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def _replaced_directory(root: Path | str, iteration: int) -> Path:
+    """Where the checkpoint of `iteration` lies while a new one takes its place."""
+    return Path(root) / f".iter_{iteration:07d}.replaced"
+
+
+def _existing_directory(root: Path, iteration: int) -> Path:
+    """Directory of the checkpoint of `iteration`, or its other name where a kill came between the renames."""
+    path, replaced = iteration_directory(root, iteration), _replaced_directory(root, iteration)
+    return replaced if replaced.is_dir() and not path.exists() else path
+
+
+def complete_iterations(root: Path | str) -> list[int]:
+    """Iterations with a whole checkpoint, ascending: `metadata.json` is the last file that a save writes."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    names = [entry.name for entry in root.iterdir()]
+    iterations = {int(match[1]) for name in names if (match := _ITERATION.fullmatch(name) or _REPLACED.fullmatch(name))}
+    return sorted(each for each in iterations if (_existing_directory(root, each) / "metadata.json").is_file())
+
+
+def other_iterations_hint(root: Path | str, iteration: int | None) -> str:
+    """A sentence that says which other checkpoints exist and how to load one."""
+    others = [number for number in complete_iterations(root) if number != iteration]
+    if not others:
+        return "There is no other checkpoint in this directory."
+    shown = ", ".join(str(number) for number in others[-8:])
+    return f"Other checkpoints here: iteration {shown}; load one with --load {root} --ckpt-step {others[-1]}."
+
+
+def read_tracker(root: Path | str) -> int | str | None:
+    """Iteration that the tracker file names, "release", or None where there is no such file.
+
+    Raises CheckpointError where the file holds anything else.
+    """
+    path = Path(root) / TRACKER
+    try:
+        text = path.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if text == RELEASE:
+        return RELEASE
+    if not text.isascii() or not text.isdecimal():
+        raise CheckpointError(
+            f"{path} should hold an iteration or the word 'release', but holds {text[:40]!r}. "
+            f"{other_iterations_hint(root, None)}"
+        )
+    return int(text)
+
+
+def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation | None:
+    """Find the checkpoint to load: `step` where given, else the one that the tracker names, else the newest whole one
+    (the job was killed after its very first checkpoint had been completed and before the tracker was written).
+
+    Returns None where the directory holds no checkpoint. Raises CheckpointError where the one asked for is missing.
+    """
+    root = Path(root)
+    named = step if step is not None else read_tracker(root)
+    if named == RELEASE:
+        return CheckpointLocation(root, _require(root / RELEASE, root, None), 0, is_release=True)
+    if named is None:
+        complete = complete_iterations(root)
+        if not complete:
+            return None
+        named = complete[-1]
+    path = _existing_directory(root, named)
+    return CheckpointLocation(root, _require(path, root, named), named)
+
+
+def _require(path: Path, root: Path, iteration: int | None) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} does not exist. {other_iterations_hint(root, iteration)}")
+    if not (path / "metadata.json").is_file():
+        legacy = "mp_rank_" in " ".join(entry.name for entry in path.iterdir())
+        reason = (
+            "it is in Megatron-LM's old 'torch' format; convert it with Megatron-LM to torch_dist"
+            if legacy
+            else "its metadata.json is missing, so it was never completed or the file has been lost"
+        )
+        raise CheckpointError(f"checkpoint {path} cannot be loaded: {reason}. {other_iterations_hint(root, iteration)}")
+    return path
+
+
+def recover(root: Path | str) -> None:
+    """Bring a directory that a killed job left behind back into order. Nothing that was completed is removed."""
+    root = Path(root)
+    if not root.is_dir():
+        return
+    for entry in list(root.iterdir()):
+        if _LEFTOVER.fullmatch(entry.name):
+            shutil.rmtree(entry)
+        elif match := _REPLACED.fullmatch(entry.name):
+            path = iteration_directory(root, int(match[1]))
+            if path.exists():
+                shutil.rmtree(entry)
+            else:
+                os.rename(entry, path)
+
+
+def begin(root: Path | str, iteration: int) -> Path:
+    """Make an empty directory to write the checkpoint of `iteration` into; leftovers of killed saves are removed."""
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    recover(root)
+    staging = root / f".iter_{iteration:07d}.{uuid.uuid4().hex[:12]}.incomplete"
+    staging.mkdir()
+    return staging
+
+
+def commit(root: Path | str, staging: Path, iteration: int) -> Path:
+    """Make a completely written checkpoint visible, and then the latest one. Its files must have been synced."""
+    root, final = Path(root), iteration_directory(root, iteration)
+    sync_directory(staging)
+    replaced = _replaced_directory(root, iteration)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(staging, final)
+    sync_directory(root)
+    _write_tracker(root, iteration)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return final
+
+
+def discard(staging: Path) -> None:
+    """Remove what a failed save has written."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a small text file and wait until it is durable."""
+    with open(path, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file that somebody else has written is durable."""
+    with open(path, "rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_tracker(root: Path, iteration: int) -> None:
+    temporary = root / f".{TRACKER}.incomplete"
+    write_synced(temporary, str(iteration))
+    os.replace(temporary, root / TRACKER)
+    sync_directory(root)

@@ -1,0 +1,186 @@
+"""Reading a checkpoint: first whether it is whole and fits, then the tensors, at whatever degrees the job runs with.
+
+Everything that can be wrong is found before a tensor is touched, and reported alike on all ranks: the common file, the
+model's arguments (see `arguments`), damaged or missing files (each rank checks its share), tensors that the job needs
+and the checkpoint lacks or holds in another shape.
+"""
+
+import pickle
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import load
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.trainer.checkpoint import integrity, unpickling
+from megatron.trainer.checkpoint.copies import with_copies
+from megatron.trainer.checkpoint.directory import CheckpointLocation, other_iterations_hint
+from megatron.trainer.checkpoint.older_versions import OLDER_VERSIONS, PREDICTED_VERSION
+from megatron.trainer.ranks.agreement import agree, agreed, control_group
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+unpickling.install()
+
+COMMON_FILE = "common.pt"
+INDEX_FILE = ".metadata"
+CHECKSUMS_ENTRY = "has_checksums"
+_BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", OLDER_VERSIONS, PREDICTED_VERSION)
+
+
+def read_common_state(location: CheckpointLocation) -> dict:
+    """The part of a checkpoint that is the same for all ranks: arguments, iteration, scheduler, ... Not collective.
+
+    Raises CheckpointError where the file is missing or damaged.
+    """
+    path = location.path / COMMON_FILE
+    files = _manifest(location)
+    if files is not None:
+        _raise_damage(location, integrity.find_damage(location.path, files, [COMMON_FILE]))
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(_with_hint(location, f"checkpoint file {path} is missing")) from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(_with_hint(location, f"checkpoint file {path} cannot be read: {reason}")) from error
+    if files is None and common.get(CHECKSUMS_ENTRY):
+        missing = location.path / integrity.MANIFEST
+        raise CheckpointError(_with_hint(location, f"checkpoint file {missing} is missing"))
+    return common
+
+
+class CheckpointReader:
+    """A checkpoint opened for loading. Making one is collective, as are its methods.
+
+    Args:
+        common: what `read_common_state` has read of it.
+        fully_parallel: data-parallel replicas share the reading of what they all need.
+
+    Raises CheckpointError on every rank where a file is damaged, truncated or missing.
+    """
+
+    def __init__(self, location: CheckpointLocation, *, common: dict | None = None, fully_parallel: bool = False):
+        self.location, self.common = location, common or {}
+        self._fully_parallel = fully_parallel
+        with agreed():
+            self._verify()
+        with agreed():
+            self.index = self._read_index()
+            if _manifest(location) is None:
+                _raise_damage(location, integrity.find_short_files(location.path, self._least_sizes()))
+
+    def holds(self, sharded: ShardedObject | ShardedTensor) -> bool:
+        """True if the checkpoint has this tensor, or this very shard of an object."""
+        return _index_key(sharded) in self.index.state_dict_metadata
+
+    def holds_key(self, key: str) -> bool:
+        """True if the checkpoint has a tensor of this key."""
+        return key in self.index.state_dict_metadata
+
+    def holds_prefix(self, prefix: str) -> bool:
+        """True if any of the checkpoint's keys starts so."""
+        return any(key.startswith(prefix) for key in self.index.state_dict_metadata)
+
+    def left_over(self, state: dict) -> list[str]:
+        """Keys of the checkpoint's weights that `state` asks for on no rank. Transformer Engine's extra states and what
+        lies beside the weights (optimizer, random states) are not counted."""
+        wanted: list[set[str]] = [set()] * dist.get_world_size()
+        mine = {value.key for value in nested_values(load_preprocess(state)[0]) if isinstance(value, ShardedTensor)}
+        dist.all_gather_object(wanted, mine, group=control_group())
+        weights = {key for key, entry in self.index.state_dict_metadata.items() if hasattr(entry, "size")}
+        rest = weights - set().union(*wanted)
+        return sorted(key for key in rest if "_extra_state" not in key and not key.startswith(_BESIDE_WEIGHTS))
+
+    def load(self, state: dict) -> dict:
+        """Read what `state` asks for (tensors in place where it gives them), and the common state.
+
+        Raises CheckpointError on every rank where the checkpoint lacks a tensor or has it in another shape. Transformer
+        Engine's extra states are left out where the checkpoint has none.
+        """
+        state, _ = extract_matching_values(state, lambda value: not is_extra_state(value) or self.holds(value))
+        agree(self._find_misfit(state))
+        strategy = None
+        if self._fully_parallel:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            strategy = FullyParallelLoadStrategyWrapper(
+                get_default_load_sharded_strategy(str(self.location.path)), group
+            )
+        with warnings.catch_warnings():
+            # megatron.core reads through torch functions that newer torch calls deprecated.
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            return with_copies(load(state, str(self.location.path), strategy))
+
+    def _verify(self) -> None:
+        files = _manifest(self.location)
+        if files is None:
+            return
+        names = sorted(files, key=lambda name: -files[name]["size"])
+        share = names[dist.get_rank() :: dist.get_world_size()]
+        _raise_damage(self.location, integrity.find_damage(self.location.path, files, share))
+
+    def _read_index(self) -> Metadata:
+        path = self.location.path / INDEX_FILE
+        try:
+            return FileSystemReader(str(self.location.path)).read_metadata()
+        except FileNotFoundError as error:
+            raise CheckpointError(_with_hint(self.location, f"checkpoint file {path} is missing")) from error
+        except Exception as error:  # unpickling damaged bytes can raise anything
+            raise CheckpointError(_with_hint(self.location, f"checkpoint file {path} is damaged: {error}")) from error
+
+    def _least_sizes(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for item in self.index.storage_data.values():
+            sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.length)
+        return sizes
+
+    def _find_misfit(self, state: dict) -> str | None:
+        sharded_state, _, _ = load_preprocess(state)
+        wanted = [value for value in nested_values(sharded_state) if isinstance(value, (ShardedTensor, ShardedObject))]
+        missing = sorted({value.key for value in wanted if not self.holds(value)})
+        if missing:
+            remedy = ""
+            if all(key.startswith("optimizer.") for key in missing):
+                remedy = "; it was saved without this optimizer state: pass --no-load-optim to start with a fresh one"
+            return _with_hint(self.location, f"checkpoint {self.location.path} does not hold {missing[0]!r}{remedy}")
+        for value in wanted:
+            if isinstance(value, ShardedTensor) and not value.allow_shape_mismatch:
+                there = tuple(self.index.state_dict_metadata[value.key].size)
+                if there != tuple(value.global_shape):
+                    return (
+                        f"checkpoint {self.location.path} holds another model: {value.key!r} has shape {there} there "
+                        f"and {tuple(value.global_shape)} here"
+                    )
+        return None
+
+
+def _manifest(location: CheckpointLocation) -> dict | None:
+    try:
+        return integrity.read_manifest(location.path)
+    except CheckpointError as error:
+        raise CheckpointError(_with_hint(location, str(error))) from error
+
+
+def _raise_damage(location: CheckpointLocation, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(_with_hint(location, "; ".join(problems)))
+
+
+def _with_hint(location: CheckpointLocation, problem: str) -> str:
+    return f"{problem}. {other_iterations_hint(location.root, None if location.is_release else location.iteration)}"
+
+
+def _index_key(sharded: ShardedObject | ShardedTensor) -> str:
+    return sharded.unique_key if isinstance(sharded, ShardedObject) else sharded.key
+
+
+def is_extra_state(value: object) -> bool:
+    """Whether `value` is one of Transformer Engine's, which a model does without where nobody holds it."""
+    return isinstance(value, ShardedObject) and value.key.endswith("_extra_state")

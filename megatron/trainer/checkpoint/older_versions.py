@@ -1,0 +1,126 @@
+"""The older weight versions of a run, in its checkpoints.
+
+Where batches use weights that are k batches old, k versions beside the newest are alive between two batches, and the
+next batches still use them. Each is an entry of its own, named by its age: 'previous_version' is one batch older than
+the model, 'previous_version_2' two, and so on. A version that a checkpoint lacks is the same weights as the one after
+it: its step was skipped, or the checkpoint is of a policy that needs fewer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.trainer.checkpoint.state import version_state
+
+OLDER_VERSIONS = "previous_version"  # how all their keys begin
+PREDICTED_VERSION = "provisional_version"  # how those of predicted_version.py begin
+
+
+class WeightVersions(Protocol):
+    """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.update.versions)."""
+
+    newest: int
+
+    def show_newest(self) -> None: ...
+
+    def newest_tensors(self) -> dict[str, torch.Tensor]: ...
+
+    def slot_of(self, version: int) -> int: ...
+
+    def reset(self, *versions: int) -> None: ...
+
+    def live(self) -> list[int]: ...
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]: ...
+
+    def restore(self, mapping: dict[int, dict[str, torch.Tensor]]) -> None: ...
+
+
+_Model = dict[str, ShardedStateDict]
+
+
+class OlderVersions:
+    """Those that a drained run needs besides the newest to go on after `iteration` batches; the policy says which.
+
+    Args:
+        chunks: this rank's model chunks, which show the newest version.
+    """
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], versions: WeightVersions, weights: WeightPolicy, iteration: int
+    ) -> None:
+        self._versions = versions
+        self._entry = weights.entry_versions(iteration)
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._names = self._names_of_parameters() if len(self._entry) > 1 or weights.predicts else {}
+        self._names_in_entries: dict[tuple[str, str], str] = {}
+
+    def to_save(self, model: _Model) -> dict[str, _Model]:
+        """The entries that a checkpoint of the newest version, `model`, needs besides."""
+        entries = {}
+        for age, version in self._by_age():
+            if self._versions.slot_of(version) != self._versions.slot_of(version + 1):
+                tensors = self._versions.tensors(version)
+                data = {parameter: tensors[name] for parameter, name in self._names.items()}
+                entries[_entry(age)] = version_state(model, data, prefix=_prefix(age))
+        return entries
+
+    def to_load(self, model: _Model, holds_prefix: Callable[[str], bool]) -> dict[str, _Model]:
+        """The entries to ask of a checkpoint, which `holds_prefix` of keys or not; before `model` is filled."""
+        self._names_in_entries = self._find_names(model)
+        entries = {}
+        for age, _ in self._by_age():
+            if holds_prefix(_prefix(age)):
+                empty = {id(each): torch.empty_like(each.data) for each in self._parameters if id(each) in self._names}
+                entries[_entry(age)] = version_state(model, empty, prefix=_prefix(age))
+        return entries
+
+    def restore(self, loaded: dict) -> None:
+        """The weights shown become the newest version; `loaded` has the older ones, as `to_load` named them."""
+        if not any(_entry(age) in loaded for age, _ in self._by_age()):
+            self._versions.reset(*self._entry)
+            return
+        names = self._names_in_entries
+        newest = tensors = self._versions.tensors(self._versions.newest)
+        restored = {self._entry[-1]: newest}
+        for age, version in self._by_age():
+            if _entry(age) in loaded:
+                tensors = dict(newest)
+                for part, chunk_state in loaded[_entry(age)].items():
+                    tensors.update({names[part, name]: tensor for name, tensor in chunk_state.items()})
+            restored[version] = tensors
+        self._versions.restore(restored)
+
+    def _by_age(self) -> Iterator[tuple[int, int]]:
+        """(age, version) of each, from the youngest on."""
+        return enumerate(reversed(self._entry[:-1]), start=1)
+
+    def _names_of_parameters(self) -> dict[int, str]:
+        """id of a parameter -> its name in the version table."""
+        names = {tensor.data_ptr(): name for name, tensor in self._versions.newest_tensors().items()}
+        return {
+            id(parameter): names[parameter.data_ptr()]
+            for parameter in self._parameters
+            if parameter.data_ptr() in names and parameter.numel()
+        }
+
+    def _find_names(self, model: _Model) -> dict[tuple[str, str], str]:
+        """(entry, name in the chunk's state) -> name in the version table."""
+        return {
+            (entry, name): self._names[id(sharded.data)]
+            for entry, chunk_state in model.items()
+            for name, sharded in chunk_state.items()
+            if id(sharded.data) in self._names
+        }
+
+
+def _entry(age: int) -> str:
+    return OLDER_VERSIONS if age == 1 else f"{OLDER_VERSIONS}_{age}"
+
+
+def _prefix(age: int) -> str:
+    """Of the keys of an entry's tensors."""
+    return f"{_entry(age)}."

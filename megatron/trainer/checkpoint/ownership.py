@@ -1,0 +1,283 @@
+"""Which job may write into a `--save` directory: the mark of its owner.
+
+Problem: a requeued job may start while the one before it is not quite dead. Two jobs that write into one directory
+remove and mix each other's files.
+
+Solution: rank 0 of a job leaves a mark there, the file `.owner_N`, which says who it is. The highest N counts. A job
+that finds the mark of a live owner is refused. One that finds the mark of a dead owner makes the mark N + 1, which the
+file system lets only one do, and then removes the older. Every save asks first whether its mark still counts.
+
+Who is alive: a process of this machine (the same boot, the same namespace of process ids) is looked up by its id and
+the time of its start. Of any other process only the file tells: its owner changes it every `PERIOD` seconds
+(heartbeat.py), and one that stays as it is for `PATIENCE` seconds on the watcher's own clock belongs to a dead one.
+Clocks of different hosts are never compared.
+"""
+
+import atexit
+import errno
+import json
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.trainer.checkpoint.heartbeat import DIGITS, Heartbeat
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+PERIOD = 10.0
+"""Seconds between two signs of life in a mark."""
+PATIENCE = 45.0
+"""Seconds after which a mark without a new one belongs to a dead owner."""
+BETWEEN_LOOKS = 1.0
+"""Seconds until a mark of another job is looked at again: one that a taker gives up is soon gone."""
+_NAME = re.compile(r"\.owner_(\d+)")
+_COUNT = "beat"
+logger = logging.getLogger(__name__)
+_held: list["OwnerMark"] = []
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a mark says. `machine` tells where `process` and `started` mean something; None where no system says it."""
+
+    host: str
+    process: int
+    machine: str | None
+    started: int | None
+    since: str
+    token: str
+
+    @classmethod
+    def this_process(cls) -> "Owner":
+        return cls(
+            host=socket.gethostname(),
+            process=os.getpid(),
+            machine=_machine(),
+            started=_start_of(os.getpid()),
+            since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            token=uuid.uuid4().hex,
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine can look the process up."""
+        return self.machine is not None and self.machine == _machine()
+
+    @property
+    def is_running(self) -> bool:
+        """Of an owner that `is_here`. What this very process left there is not in its way."""
+        return self.process != os.getpid() and self.started is not None and _start_of(self.process) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """A mark as it was seen; `owner` is None where it says nothing yet, or nothing that can be read. `beat` changes
+    while that is alive."""
+
+    number: int
+    owner: Owner | None
+    beat: tuple
+
+
+class OwnerMark:
+    """This process's mark on a directory."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self._number: int | None = None
+        self._owner = Owner.this_process()
+        self._watched: tuple[_Sight, float] | None = None  # an owner elsewhere, and when it was first seen so
+        self._heartbeat: Heartbeat | None = None
+
+    def try_to_take(self) -> bool:
+        """Take the directory. False: it is not known yet whether the owner before is alive; ask again in a second.
+
+        Raises:
+            CheckpointError: it belongs to a live job, or no mark can be made; the text says to which, or why, and what
+                to do.
+        """
+        try:
+            return self._try_to_take()
+        except OSError as error:
+            full = "free some space there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise CheckpointError(
+                f"--save {self.root} takes no mark of its owner: {error.strerror}; {full}name a directory where files "
+                "can be made and removed"
+            ) from error
+
+    def _try_to_take(self) -> bool:
+        before = self._marks()
+        if before and not self._is_dead(before[-1]):
+            return False
+        if not self._follow(before):
+            return False
+        _held.append(self)
+        return True
+
+    def _follow(self, before: list[_Sight]) -> bool:
+        """Make the mark after those, which are all of dead owners; False where another has come meanwhile."""
+        number = before[-1].number + 1 if before else 1
+        if not self._make(number):
+            return False
+        judged = {(mark.number, mark.owner) for mark in before}
+        try:
+            others = [mark for mark in self._marks() if mark.number != number]
+            if any((mark.number, mark.owner) not in judged for mark in others):
+                self._path(number).unlink(missing_ok=True)  # one has come meanwhile that is to be judged, too
+                return False
+            for mark in others:
+                self._path(mark.number).unlink(missing_ok=True)
+        except OSError:
+            self._path(number).unlink(missing_ok=True)  # such as where another user's files cannot be removed
+            raise
+        self._number, self._watched = number, None
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._heartbeat = Heartbeat(self._path(number), self._text(), PERIOD)
+        self._heartbeat.start()
+        return True
+
+    def require(self) -> None:
+        """Take the directory again where somebody removed the mark.
+
+        Raises:
+            CheckpointError: another job's mark counts; it took this one for dead.
+        """
+        for pause in (BETWEEN_LOOKS, BETWEEN_LOOKS, 0.0):
+            marks = self._marks()
+            if marks and marks[-1].owner == self._owner:
+                return
+            if not marks and self._follow([]):
+                logger.warning("--save %s: somebody removed the mark of this job, %s; it has made another and goes on",
+                               self.root, ".owner_N")  # fmt: skip
+                return
+            time.sleep(pause)  # a taker that comes too late makes a mark, sees this one, and removes its own again
+        other = marks[-1].owner if marks else None
+        raise CheckpointError(
+            f"another job ({other or 'which does not say its name'}) has taken the directory over, as this one gave no "
+            f"sign of life for {PATIENCE:.0f} s; only that one goes on: let it, or end it and start this one again, "
+            "which goes on from the latest checkpoint there"
+        )
+
+    def release(self) -> None:
+        """Let the next job have the directory."""
+        if self._number is None or self._owner.process != os.getpid():  # a fork has it only by inheritance
+            return
+        number, self._number = self._number, None
+        self._heartbeat.stop()
+        _held.remove(self)
+        with suppress(OSError):
+            mark = self._see(number)
+            if mark is not None and mark.owner == self._owner:
+                self._path(number).unlink(missing_ok=True)
+
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    def _is_dead(self, mark: _Sight) -> bool:
+        """Raises CheckpointError where its owner is known to be alive; False where that is not known yet."""
+        owner = mark.owner
+        if owner is not None and owner.is_here:
+            if owner.is_running:
+                raise self._refusal(owner)
+            return True
+        now = time.monotonic()
+        if self._watched is None or (self._watched[0].number, self._watched[0].owner) != (mark.number, mark.owner):
+            self._watched = mark, now
+            logger.warning(
+                "--save %s is marked by another job (%s); watching for %.0f s whether that is alive",
+                self.root, owner or "which does not say its name", PATIENCE,
+            )  # fmt: skip
+        elif mark.beat != self._watched[0].beat:
+            raise self._refusal(owner)
+        return now - self._watched[1] >= PATIENCE
+
+    def _refusal(self, owner: Owner | None) -> CheckpointError:
+        return CheckpointError(
+            f"--save {self.root} is in use by another job ({owner or 'which does not say its name'}); wait for that to "
+            "end, or end it, or name another directory"
+        )
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _path(self, number: int) -> Path:
+        return self.root / f".owner_{number}"
+
+    def _marks(self) -> list[_Sight]:
+        """All marks in the directory; the last one counts."""
+        matches = map(_NAME.fullmatch, os.listdir(self.root))
+        numbers = sorted(int(match[1]) for match in matches if match)
+        return [mark for mark in map(self._see, numbers) if mark is not None]
+
+    def _see(self, number: int) -> _Sight | None:
+        """Opened anew each time: a network file system asks its server then."""
+        path = self._path(number)
+        try:
+            try:
+                with open(path, encoding="utf-8") as stream:
+                    touched, text = os.fstat(stream.fileno()).st_mtime_ns, stream.read()
+            except PermissionError:  # another user's
+                touched, text = path.stat().st_mtime_ns, ""
+        except FileNotFoundError:
+            return None
+        try:
+            said = json.loads(text)
+            count = said.pop(_COUNT, None)
+            return _Sight(number, Owner(**said), (touched, count))
+        except (ValueError, TypeError, AttributeError):
+            return _Sight(number, None, (touched, text))
+
+    def _text(self) -> str:
+        """How this process's mark begins; the count and `"}` come behind it."""
+        return json.dumps({**asdict(self._owner), _COUNT: ""})[: -len('"}')]
+
+    def _make(self, number: int) -> bool:
+        """Make this process's mark; False where one of that number is there."""
+        try:
+            with open(self._path(number), "x", encoding="utf-8") as stream:
+                stream.write(f'{self._text()}{"0" * DIGITS}"}}')
+                stream.flush()
+                with suppress(OSError):
+                    os.fchmod(stream.fileno(), 0o644)  # other users are to see whose it is
+                os.fsync(stream.fileno())
+        except FileExistsError:
+            return False
+        except OSError:
+            self._path(number).unlink(missing_ok=True)  # such as on a full disk
+            raise
+        return True
+
+
+@atexit.register
+def release_all() -> None:
+    """Release what this process holds; for an end that unwinds nothing."""
+    for mark in list(_held):
+        mark.release()
+
+
+# --- processes
+
+
+def _machine() -> str | None:
+    """What processes that can look each other up by their ids have in common."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _start_of(process: int) -> int | None:
+    """When a running process was started, in the machine's ticks; None where there is none, or only its remains."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])

@@ -1,0 +1,199 @@
+"""The state of a run as entries that a store keeps, and a run put into the state that a store holds.
+
+Two stores are served: a checkpoint's files, and the memory of the job's own ranks while its degrees change. What they
+have in common is here, so that a run goes on from either in the same way.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.trainer.checkpoint import optimizer_formats
+from megatron.trainer.checkpoint.frozen_ranks import trains_nothing, with_what_is_empty
+from megatron.trainer.checkpoint.older_versions import OlderVersions, WeightVersions
+from megatron.trainer.checkpoint.predicted_version import PredictedVersion
+from megatron.trainer.checkpoint.random_state import restore_random_state
+from megatron.trainer.checkpoint.state import model_state, optimizer_state, without_parts
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdate(Protocol):
+    """What is asked of the pipeline's weight update beyond its optimizer."""
+
+    versions: WeightVersions
+    weights: WeightPolicy
+    replicas_predict_apart: bool
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict | None) -> None: ...
+
+
+class Store(Protocol):
+    """Where a run's state is kept: a checkpoint opened for loading, or the ranks' memory."""
+
+    common: dict
+    """Entries that are the same for all ranks."""
+
+    def holds(self, sharded: ShardedObject) -> bool: ...
+
+    def holds_key(self, key: str) -> bool: ...
+
+    def holds_prefix(self, prefix: str) -> bool: ...
+
+    def load(self, state: ShardedStateDict) -> dict: ...
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What of one rank has state: its model chunks, wrapped or not, and what trains them."""
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: MegatronOptimizer | None = None
+    scheduler: object | None = None
+    update: WeightUpdate | None = None
+
+    def model_state(self, metadata: dict) -> dict[str, ShardedStateDict]:
+        """The chunks' weights, in the newest version, which they show from then on."""
+        if self.update is not None:
+            self.update.versions.show_newest()
+        return model_state(self.chunks, metadata)
+
+    def other_versions(self, iteration: int) -> OlderVersions:
+        """What a run that is drained after `iteration` batches needs besides the newest weights."""
+        update = self.update
+        if update.weights.predicts:
+            return PredictedVersion(
+                self.chunks, update.versions, update.weights, iteration, apart=update.replicas_predict_apart
+            )  # fmt: skip
+        return OlderVersions(self.chunks, update.versions, update.weights, iteration)
+
+
+def run_state(
+    parts: RunParts, metadata: dict, *, iteration: int, random_state: ShardedObject | None, with_optimizer: bool = True
+) -> dict:
+    """The entries of a run, drained after `iteration` batches. The tensors are the run's own.
+
+    Args:
+        metadata: how the state is sharded (see `state`).
+        random_state: of the generators, where it is kept.
+        with_optimizer: whether optimizer and schedule are kept.
+    """
+    model = parts.model_state(metadata)
+    state = {"pipeline": {"update": parts.update.state_dict() if parts.update else None}, **model}
+    if parts.optimizer is not None and with_optimizer:
+        state["optimizer"] = optimizer_state(parts.optimizer, model, metadata, is_loading=False)
+        if parts.scheduler is not None:
+            state["opt_param_scheduler"] = parts.scheduler.state_dict()
+    if random_state is not None:
+        state["rng_state"] = random_state
+    if parts.update is not None:
+        state |= parts.other_versions(iteration).to_save(model)
+    return state
+
+
+class Restoration:
+    """Puts a run into the state that a store holds: what `request` asks for, the store loads, and `complete` takes it.
+
+    Args:
+        store: whose state it is.
+        metadata: how that is sharded.
+        iteration: the batches after which the run goes on.
+        random_state: which of the store's random states to take; None leaves the generators alone.
+        with_optimizer: take optimizer and schedule; without, the optimizer starts from the weights.
+        new: parts of the model, by the beginning of their names, that stay as they were drawn.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        parts: RunParts,
+        metadata: dict,
+        *,
+        iteration: int,
+        random_state: ShardedObject | None,
+        with_optimizer: bool = True,
+        new: Sequence[str] = (),
+    ) -> None:
+        self._parts, optimizer, self._new = parts, parts.optimizer, new
+        self.model = without_parts(parts.model_state(metadata), new)
+        self.request: ShardedStateDict = dict(self.model)
+        self._with_optimizer = with_optimizer and optimizer is not None
+        if self._with_optimizer:
+            self.request["optimizer"] = optimizer_state(optimizer, self.model, metadata, is_loading=True)
+            self._converts = optimizer_formats.needs_conversion(optimizer, store.common.get("optimizer"))
+            if self._converts:
+                self.request["optimizer"] = optimizer_formats.convert_request(
+                    self.request["optimizer"], store.holds_key
+                )
+        if random_state is not None and store.holds(random_state):
+            self.request["rng_state"] = random_state
+        elif random_state is not None:
+            log_once("random number generators start from the seed: the checkpoint has none for these parallel degrees")
+        if parts.update is not None:
+            self._older = parts.other_versions(iteration)
+            self.request |= self._older.to_load(self.model, store.holds_prefix)
+
+    def complete(self, state: dict) -> None:
+        """Take what the store has loaded. Raises CheckpointError for another schedule of the learning rate."""
+        parts, optimizer = self._parts, self._parts.optimizer
+        for entry, chunk in zip(self.model, parts.chunks, strict=True):
+            _load_module(
+                unwrap_model(chunk), state.get(entry, {}), new=self._new
+            )  # a stage may be empty; what lacks is found there
+        if parts.update is not None:
+            self._older.restore(state)
+        if self._with_optimizer:
+            loaded = state["optimizer"]
+            if trains_nothing(optimizer):
+                loaded = with_what_is_empty(loaded, optimizer)
+            if self._converts:
+                loaded = optimizer_formats.convert_loaded(loaded, optimizer)
+            optimizer_formats.convert_step_counters(loaded, optimizer)
+            with torch.no_grad():  # some of megatron.core's formats copy into parameters
+                optimizer.load_state_dict(loaded)
+            if parts.scheduler is not None:
+                _load_scheduler(parts.scheduler, state["opt_param_scheduler"])
+            if parts.update is not None:
+                parts.update.load_state_dict((state.get("pipeline") or {}).get("update"))
+        elif optimizer is not None:
+            optimizer.reload_model_params()
+        if "rng_state" in self.request:
+            restore_random_state(state["rng_state"])
+
+
+def log_once(message: str) -> None:
+    """A warning, on rank 0."""
+    if torch.distributed.get_rank() == 0:
+        logger.warning(message)
+
+
+def _load_scheduler(scheduler: object, state: dict) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:  # how megatron.core reports other settings on the command line
+        raise CheckpointError(
+            f"the schedule of learning rate and weight decay is not the checkpoint's ({error}); pass "
+            "--override-opt_param-scheduler to follow the command line or --use-checkpoint-opt_param-scheduler to "
+            "follow the checkpoint"
+        ) from error
+
+
+def _load_module(module: torch.nn.Module, state: dict, *, new: Sequence[str]) -> None:
+    """Strict, but for `new` parts, and for Transformer Engine's extra states, which a checkpoint of another
+    implementation lacks.
+    """
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
+    misfit = [key for key in misfit if key.split(".")[0] not in new]
+    assert not misfit, f"sharded state and module disagree about {misfit[:4]}"

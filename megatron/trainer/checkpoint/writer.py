@@ -1,0 +1,300 @@
+"""Writing a checkpoint, at once or beside training, with one verdict for all ranks.
+
+Problem: megatron.core writes through forked processes and a spawned manager. A fork of a process that runs transfer
+threads may deadlock, and a killed rank leaves those processes behind. A failure on one rank (a full disk) surfaces as a
+hang of the others, since each phase ends in a collective that the failing rank never reaches.
+
+Solution: megatron.core plans what each rank writes and in which format; the writing itself is done here, in the calling
+thread, or for an asynchronous save in one background thread from a copy of the tensors. Then every rank reports what
+it wrote, with checksums, or why it could not, to rank 0 over a gloo group of its own; rank 0 adds the index and
+makes the checkpoint visible, and all ranks learn the verdict.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import save
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.trainer.checkpoint import directory, integrity
+from megatron.trainer.checkpoint.copies import without_copies
+from megatron.trainer.checkpoint.ownership import OwnerMark
+from megatron.trainer.ranks.agreement import agree, agreed, control_group, on_rank_zero
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+# What torch.save and the index add to each tensor.
+_BYTES_AROUND_A_TENSOR = 2048
+
+
+class _PlanningStrategy(TorchDistSaveShardedStrategy):
+    """megatron.core's strategy up to the plan; keeps the file writer and the index instead of scheduling them."""
+
+    def async_save(self, sharded_state_dict, checkpoint_dir):
+        # Made here in place of a queue served by a spawned process: nothing leaves this process.
+        if filesystem_async._results_queue is None:
+            filesystem_async._results_queue = queue.Queue()
+        return super().async_save(sharded_state_dict, checkpoint_dir)
+
+    def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret):
+        self.file_writer, self.index = writer, save_state_dict_ret[1]
+        return AsyncRequest(None, (), [])
+
+
+class _AgreeingStrategy(AsyncSaveShardedStrategy):
+    """Enters the collectives of a plan only once rank 0 has written the common part of the checkpoint."""
+
+    def __init__(self, strategy: AsyncSaveShardedStrategy):
+        super().__init__(strategy.backend, strategy.version)
+        self.strategy, self.entered = strategy, False
+
+    def async_save(self, sharded_state_dict, checkpoint_dir):
+        self.entered = True
+        agree(None)  # a rank 0 that failed before reports here
+        return self.strategy.async_save(without_copies(sharded_state_dict), checkpoint_dir)
+
+    @property
+    def can_handle_sharded_objects(self):
+        return True
+
+
+class CheckpointWriter:
+    """Writes checkpoints into `root`, one at a time. All methods are collective unless they say otherwise.
+
+    Args:
+        owner_mark: on rank 0, this job's mark on `root`, without which nothing is written.
+    """
+
+    def __init__(self, root: Path | str, *, owner_mark: OwnerMark | None = None):
+        self.root = Path(root)
+        self._owner_mark = owner_mark
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def write(
+        self,
+        state: dict,
+        iteration: int,
+        *,
+        content_metadata: dict,
+        asynchronous: bool = False,
+        fully_parallel: bool = True,
+        on_saved: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Save a sharded state dict as the checkpoint of `iteration`.
+
+        An asynchronous save returns once the tensors are copied; `finish` waits for it and reports its failure, and so
+        does the next `write`.
+
+        Args:
+            content_metadata: how the state is sharded; stored for the load.
+            fully_parallel: data-parallel replicas share the writing of what they all hold.
+            on_saved: called on rank 0 (from the background thread, where there is one) with the checkpoint's directory
+                when it is durable and the latest.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write; what was written is removed and the checkpoints
+                before it are as they were.
+        """
+        self.finish()
+        try:
+            staging = Path(on_rank_zero(lambda: str(self._begin(iteration))))
+        except CheckpointError as error:
+            raise CheckpointError(self._describe(iteration, str(error))) from error
+        try:
+            strategy = self._plan(state, staging, content_metadata, fully_parallel)
+            self._require_space(strategy.file_writer.write_buckets)
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                directory.discard(staging)
+            raise CheckpointError(self._describe(iteration, str(error))) from error
+        buckets = _on_host(strategy.file_writer.write_buckets, copy=asynchronous)
+        strategy.file_writer.write_buckets = []
+        if not asynchronous:
+            self._write_and_commit(strategy, buckets, staging, iteration, on_saved)
+            return
+        control_group()  # made here: the background thread must not create groups
+
+        def in_background() -> None:
+            try:
+                self._write_and_commit(strategy, buckets, staging, iteration, on_saved)
+            except Exception as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=in_background, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for an asynchronous save and raise its CheckpointError. Not collective, and free where there is none."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait as `finish`, and let the next job have the directory. Not collective."""
+        try:
+            self.finish()
+        finally:
+            if self._owner_mark is not None:
+                self._owner_mark.release()
+
+    def _begin(self, iteration: int) -> Path:
+        self._require_mark()
+        return directory.begin(self.root, iteration)
+
+    def _require_mark(self) -> None:
+        if self._owner_mark is not None:
+            self._owner_mark.require()
+
+    def _plan(self, state: dict, staging: Path, content_metadata: dict, fully_parallel: bool) -> _PlanningStrategy:
+        planning = _PlanningStrategy("torch_dist", 1)
+        strategy = planning
+        if fully_parallel and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            strategy = FullyParallelSaveStrategyWrapper(planning, group)
+        strategy = _AgreeingStrategy(strategy)
+        try:
+            save(
+                state,
+                str(staging),
+                strategy,
+                async_sharded_save=True,
+                preprocess_common_before_consistancy_check=_without_arguments,
+                content_metadata=dict(content_metadata),
+            )
+        except (OSError, RuntimeError) as error:
+            if strategy.entered:
+                raise
+            agree(f"cannot write {staging / 'common.pt'}: {error}")
+        return planning
+
+    def _require_space(self, buckets: list) -> None:
+        """Fail before the disk is filled to the brim."""
+        needed = torch.tensor([_num_bytes(buckets)], dtype=torch.int64)
+        dist.all_reduce(needed, group=control_group())
+        with agreed():
+            if dist.get_rank() == 0:
+                free = _free_bytes(self.root)
+                if needed.item() > free:
+                    raise CheckpointError(f"it needs {needed.item():,} bytes and {free:,} are free")
+
+    def _write_and_commit(
+        self,
+        strategy: _PlanningStrategy,
+        buckets: list,
+        staging: Path,
+        iteration: int,
+        on_saved: Callable[[Path], None] | None,
+    ) -> None:
+        try:
+            report = _write_files(strategy.file_writer, buckets)
+        except Exception as error:
+            report = error
+        group, rank = control_group(), dist.get_rank()
+        reports: list | None = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(_picklable(report), reports, dst=0, group=group)
+        verdict: list[str | None] = [None]
+        if rank == 0:
+            problems = [f"rank {number}: {entry}" for number, entry in enumerate(reports) if isinstance(entry, str)]
+            try:
+                if not problems:
+                    _write_index(strategy, staging, reports)
+                    self._require_mark()
+                    path = directory.commit(self.root, staging, iteration)
+            except Exception as error:
+                problems.append(f"rank 0: {error}")
+            if problems:
+                verdict[0] = self._describe(iteration, "; ".join(problems[:4]))
+                directory.discard(staging)
+            elif on_saved is not None:
+                on_saved(path)
+        dist.broadcast_object_list(verdict, src=0, group=group)
+        if verdict[0] is not None:
+            raise CheckpointError(verdict[0]) from (report if isinstance(report, Exception) else None)
+
+    def _describe(self, iteration: int, reason: str) -> str:
+        try:
+            latest = directory.read_tracker(self.root)
+        except (CheckpointError, OSError):
+            latest = None
+        intact = f"The checkpoint of iteration {latest} is intact" if latest is not None else "No earlier one existed"
+        try:
+            free = f" ({_free_bytes(self.root):,} bytes are free there)"
+        except OSError:  # the reason says it
+            free = ""
+        return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason}{free}. {intact}."
+
+
+def _without_arguments(common_state: dict) -> dict:
+    """What must be equal on all ranks; arguments name ranks and paths, and those of rank 0 are stored."""
+    return {name: value for name, value in common_state.items() if name != "args"}
+
+
+def _write_files(writer: FileSystemWriterAsync, buckets: list) -> tuple[list, dict[str, dict]]:
+    """Write this rank's files; returns what the index needs, and size and checksum of each file by name."""
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    items, checksums = [], {}
+    for index, bucket in enumerate(buckets):
+        path, name, _ = bucket
+        results, countdown = queue.Queue(), queue.Queue()
+        countdown.put(index)
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, countdown, True)
+        _, outcome = results.get()
+        if isinstance(outcome, Exception):
+            raise CheckpointError(f"cannot write {path}: {outcome}") from outcome
+        items += outcome
+        checksums[name] = integrity.checksum(Path(path))
+    return items, checksums
+
+
+def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple[list, dict]]) -> None:
+    """On rank 0, once all ranks have written: the format's index, then the checksums of everything."""
+    strategy.file_writer.finish(strategy.index, [items for items, _ in reports])
+    save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
+    files: dict[str, dict] = {}
+    for _, checksums in reports:
+        files.update(checksums)
+    for name in sorted(os.listdir(staging)):
+        if name not in files:
+            directory.sync_file(staging / name)
+            files[name] = integrity.checksum(staging / name)
+    directory.write_synced(staging / integrity.MANIFEST, integrity.manifest_text(files))
+
+
+def _on_host(buckets: list, *, copy: bool) -> list:
+    """The same buckets with tensors in host memory; copies where training goes on while they are written."""
+    return [
+        (path, name, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
+        for path, name, (objects, tensors) in buckets
+    ]
+
+
+def _num_bytes(buckets: list) -> int:
+    return sum(
+        sum(data.getbuffer().nbytes for _, data in objects)
+        + sum(tensor.numel() * tensor.element_size() + _BYTES_AROUND_A_TENSOR for _, tensor in tensors)
+        for _, _, (objects, tensors) in buckets
+    )
+
+
+def _free_bytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def _picklable(report: object) -> object:
+    return str(report) if isinstance(report, Exception) else report

@@ -1,0 +1,1 @@
+"""Tokenizers, datasets, and the microbatches that stages compute on."""

@@ -1,0 +1,183 @@
+"""BERT's datasets, the parts of its microbatches, and its losses.
+
+Samples come from megatron.core: sentences of one document up to the sequence length, some tokens of which are masked.
+Where the document ends or `--short-seq-prob` strikes a sample is shorter, and padded. Every stage has attention, so
+every stage reads the padding's mask; it reads its samples itself, in the order in which all stages take them.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import numpy
+import torch
+from torch.nn.functional import cross_entropy
+
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.trainer.data.datasets import SPLITS, build_blended
+from megatron.trainer.data.microbatches import Field
+from megatron.trainer.data.sentences import LONGEST_SENTENCE
+from megatron.trainer.files.indexed_files import document_lengths
+from megatron.trainer.report.names import LOSS
+
+ORDER_LOSS = "sop loss"
+_LONGEST_NGRAM = 3  # whole words that are masked at once, as in Megatron-LM
+
+
+def loss_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """What `bert_loss` reports."""
+    return (LOSS, ORDER_LOSS) if args.bert_binary_head else (LOSS,)
+
+
+def bert_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+    """What a BERT's stages need, with b samples of s tokens, all int64 but `loss_mask`.
+
+    `text` [b, s] and with the binary head `types` [b, s] on the first stage; `labels` [b, s] (-1 where none),
+    `loss_mask` (float32 [b, s]) and with the binary head `is_random` [b] (1: the segments are swapped) on the last;
+    `padding_mask` [b, s] (0 at padding) on every stage.
+    """
+    fields = (
+        Field(name="text", stages="first", least_id=0),
+        Field(name="padding_mask"),
+        Field(name="labels", stages="last", least_id=-1),
+        Field(name="loss_mask", stages="last", dtype=torch.float32),
+    )
+    if not args.bert_binary_head:
+        return fields
+    return (
+        *fields,
+        Field(name="types", stages="first"),
+        Field(name="is_random", stages="last", shape=lambda size, length: (size,)),
+    )
+
+
+def bert_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """The arguments of BertModel's forward for a microbatch, as far as this stage needs them."""
+    labels = batch.get("labels")
+    return {
+        "input_ids": batch.get("text"),
+        "attention_mask": batch["padding_mask"],
+        "tokentype_ids": batch.get("types"),
+        "lm_labels": None if labels is None else labels.clamp(min=0),
+    }
+
+
+def bert_loss(
+    loss_mask: torch.Tensor | None,
+    is_random: torch.Tensor | None,
+    output: tuple[torch.Tensor, torch.Tensor | None],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """BERT's loss on one microbatch, as Megatron-LM weighs it.
+
+    The mean over the microbatch's masked tokens, plus with the binary head the mean over its samples' orders. Each
+    microbatch counts alike, however many masked tokens it has: a batch's loss, differentiated and reported, is the
+    mean over its microbatches and replicas.
+
+    Args:
+        loss_mask: float32 [b, s], 1 where a token was masked.
+        is_random: int64 [b], or None without the binary head.
+        output: cross entropy of each token [b, s], and the logits of the order [b, 2] or None.
+
+    Returns (loss, {name: tensor [value, 1]}), the last for the log, detached; without any masked token [0, 0].
+    """
+    losses, order_logits = output
+    mask = loss_mask.reshape(-1).float()
+    num_masked = mask.sum()
+    loss = torch.sum(losses.reshape(-1).float() * mask) / num_masked.clamp(min=1)
+    numbers = {LOSS: torch.stack([loss.detach(), num_masked.clamp(max=1)])}
+    if order_logits is not None:
+        order_loss = cross_entropy(order_logits.float(), is_random)
+        numbers[ORDER_LOSS] = order_loss.detach()
+        loss = loss + order_loss
+    return loss, numbers
+
+
+class BertDataset(BERTMaskedWordPieceDataset):
+    """megatron.core's, whose samples depend on seed and data only.
+
+    A tenth of the masked tokens is replaced by random ones out of a list in the order of the tokenizer's vocabulary,
+    and that of the `tokenizers` package is another in every process: stages and resumed runs would see other samples.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.token_lookup.sort()
+
+    def __getitem__(self, idx: int) -> dict:
+        try:
+            return super().__getitem__(idx)
+        except KeyError as error:  # looks every token up, to know where words begin
+            raise ValueError(
+                f"token id {error.args[0]} in {self.dataset_path} is not in the vocabulary; use the tokenizer that the "
+                f"data was made with"
+            ) from error
+
+
+def build_bert_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+    """A BERT's three datasets; see `build_blended`. Raises ValueError also for a tokenizer that does not fit."""
+    check_tokenizer(args, tokenizer)
+    return build_blended(
+        args,
+        BertDataset,
+        BERTMaskedWordPieceDatasetConfig,
+        reads=True,
+        num_elements=lambda contents: contents.num_documents,
+        check=lambda config: _check_documents(args, config),
+        tokenizer=tokenizer,
+        masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob,
+        masking_max_ngram=_LONGEST_NGRAM,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=args.bert_binary_head,
+    )
+
+
+def check_tokenizer(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> None:
+    """Raise ValueError for a tokenizer that lacks what BERT's samples need."""
+    numbers = {}
+    for name in ("cls", "sep", "mask", "pad"):
+        try:
+            numbers[name] = getattr(tokenizer, name)
+        except (AttributeError, NotImplementedError, RecursionError):  # some of megatron.core's ask themselves
+            numbers[name] = None
+    missing = [f"[{name.upper()}]" for name, number in numbers.items() if number is None]
+    if missing:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} has no {', '.join(missing)}; use BertWordPieceLowerCase or "
+            f"BertWordPieceCase with --vocab-file"
+        )
+    if numbers["pad"] != 0:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} has [PAD] as {numbers['pad']}, but megatron.core pads samples "
+            "of BERT with 0; give a vocabulary that begins with [PAD]"
+        )
+
+
+def _check_documents(args: argparse.Namespace, config: BERTMaskedWordPieceDatasetConfig) -> None:
+    """Every split of every file has a document to make samples of; megatron.core would look for one for ever."""
+    least = 2 if args.bert_binary_head else 1
+    for split, prefix, part in _parts(args, config):
+        if not any(_is_usable(lengths, least) for lengths in document_lengths(prefix, part)):
+            remedy = "; preprocess with --split-sentences, or train with --bert-no-binary-head" if least == 2 else ""
+            raise ValueError(
+                f"{prefix} has no document of at least {least} sentence{'s' if least > 1 else ''} of at most "
+                f"{LONGEST_SENTENCE} tokens for the {split} split{remedy}"
+            )
+
+
+def _is_usable(lengths: numpy.ndarray, least: int) -> bool:
+    return len(lengths) >= least and (len(lengths) == 1 or int(lengths.max()) <= LONGEST_SENTENCE)
+
+
+def _parts(
+    args: argparse.Namespace, config: BERTMaskedWordPieceDatasetConfig
+) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    """(split, prefix, the part of its documents) of all that the run reads."""
+    for index, split in enumerate(SPLITS):
+        if args.has_split[index]:
+            blend = config.blend or config.blend_per_split[index]
+            part = config.split_matrix[index] if config.blend else (0.0, 1.0)
+            yield from ((split, prefix, part) for prefix in blend[0])

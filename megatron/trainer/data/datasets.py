@@ -1,0 +1,212 @@
+"""Which datasets a run reads: from flags to megatron.core's datasets for training, validation and test.
+
+`build_datasets` is a GPT's; what other models share with it is `build_blended`.
+"""
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.data.microbatches import gpt_fields
+from megatron.trainer.files.directories import problem_with_directory
+from megatron.trainer.files.indexed_files import Contents, check_indexed_dataset
+from megatron.trainer.ranks.agreement import on_rank_zero
+
+Blend = tuple[list[str], list[float] | None]
+SPLITS = ("training", "validation", "test")
+
+
+def parse_blend(words: list[str] | None) -> Blend | None:
+    """`--data-path`'s value: prefixes, or weights and prefixes in turn. Raises ValueError for a weight that is not
+    one."""
+    if not words:
+        return None
+    weights = []
+    for word in words[0::2]:
+        try:
+            weights.append(float(word))
+        except ValueError:
+            return list(words), None
+    prefixes = words[1::2]
+    if len(words) == 1 or len(prefixes) != len(weights):
+        return list(words), None
+    if min(weights) < 0 or sum(weights) <= 0:
+        raise ValueError(f"--data-path has the weights {' '.join(words[0::2])}; they must not be negative or all 0")
+    return list(prefixes), weights
+
+
+def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
+    """(one blend that is split, or None; a blend per split, or None). Both None mean mock data."""
+    if args.mock_data:
+        return None, None
+    if args.data_args_path:
+        return parse_blend(_read(args.data_args_path).split()), None
+    if args.per_split_data_args_path:
+        try:
+            per_split = json.loads(_read(args.per_split_data_args_path))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"--per-split-data-args-path {args.per_split_data_args_path} is not JSON: {error}"
+            ) from error
+        return None, [parse_blend(per_split.get(name)) for name in ("train", "valid", "test")]
+    if args.data_path:
+        return parse_blend(args.data_path), None
+    return None, [parse_blend(paths) for paths in (args.train_data_path, args.valid_data_path, args.test_data_path)]
+
+
+def _read(path: str) -> str:
+    if not os.path.isfile(path):
+        raise ValueError(f"file {path} does not exist")
+    with open(path, encoding="utf-8") as stream:
+        return stream.read()
+
+
+def num_samples(args: argparse.Namespace) -> list[int]:
+    """Samples that training, validation and test take over the whole run, as Megatron-LM counts them."""
+    train = args.train_samples or args.batch_sizes.samples_after(args.train_iters)
+    per_evaluation = args.eval_iters * args.global_batch_size
+    return [train, (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation]
+
+
+def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+    """A GPT's three datasets; see `build_blended`."""
+    schedule = pipeline_schedule(args)
+    if args.mock_data:
+        logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
+    return build_blended(
+        args,
+        MockGPTDataset if args.mock_data else GPTDataset,
+        GPTDatasetConfig,
+        reads=args.elastic_pipeline  # any rank may come to hold the first or the last stage
+        or any(
+            field.is_needed(stage, schedule.num_stages)
+            for stage in schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+            for field in gpt_fields(args)
+        ),
+        num_elements=lambda contents: contents.num_sequences,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,  # the plain causal mask is left to the attention
+    )
+
+
+def build_blended(
+    args: argparse.Namespace,
+    dataset_class: type,
+    config_class: type[BlendedMegatronDatasetConfig],
+    *,
+    reads: bool,
+    num_elements: Callable[[Contents], int],
+    check: Callable[[BlendedMegatronDatasetConfig], None] | None = None,
+    **options: object,
+) -> list:
+    """The three datasets, each None where it is not needed on this rank or its split is empty. Collective over all
+    ranks.
+
+    Args:
+        dataset_class, config_class: megatron.core's; `options` are what this configuration has of its own.
+        reads: whether this rank's stage needs samples.
+        num_elements: of a file, what `--split` divides.
+        check: raises ValueError for data of which the class makes no samples.
+
+    Sets `args.has_split`, a bool for training, validation and test, the same on every rank. Raises ValueError for files
+    that are missing, empty or truncated, for a training split without documents, and for a cache of sample indices that
+    cannot be written.
+    """
+    blend, per_split = blends(args)
+    prefixes = [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]
+    sizes = [num_elements(check_indexed_dataset(prefix)) for prefix in prefixes]
+    config = config_class(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=per_split,
+        split=None if per_split else args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        **options,
+    )
+    wanted = num_samples(args)
+    if blend is not None:
+        _drop_empty_splits(config, sizes)
+    args.has_split = _existing_splits(config, wanted)
+    if not args.has_split[0] and not args.skip_train:
+        raise ValueError("the training split has no documents; change --split or give more text")
+    if not config.mock and (problem := on_rank_zero(lambda: _problem_with_cache(args.data_cache_path))) is not None:
+        raise ValueError(problem)
+    if check is not None:
+        check(config)
+    reads = reads and parallel_state.get_tensor_model_parallel_rank() == 0
+    builds = reads or torch.distributed.get_rank() == 0  # rank 0 writes the sample indices that the others read
+    builder = BlendedMegatronDatasetBuilder(dataset_class, wanted, lambda: builds, config)
+    try:
+        datasets = builder.build()
+    except (AssertionError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
+            f"{error or type(error).__name__}; give more text or shorten --seq-length"
+        ) from error
+    except Exception as error:  # megatron.core raises no subclass of it where it cannot write
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise ValueError(
+            f"the sample indices cannot be written: {error.__cause__}; name a directory where files can be created "
+            f"with --data-cache-path"
+        ) from error
+    if not reads:
+        return [None] * len(datasets)
+    _check_lengths(args, datasets, wanted)
+    return datasets
+
+
+def _problem_with_cache(path: str | None) -> str | None:
+    """Why sample indices cannot be kept in `path`. One that holds files may have all of them, and need no writing."""
+    if path is None or (os.path.isdir(path) and os.listdir(path)):
+        return None
+    return problem_with_directory("--data-cache-path", path)
+
+
+def _drop_empty_splits(config: BlendedMegatronDatasetConfig, num_elements: list[int]) -> None:
+    """A split that gets no document of a small file is left out; megatron.core would look for its samples for ever."""
+    for index, bounds in enumerate(config.split_matrix):
+        if bounds is None:
+            continue
+        sizes = [round(bounds[1] * number) - round(bounds[0] * number) for number in num_elements]
+        if max(sizes) == 0:
+            config.split_matrix[index] = None
+        elif min(sizes) == 0:
+            prefix = config.blend[0][sizes.index(0)]
+            raise ValueError(
+                f"{prefix} has too few documents for a {SPLITS[index]} split; change --split, give more text, "
+                f"or name data per split"
+            )
+
+
+def _existing_splits(config: BlendedMegatronDatasetConfig, wanted: list[int]) -> tuple[bool, bool, bool]:
+    """Which of the three splits have data that the run takes; the same on every rank."""
+    there = config.split_matrix if config.split_matrix is not None else config.blend_per_split
+    return tuple(part is not None and number > 0 for part, number in zip(there, wanted, strict=True))
+
+
+def _check_lengths(args: argparse.Namespace, datasets: list, wanted: list[int]) -> None:
+    for name, dataset, number in zip(SPLITS, datasets, wanted, strict=True):
+        if number == 0 or (name == "training" and args.skip_train):
+            continue
+        if dataset is not None and len(dataset) < number:
+            raise ValueError(
+                f"the {name} data holds {len(dataset)} samples but the run takes {number}; give the parts of the "
+                f"blend weights, so that they are repeated, or shorten the run"
+            )

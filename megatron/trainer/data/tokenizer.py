@@ -1,0 +1,203 @@
+"""Text to token ids and back: which tokenizer `--tokenizer-type` names.
+
+megatron.core brings SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE and its
+WordPiece need a network even with local files, and it cannot open a single `tokenizer.json`; all three are read here
+through the `tokenizers` package.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+from collections import OrderedDict
+
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.trainer.arguments.values.vocabulary import padded
+
+_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
+_PACKAGES = {
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "HuggingFaceTokenizer": "transformers",
+    "TikTokenizer": "tiktoken",
+    "GPT2BPETokenizer": "tokenizers",
+    "BertWordPieceLowerCase": "tokenizers",
+    "BertWordPieceCase": "tokenizers",
+}
+_LOCAL_FILES = {  # those that are read by their flags, without a --tokenizer-model
+    "GPT2BPETokenizer": (("--vocab-file", "vocab_file"), ("--merge-file", "merge_file")),
+    "BertWordPieceLowerCase": (("--vocab-file", "vocab_file"),),
+    "BertWordPieceCase": (("--vocab-file", "vocab_file"),),
+}
+
+
+class FastTokenizer(MegatronTokenizerBase):
+    """A `tokenizers.Tokenizer` with the face that megatron.core's datasets expect.
+
+    Args:
+        path: where it came from; part of the identity of sample indices.
+        core: the loaded tokenizer.
+    Raises ValueError if it has no end-of-document token.
+    """
+
+    def __init__(self, path: str, core) -> None:
+        super().__init__(path, {"library": "tokenizers"})
+        self.core = core
+        found = [token for token in _END_OF_DOCUMENT if core.token_to_id(token) is not None]
+        if not found:
+            raise ValueError(f"{path} has no end-of-document token; add one of {', '.join(_END_OF_DOCUMENT)}")
+        self.eod_token = found[0]
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.core.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self.core.decode(list(ids), skip_special_tokens=False)
+
+    def apply_chat_template(self, *args, **kwargs):
+        raise ValueError("this tokenizer has no chat template; use a Hugging Face directory as --tokenizer-model")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.core.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.core.get_vocab(with_added_tokens=True)
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        return {number: token for token, number in self.vocab.items()}
+
+    @property
+    def eod(self) -> int:
+        return self.core.token_to_id(self.eod_token)
+
+    eos = eos_id = eod
+
+    @property
+    def unique_identifiers(self) -> OrderedDict:
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        return OrderedDict(**{"class": name, "tokenizer_path": self.path})
+
+
+class WordPieceTokenizer(FastTokenizer):
+    """BERT's tokenizer, from a vocabulary file with a token a line, `##` before those that go on with a word.
+
+    [SEP] ends a document as it ends a segment. Raises ValueError if a token that BERT's samples need is missing.
+    """
+
+    def __init__(self, path: str, core) -> None:
+        MegatronTokenizerBase.__init__(self, path, {"library": "tokenizers"})
+        self.core = core
+        numbers = {name: core.token_to_id(f"[{name}]") for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
+        missing = [f"[{name}]" for name, number in numbers.items() if number is None]
+        if missing:
+            raise ValueError(f"{path} has no {', '.join(missing)}; give the vocabulary of a BERT, a token a line")
+        self.pad, self.cls, self.sep, self.mask = (numbers[name] for name in ("PAD", "CLS", "SEP", "MASK"))
+        self.eod_token = "[SEP]"
+        self._words = super().inv_vocab
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        return self._words  # megatron.core looks into it for every token
+
+
+def build_tokenizer(args: argparse.Namespace) -> MegatronTokenizerBase:
+    """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
+    if (problem := problem_with_tokenizer(args)) is not None:
+        raise ValueError(problem)
+    try:
+        return _load(args)
+    except ValueError:
+        raise
+    except Exception as error:  # each library has its own errors for a file that is not its own
+        kind = args.tokenizer_type
+        source = args.tokenizer_model or args.vocab_file
+        raise ValueError(f"--tokenizer-type {kind} cannot read {source}: {error or type(error).__name__}") from error
+
+
+def problem_with_tokenizer(args: argparse.Namespace) -> str | None:
+    """What this machine lacks for the tokenizer, a package or a file, in one sentence."""
+    kind = args.tokenizer_type
+    package = _PACKAGES.get(kind)
+    if package and importlib.util.find_spec(package) is None:
+        return f"--tokenizer-type {kind} needs the package {package}, which is not installed"
+    if kind in _LOCAL_FILES:
+        files = [(flag, getattr(args, name)) for flag, name in _LOCAL_FILES[kind]]
+        return next((f"{flag} {path} does not exist" for flag, path in files if not os.path.isfile(path)), None)
+    return _problem_with_model(args) if package else None
+
+
+def _problem_with_model(args: argparse.Namespace) -> str | None:
+    path = args.tokenizer_model
+    if os.path.exists(path):
+        return None
+    looks_local = os.path.sep in path or path.startswith(".") or path.endswith((".json", ".model"))
+    names_hub = not looks_local or (path.count(os.path.sep) == 1 and path[0] not in "./")
+    if args.tokenizer_type == "HuggingFaceTokenizer" and names_hub:  # a name, or an organisation and a name
+        return None
+    return f"--tokenizer-model {path} does not exist"
+
+
+def _load(args: argparse.Namespace) -> MegatronTokenizerBase:
+    kind, path = args.tokenizer_type, args.tokenizer_model
+    if kind == "GPT2BPETokenizer":
+        return _gpt2(args.vocab_file, args.merge_file)
+    if kind.startswith("BertWordPiece"):
+        return _wordpiece(args.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
+    if kind == "NullTokenizer":
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=args.vocab_size)
+    if kind == "ByteLevelTokenizer":
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"})
+    if kind == "TikTokenizer":
+        options = {"vocab_size": args.vocab_size} if args.vocab_size else {}
+        return MegatronTokenizer.from_pretrained(
+            path,
+            {"library": "tiktoken"},
+            pattern=args.tiktoken_pattern or "v2",
+            num_special_tokens=args.tiktoken_num_special_tokens,
+            special_tokens=args.tiktoken_special_tokens,
+            **options,
+        )
+    if kind == "HuggingFaceTokenizer":
+        if os.path.isfile(path):
+            from tokenizers import Tokenizer
+
+            return FastTokenizer(path, Tokenizer.from_file(path))
+        return MegatronTokenizer.from_pretrained(path, {"library": "huggingface"}, use_fast=True)
+    return MegatronTokenizer.from_pretrained(path, {"library": "sentencepiece"}, legacy=False)
+
+
+def _gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
+    from tokenizers import AddedToken, ByteLevelBPETokenizer
+
+    with open(vocab_file, encoding="utf-8") as stream:
+        vocab = json.load(stream)
+    tokenizer = ByteLevelBPETokenizer(vocab_file, merge_file, add_prefix_space=False)
+    if "<|endoftext|>" in vocab:
+        tokenizer._tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    return FastTokenizer(vocab_file, tokenizer._tokenizer)
+
+
+def _wordpiece(vocab_file: str, *, lowercase: bool) -> WordPieceTokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    core = Tokenizer(models.WordPiece.from_file(vocab_file, unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    return WordPieceTokenizer(vocab_file, core)
+
+
+def padded_vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
+    """Rows of the embedding: the vocabulary, at least `--vocab-size`, up to a multiple of
+    `--make-vocab-size-divisible-by` x tensor parallel size."""
+    return padded(args, vocab_size(args, tokenizer))
+
+
+def vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
+    """Token ids that may occur in the data."""
+    return max(tokenizer.vocab_size, args.vocab_size or 0) + args.vocab_extra_ids

@@ -1,0 +1,1 @@
+"""`--dry-run`: a job without its cluster."""

@@ -1,0 +1,209 @@
+"""What a run that changes its pipeline may come to, before it begins: for a dry run.
+
+By hand it is known how many layers freeze; by a rule, it is assumed that all freeze that may, as if the last layer had
+the least gradients. Times are counted by arithmetic, since nothing was measured; so where the pipeline shrinks by
+measured times, this is a guess. A cache is taken to be used, and its reading to cost nothing.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron.elastic.cache import Seconds
+from megatron.elastic.freeze_rule import ByHand
+from megatron.pipeline.schedules import PRESETS
+from megatron.placement.hosts import Process
+from megatron.planner import GIB, RankMemory, Verdict, device_gib
+from megatron.planner.job.devices import BORDERLINE
+from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
+from megatron.trainer.arguments.rules.classification import data_paths
+from megatron.trainer.arguments.rules.freezing import make_rule
+from megatron.trainer.changes.shaping import Outlook, Shaping, memory_of_ranks
+from megatron.trainer.changes.shaping import bytes_in_change as within_change
+from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.arrangement import Arrangement, arrange, iterations_to_the_end
+from megatron.trainer.plan.rank_mapping import degrees_of
+
+
+@dataclass(frozen=True)
+class PlannedChange:
+    """One change of a run.
+
+    Attributes:
+        iteration, arrangement: behind which, to what.
+        num_bytes: of the rank that is fullest from then on.
+        bytes_in_change: of the fullest rank within the change, where the state of before, but for gradients, and that
+            of after are held, without activations.
+        rank: of the pipeline behind it, the one that takes the more of both.
+        bytes_moved: that ranks send each other at most, all together.
+        outlook: seconds of a batch, up to a factor; None where no other cut is looked for.
+    """
+
+    iteration: int
+    arrangement: Arrangement
+    num_bytes: float
+    bytes_in_change: float
+    rank: int
+    bytes_moved: float
+    outlook: Outlook | None = None
+
+    @property
+    def is_fullest_within(self) -> bool:
+        """Whether a rank takes more while it changes than any from then on."""
+        return self.bytes_in_change > self.num_bytes
+
+    @property
+    def most_bytes(self) -> float:
+        return max(self.num_bytes, self.bytes_in_change)
+
+    @property
+    def speedup(self) -> float | None:
+        """Batches for each one that the pipeline would have got through without another cut."""
+        return self.outlook.before / self.outlook.after if self.outlook is not None and self.outlook.after else None
+
+    def judge(self, gib: float) -> Verdict:
+        """The verdict on GPUs with this much memory, in GiB."""
+        spare = gib - self.most_bytes / GIB
+        return Verdict(rank=self.rank, spare_gib=spare, is_borderline=0 <= spare < BORDERLINE * gib)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a process has of a pipeline."""
+
+    memory: RankMemory
+    layers: range
+
+
+def planned_changes(
+    args: argparse.Namespace, layers: Sequence[int], processes: Sequence[Process] = ()
+) -> list[PlannedChange]:
+    """The changes of a run of `args`, a pipeline of stages with so many `layers` at first.
+
+    `processes`: by rank; none: they are on one node.
+    """
+    args = argparse.Namespace(**vars(args))
+    args.first_arrangement = Arrangement(
+        args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers)
+    )
+    arrange(args, args.first_arrangement)
+    decisions, found, held = _Decisions(args, processes), [], _held(args)
+    iteration, samples = args.freeze_start, args.freeze_start * args.global_batch_size
+    while (iteration := iteration + args.freeze_interval) < args.train_iters and not decisions.are_final:
+        samples += args.freeze_interval * args.batch_sizes.global_batch_size  # read where batches have one size
+        wanted = decisions.next(iteration)
+        if wanted != args.arrangement:
+            arrange(args, wanted)
+            change, held = _change(args, iteration, held, decisions.outlook)
+            found.append(change)
+            args.train_iters = iterations_to_the_end(args, iteration=iteration, consumed_samples=samples)
+    return found
+
+
+class _Decisions:
+    """What the run of `args` decides at the ends of its intervals, in their order.
+
+    Shapes are weighed where something differs from the interval before: the depth, a number of a list by hand, or the
+    pipeline. What is left of the run is no matter: here a change costs nothing, and a cache is read in any case.
+
+    Attributes:
+        outlook: what is expected of the last decision; None where no other cut is looked for.
+    """
+
+    def __init__(self, args: argparse.Namespace, processes: Sequence[Process]) -> None:
+        self._args, self.outlook = args, None
+        self._rule = make_rule(args) if args.freeze_training else None
+        self._shaping = _shaping(args, processes)
+        self._norms = tuple(float(layer) for layer in range(args.num_layers, 0, -1))  # least at the end
+        self._num_by_hand = max(len(args.elastic_schedule or ()), len(args.elastic_micro_batch_size or ()))
+        self._num_intervals, self._is_settled = 0, False
+
+    def next(self, iteration: int) -> Arrangement:
+        """The arrangement behind the next interval, which ends at `iteration`."""
+        self._num_intervals += 1
+        wanted = now = self._args.arrangement
+        if self._rule is not None:
+            wanted = now.with_frozen(max(now.num_frozen, self._rule.decide(self._norms)))
+        is_new = wanted != now or self._num_intervals <= self._num_by_hand or not self._is_settled
+        if self._shaping is not None and is_new:
+            wanted, self.outlook = self._shaping.decide(wanted, batches_left=self._args.train_iters - iteration)
+        self._is_settled = wanted == now
+        return wanted
+
+    @property
+    def are_final(self) -> bool:
+        """Whether all further ones are to stay."""
+        return self._is_settled and self._num_intervals >= self._num_by_hand and self._has_all_layers()
+
+    def _has_all_layers(self) -> bool:
+        """Whether no more freeze."""
+        rule = self._rule
+        is_used_up = isinstance(rule, ByHand) and rule.num_intervals >= len(rule.counts)
+        return rule is None or is_used_up or self._args.arrangement.num_frozen == self._args.num_layers - 1
+
+
+def _shaping(args: argparse.Namespace, processes: Sequence[Process]) -> Shaping | None:
+    """What decides as in the run, under the same flags; it measures no disk."""
+    if not args.elastic_pipeline and args.activation_cache is None:
+        return None
+    args.activation_cache_use = "always"
+    device_bytes = math.inf if args.dry_run_gpu is None else device_gib(args.dry_run_gpu) * GIB
+    is_here = args.activation_cache is None or all(map(os.path.exists, data_paths(args)["train"]))
+    return Shaping(
+        args, processes, device_bytes=device_bytes, disk=Seconds(0.0, 0.0, 0.0),
+        epoch=None if is_here else 1,  # of a length that is not known here
+    )  # fmt: skip
+
+
+def _change(
+    args: argparse.Namespace, iteration: int, before: list[_Held], outlook: Outlook | None
+) -> tuple[PlannedChange, list[_Held]]:
+    """The one to how `args` are arranged now, and what each process has behind it."""
+    after = _held(args)
+    num_bytes, rank = max((each.memory.total, each.memory.rank) for each in after)
+    bytes_in_change, rank_within = max(
+        (within_change(old.memory, new.memory), new.memory.rank) for old, new in zip(before, after, strict=True)
+    )
+    moved = sum(_bytes_of_others(args, old.layers, new.layers) for old, new in zip(before, after, strict=True))
+    rank = rank if num_bytes >= bytes_in_change else rank_within
+    return PlannedChange(iteration, args.arrangement, num_bytes, bytes_in_change, rank, moved, outlook), after
+
+
+def _held(args: argparse.Namespace) -> list[_Held]:
+    """Of each process."""
+    ranks = memory_of_ranks(args, counts_communicators=from_flags.uses_nccl(args))
+    degrees = degrees_of(args)
+    ends = list(accumulate(args.arrangement.layers_of_rank, initial=0))
+    stages = [degrees.coordinates(process).stage for process in range(degrees.world_size)]
+    return [_Held(ranks[stage], range(ends[stage], ends[stage + 1])) for stage in stages]
+
+
+def _bytes_of_others(args: argparse.Namespace, before: range, after: range) -> float:
+    """What a process with layers `before` has not got of what it needs for `after`, as `args` are arranged now: weights
+    and the optimizer's state. Where replicas share that state out, all of it may be another's.
+    """
+    model, state, tensor = (
+        from_flags.architecture(args),
+        from_flags.training_state(args),
+        args.tensor_model_parallel_size,
+    )
+    num_frozen, last = args.arrangement.num_frozen, args.num_layers - 1
+    versions = 1 + (PRESETS[args.pipeline_schedule].policy.delay or 0)
+
+    def count(layers: Sequence[int], *, frozen: bool) -> int:
+        own = layer_parameters(model, tensor) * sum((each < num_frozen) == frozen for each in layers)
+        if 0 in layers and frozen == (num_frozen > 0):
+            own += embedding_parameters(model, tensor)
+        return own + (head_parameters(model, tensor, holds_embedding=False) if last in layers and not frozen else 0)
+
+    new = [each for each in after if each not in before]
+    trained = count(new, frozen=False)
+    sharded = count(after, frozen=False) if state.distributed_optimizer else trained
+    return (
+        state.weights(trained, num_versions=versions)
+        + state.optimizer(sharded, num_versions=versions)
+        + state.weight_bytes * count(new, frozen=True)
+    )

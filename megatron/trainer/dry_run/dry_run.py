@@ -1,0 +1,197 @@
+"""`--dry-run GPUS`: everything of a job that does not need its cluster, in one process.
+
+Problem: a mistake in a job for many GPUs shows itself on the cluster, after the queue. Most of what can be wrong is
+known before: the flags, the program, the memory, who sits where.
+
+Solution: the checks of a start-up, in their order, for a world size that is given: flags, what megatron.core makes of
+them, files (those that are here), the programs that the run would execute, proved; then an estimate of each stage's
+memory and the map of ranks. What only the cluster has is taken as there, and said: CUDA with Transformer Engine, and
+files that are missing.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from megatron.pipeline.check import ProgramError
+from megatron.placement.bandwidth import saved_activation_bytes
+from megatron.placement.hosts import Process
+from megatron.placement.mapping import inverse
+from megatron.placement.pairs import count_crossing
+from megatron.placement.report import PlacementReport, make_report
+from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
+from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
+from megatron.trainer.arguments import Platform, resolve_platform, validate_args
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.changes.prefix_cache import missing_cache
+from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
+from megatron.trainer.dry_run import hosted
+from megatron.trainer.dry_run.changes import planned_changes
+from megatron.trainer.dry_run.missing import choose_vocabulary, missing_checkpoint, missing_data
+from megatron.trainer.dry_run.text import DryRun, print_dry_run, to_dict
+from megatron.trainer.models.core_config import optimizer_config, transformer_config
+from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.hosting import hosting_of
+from megatron.trainer.plan.proving import prove
+from megatron.trainer.plan.rank_mapping import decide, degrees_of, evictors, model_shape, recompute_scope
+from megatron.trainer.report.log import packages_not_here
+
+_REFUSED = 1
+
+
+def run_dry(args: argparse.Namespace, prog: str) -> int:
+    """Check the job that `args` (parsed, not yet validated) describe; returns the exit status."""
+    try:
+        result = check_job(args)
+        print_dry_run(result, prog)
+        if args.dry_run_json is not None:
+            with open(args.dry_run_json, "w", encoding="utf-8") as stream:
+                json.dump(to_dict(result), stream, indent=1)
+        if refused := _refusal(result):
+            raise ValueError(refused)
+        if result.hosted and (refused := hosted.refusal(result.hosted, args.dry_run_host_memory)):
+            raise ValueError(refused)
+    except (ValueError, ProgramError) as error:
+        sys.stdout.flush()
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        return _REFUSED
+    except OSError as error:
+        sys.stderr.write(f"{prog}: error: {error.filename}: {error.strerror}\n")
+        return _REFUSED
+    return 0
+
+
+def _refusal(result: DryRun) -> str | None:
+    """Why the job does not fit on --dry-run-gpu, at first or behind a change; None where it does."""
+    if result.verdict is None:
+        return None
+    gpu = result.args.dry_run_gpu
+    there = f"the {device_gib(gpu):g} GiB of --dry-run-gpu {gpu}"
+    if not result.verdict.fits:
+        missing = f"{-result.verdict.spare_gib:.1f} GiB"
+        return f"{result.place(result.verdict.rank)} misses {missing} of {there}; {_remedy(result)}"
+    verdict = result.verdict_of_changes
+    if verdict is None or verdict.fits:
+        return None
+    return (
+        f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank} misses {-verdict.spare_gib:.1f} GiB of "
+        f"{there}; {_remedy_of_change(result.args)}"
+    )
+
+
+def _remedy_of_change(args: argparse.Namespace) -> str:
+    if args.elastic_schedule is not None:
+        return "give more ranks in --elastic-schedule, or leave it out, use smaller microbatches or more GPUs"
+    if args.use_distributed_optimizer:
+        return "use more GPUs"
+    return "use more GPUs, or share the optimizer's state out to replicas (--use-distributed-optimizer)"
+
+
+def _remedy(result: DryRun) -> str:
+    if result.hosted:
+        return "use smaller microbatches, fewer of them, smaller stages, or more GPUs"
+    return "recompute more, use smaller microbatches or more GPUs, or balance activations (--pipeline-schedule bpipe)"
+
+
+def check_job(args: argparse.Namespace) -> DryRun:
+    """Everything that a dry run finds. Raises ValueError for what a run would refuse."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
+    notes = _complete(args)
+    warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
+    warnings += missing_cache(args) if args.activation_cache is not None else []
+    warnings += packages_not_here(args).values()
+    # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
+    config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
+    optimizer_config(args)
+    schedule = pipeline_schedule(args)
+    report, demand = prove(args, schedule)
+    layers, hosting = from_flags.layers_of_stages(config), hosting_of(args, schedule)
+    memory = estimate_memory(
+        from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
+        layers=layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
+        counts_communicators=from_flags.uses_nccl(args) and hosting is None, hosting=hosting,
+    )  # fmt: skip
+    placement, lines, processes = place(args)
+    return DryRun(
+        args=args,
+        schedule=schedule,
+        report=report,
+        memory=memory,
+        verdict=_judge(args, memory),
+        placement=placement,
+        placement_lines=lines,
+        notes=notes,
+        warnings=warnings,
+        changes=planned_changes(args, layers, processes) if args.changes and not args.skip_train else [],
+        hosted=hosting and hosted.hosted_run(args, schedule, hosting, memory, layers, placement),
+    )
+
+
+def _complete(args: argparse.Namespace) -> list[str]:
+    """Validate for the job's world size, on a machine as the cluster's are taken to be; returns notes."""
+    if args.use_checkpoint_args:
+        if args.load is not None and not os.path.isdir(args.load):
+            raise ValueError(
+                f"--use-checkpoint-args takes the model from --load {args.load}, which is not on this machine; for a "
+                "dry run here give the model's flags in its place"
+            )
+        apply_checkpoint_arguments(args)
+    notes = validate_args(args, world_size=args.dry_run)
+    machine = Platform(
+        is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
+    )
+    return notes + resolve_platform(args, machine)
+
+
+# --- memory
+
+
+def _judge(args: argparse.Namespace, memory: tuple[RankMemory, ...]) -> Verdict | None:
+    return None if args.dry_run_gpu is None else judge(memory, device_gib(args.dry_run_gpu))
+
+
+# --- placement
+
+
+def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str], list[Process]]:
+    """Who would sit where, lines about traffic between nodes, and the processes by rank. Raises ValueError."""
+    given = load_topology(args.rank_topology) if args.rank_topology else None
+    nodes = _nodes(args.world_size, given, args.dry_run_gpus_per_node)
+    processes = [Process(node.name, slot) for node in nodes for slot in range(node.gpus)]
+    ranks, lines = decide(args, processes)
+    degrees = degrees_of(args)
+    # Without traffic the report has no times, so where no topology is given its bandwidths are never read.
+    bandwidth = given.bandwidth if given else Bandwidth(within_node=1, between_nodes=1)
+    topology, moving = Topology(nodes=nodes, bandwidth=bandwidth), evictors(args)
+    report = make_report(args.rank_mapping, tuple(ranks), degrees, topology, evictors=moving)
+    if given is None and moving and not count_crossing(report.mapping, degrees, [node.gpus for node in nodes], moving):
+        num_bytes = saved_activation_bytes(model_shape(args, degrees), recompute_scope(args))
+        lines.append(
+            f"pairs move {num_bytes / 1e9:.3g} GB for a microbatch; the bandwidth that hides it is that over the time "
+            "of a forward (BPipe, appendix B): give --rank-topology with teraflops_per_gpu to compare"
+        )
+    return report, lines, [processes[slot] for slot in inverse(ranks)]
+
+
+def _nodes(world_size: int, topology: Topology | None, gpus_per_node: int) -> tuple[Node, ...]:
+    """The nodes that the job fills, in order."""
+    if topology is None:
+        full, rest = divmod(world_size, gpus_per_node)
+        return tuple(
+            Node(name=f"node{index}", gpus=count)
+            for index, count in enumerate([gpus_per_node] * full + [rest])
+            if count
+        )
+    nodes, left = [], world_size
+    for node in topology.nodes:
+        if left:
+            nodes.append(Node(name=node.name, gpus=min(node.gpus, left)))
+            left -= nodes[-1].gpus
+    if left:
+        raise ValueError(
+            f"--dry-run {world_size} needs more GPUs than the {topology.num_slots} of --rank-topology; add nodes to "
+            "the file, or leave it out"
+        )
+    return tuple(nodes)

@@ -1,0 +1,237 @@
+"""What a dry run found, as a record, for people and for programs."""
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+
+from megatron.pipeline.check import CheckReport
+from megatron.pipeline.schedules import Schedule
+from megatron.placement.report import PlacementReport
+from megatron.placement.text import tables
+from megatron.planner import GIB, RankMemory, Verdict, device_gib
+from megatron.planner.text import memory_as_dict, memory_table
+from megatron.trainer.dry_run import hosted
+from megatron.trainer.dry_run.changes import PlannedChange
+from megatron.trainer.dry_run.hosted import HostedRun
+from megatron.trainer.plan import from_flags
+from megatron.trainer.report import provisional
+from megatron.trainer.report.throughput import flops_per_sample
+
+_MOST_NODES = 16  # that are shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A job that was checked. `report` is of its largest batches; `verdict`, of the pipeline at first, is None where no
+    GPU was named, `hosted` where weights live on the device.
+    """
+
+    args: argparse.Namespace
+    schedule: Schedule
+    report: CheckReport
+    memory: tuple[RankMemory, ...]
+    verdict: Verdict | None
+    placement: PlacementReport
+    placement_lines: list[str]
+    notes: list[str]
+    warnings: list[str]
+    hosted: HostedRun | None = None
+    changes: list[PlannedChange] = field(default_factory=list)
+
+    @property
+    def fullest_change(self) -> PlannedChange | None:
+        """The one of which a rank takes most."""
+        return max(self.changes, key=lambda each: each.most_bytes, default=None)
+
+    @property
+    def verdict_of_changes(self) -> Verdict | None:
+        """Of the fullest; None where there is none, or no GPU was named."""
+        if self.fullest_change is None or self.args.dry_run_gpu is None:
+            return None
+        return self.fullest_change.judge(device_gib(self.args.dry_run_gpu))
+
+    def moment(self, change: PlannedChange) -> str:
+        """When a change takes most, in words."""
+        if change.is_fullest_within:
+            return f"while the pipeline changes at iteration {change.iteration}"
+        return f"from iteration {change.iteration} on"
+
+    def place(self, rank: int) -> str:
+        """A rank of the pipeline in words."""
+        stages = self.memory[rank].stages
+        return f"stage {stages[0]}" if len(stages) == 1 else f"pipeline rank {rank}"
+
+
+def print_dry_run(result: DryRun, prog: str) -> None:
+    """Print to standard output: tables with lines and colours on a terminal, plain ones in a pipe."""
+    from rich.console import Console
+
+    plain = not sys.stdout.isatty()
+    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+
+    def say(*lines: str, style: str = "") -> None:
+        for line in lines:
+            console.print(line, style="" if plain else style, markup=False, soft_wrap=True)
+
+    def show(title: str, *content: object) -> None:
+        say(f"\n{title}", style="bold")
+        for part in content:
+            console.print(part)
+
+    args, degrees, nodes = result.args, result.placement.degrees, result.placement.topology.nodes
+    say(
+        f"dry run of {prog}: {args.world_size} GPUs on {len(nodes)} node{'s' * (len(nodes) > 1)}, tensor "
+        f"{degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}",
+        *_model_lines(result),
+        *(f"note: {note}" for note in result.notes),
+    )
+    show("program")
+    say(*_program_lines(result))
+    show("memory of a GPU, estimated, in GiB", memory_table(result.memory, plain=plain))
+    say(*_memory_lines(result))
+    if result.hosted:
+        show("memory of the host, estimated")
+        say(*hosted.lines(result.hosted, result.memory))
+    if args.changes and not args.skip_train:
+        show("changes of the pipeline, at most")
+        say(*_change_lines(result))
+    for title, table in tables(result.placement, plain=plain, max_nodes=_MOST_NODES):
+        show(title, table)
+    if len(nodes) > _MOST_NODES:
+        say(f"... and {len(nodes) - _MOST_NODES} more nodes; --dry-run-json writes all of them")
+    say(*result.placement_lines, *(f"warning: {warning}" for warning in result.warnings))
+
+
+def _model_lines(result: DryRun) -> list[str]:
+    args, t = result.args, result.placement.degrees.tensor
+    total = sum(rank.num_parameters for rank in result.memory) * t
+    sizes = args.batch_sizes.all_sizes()
+    batch = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return [
+        f"model: {total / 1e9:.4g} billion parameters on the GPUs of a replica, "
+        f"{flops_per_sample(args) / 1e12:.4g} TFLOP a sample; batches of {batch} samples, "
+        f"microbatches of {args.micro_batch_size}",
+        "weights on the host train on CPUs so far: checked as a run there, priced for GPUs"
+        if result.hosted
+        else f"taken as there on every GPU: CUDA{_engine(args)}",
+    ]
+
+
+def _engine(args: argparse.Namespace) -> str:
+    if args.transformer_impl != "transformer_engine":
+        return ", without Transformer Engine (--transformer-impl local)"
+    kept = "keeps attention scores" if from_flags.activation_setting(args).saves_scores else "flash attention"
+    return f" and Transformer Engine ({kept}); --transformer-impl local does without it"
+
+
+def _program_lines(result: DryRun) -> list[str]:
+    report, counts = result.report, sorted(set(result.args.batch_sizes.all_num_microbatches()))
+    sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]} ({len(counts)} sizes)"
+    lines = [
+        f"schedule {result.args.pipeline_schedule}, {report.num_stages} stages on {report.num_ranks} ranks, batches of "
+        f"{sizes} microbatches: proved for any number of batches ({report.num_instructions} instructions in "
+        f"{report.num_batches})",
+        f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
+        f"{', '.join(map(str, report.live_versions))}",
+    ]
+    if predictions := provisional.description(result.args, counts[0]):
+        lines.append(predictions)
+    if any(report.evicted_microbatches):
+        lines.append(
+            f"evicted microbatches by stage, in {report.num_batches} batches: "
+            f"{', '.join(map(str, report.evicted_microbatches))}"
+        )
+    return lines
+
+
+def _memory_lines(result: DryRun) -> list[str]:
+    verdict = result.verdict
+    if verdict is None:
+        fullest = max(result.memory, key=lambda rank: rank.total)
+        return [
+            f"{result.place(fullest.rank)} needs most, {fullest.total / GIB:.1f} GiB; --dry-run-gpu says whether that "
+            "fits"
+        ]
+    return _verdict_lines(result, verdict, result.place(verdict.rank))
+
+
+def _verdict_lines(result: DryRun, verdict: Verdict, where: str) -> list[str]:
+    spare = f"{'leaves' if verdict.fits else 'misses'} {abs(verdict.spare_gib):.1f} GiB"
+    lines = [f"{result.args.dry_run_gpu}: {verdict.word}; {where} {spare}"]
+    if verdict.is_borderline:
+        lines.append(
+            "warning: so near the limit the CUDA context and the allocator may need what is left, or slow the run down"
+        )
+    return lines
+
+
+def _change_lines(result: DryRun) -> list[str]:
+    if not result.changes:
+        return ["nothing changes: no interval freezes a layer or finds a pipeline that is faster"]
+    lines = [_change_line(result.args, each) for each in result.changes]
+    if verdict := result.verdict_of_changes:
+        where = f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank}"
+        lines += _verdict_lines(result, verdict, where)
+    return lines
+
+
+def _change_line(args: argparse.Namespace, change: PlannedChange) -> str:
+    now = change.arrangement
+    text = (
+        f"iteration {change.iteration}: {now.num_frozen} of {args.num_layers} layers frozen, pipeline {now.pipeline} x "
+        f"data {now.data}, layers by rank {now}{', the ranks of a pipeline in a row' * now.pipelines_in_a_row}; the "
+        f"fullest rank {_size(change.num_bytes)}, while it changes {_size(change.bytes_in_change)}; at most "
+        f"{_size(change.bytes_moved)} move between ranks"
+    )
+    if change.speedup is not None:
+        text += f"; batches {change.speedup:.2f} times as fast as without another cut"
+    if now.cached and args.activation_cache_use == "auto":
+        text += "; whether the cache is read, measured times decide"
+    return text
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def to_dict(result: DryRun) -> dict:
+    """Everything, for JSON: bytes, and GiB where the name says so."""
+    report = result.report
+    return {
+        "world_size": result.args.world_size,
+        "schedule": result.args.pipeline_schedule,
+        "num_microbatches": sorted(set(result.args.batch_sizes.all_num_microbatches())),
+        "program": {name: getattr(report, name) for name in sorted(vars(report))},
+        "memory": [memory_as_dict(rank) for rank in result.memory],
+        "verdict": _verdict(result),
+        "placement": {**result.placement.to_dict(), "lines": result.placement_lines},
+        "changes": [
+            {
+                "iteration": each.iteration,
+                "bytes": each.num_bytes,
+                "bytes_in_change": each.bytes_in_change,
+                "bytes_moved": each.bytes_moved,
+                "speedup": each.speedup,
+                **each.arrangement.state_dict(),
+            }
+            for each in result.changes
+        ],
+        "notes": result.notes,
+        "warnings": result.warnings,
+        **({"host": hosted.to_dict(result.hosted, result.memory)} if result.hosted else {}),
+    }
+
+
+def _verdict(result: DryRun) -> dict | None:
+    """Of the pipeline at first, or of a change where that leaves less; `iteration` says which."""
+    verdict, change = result.verdict, None
+    if verdict is None:
+        return None
+    if result.verdict_of_changes is not None and result.verdict_of_changes.spare_gib < verdict.spare_gib:
+        verdict, change = result.verdict_of_changes, result.fullest_change
+    return {
+        "word": verdict.word,
+        "rank": verdict.rank,
+        "spare_gib": verdict.spare_gib,
+        "iteration": change and change.iteration,
+    }

@@ -1,0 +1,1 @@
+"""What files of samples hold, read without torch."""

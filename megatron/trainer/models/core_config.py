@@ -1,0 +1,183 @@
+"""From parsed flags to megatron.core's configuration objects. The only place that knows both vocabularies."""
+
+import argparse
+import warnings
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.trainer.arguments.rules.stages import layer_split
+
+
+def params_dtype(args: argparse.Namespace) -> torch.dtype:
+    """The dtype of the weights that the model computes with."""
+    return torch.half if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+
+
+def _activation(args: argparse.Namespace) -> tuple:
+    """(activation function, gated, whether megatron.core's fusion with the bias is wanted)."""
+    if args.swiglu:
+        return silu, True, args.bias_swiglu_fusion
+    if args.quick_geglu:
+        return quick_gelu, True, False
+    if args.squared_relu:
+        return squared_relu, False, False
+    # The fused GELU adds the bias itself and uses the tanh approximation, so it needs a bias to fuse.
+    return gelu, False, args.bias_gelu_fusion and args.add_bias_linear
+
+
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    """The model's configuration. Raises ValueError where megatron.core refuses a combination.
+
+    Its ranks are those that the layers are split over (`layer_split`); the stages' configurations follow from it.
+    """
+    dtype = params_dtype(args)
+    activation, is_gated, fuses_bias = _activation(args)
+    num_ranks, num_virtual = layer_split(args)
+    options = {}
+    if args.init_method_xavier_uniform:
+        options["init_method"] = options["output_layer_init_method"] = torch.nn.init.xavier_uniform_
+    if args.recompute_granularity == "selective":
+        options["recompute_modules"] = list(args.recompute_modules)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="full scope is deprecated")  # about a default of its own
+            return TransformerConfig(
+                num_layers=args.num_layers,
+                hidden_size=args.hidden_size,
+                ffn_hidden_size=args.ffn_hidden_size,
+                num_attention_heads=args.num_attention_heads,
+                num_query_groups=args.num_query_groups if args.group_query_attention else None,
+                kv_channels=args.kv_channels,
+                hidden_dropout=args.hidden_dropout,
+                attention_dropout=args.attention_dropout,
+                fp32_residual_connection=args.fp32_residual_connection,
+                apply_residual_connection_post_layernorm=args.apply_residual_connection_post_layernorm,
+                layernorm_epsilon=args.norm_epsilon,
+                layernorm_zero_centered_gamma=args.apply_layernorm_1p,
+                normalization=args.normalization,
+                qk_layernorm=args.qk_layernorm,
+                add_bias_linear=args.add_bias_linear,
+                add_qkv_bias=args.add_qkv_bias,
+                activation_func=activation,
+                gated_linear_unit=is_gated,
+                bias_activation_fusion=fuses_bias,
+                bias_dropout_fusion=args.bias_dropout_fusion,
+                masked_softmax_fusion=args.masked_softmax_fusion,
+                apply_rope_fusion=args.apply_rope_fusion,
+                persist_layer_norm=args.persist_layer_norm,
+                rotary_interleaved=args.rotary_interleaved,
+                attention_softmax_in_fp32=args.attention_softmax_in_fp32,
+                apply_query_key_layer_scaling=args.apply_query_key_layer_scaling,
+                attention_backend=AttnBackend[args.attention_backend],
+                init_method_std=args.init_method_std,
+                use_cpu_initialization=args.use_cpu_initialization,
+                cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
+                cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
+                recompute_granularity=args.recompute_granularity,
+                recompute_method=args.recompute_method,
+                recompute_num_layers=args.recompute_num_layers,
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                pipeline_model_parallel_size=num_ranks,
+                virtual_pipeline_model_parallel_size=num_virtual,
+                pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
+                sequence_parallel=args.sequence_parallel,
+                num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+                num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
+                account_for_embedding_in_pipeline_split=args.account_for_embedding_in_pipeline_split,
+                account_for_loss_in_pipeline_split=args.account_for_loss_in_pipeline_split,
+                fp16=args.fp16,
+                bf16=args.bf16,
+                params_dtype=dtype,
+                pipeline_dtype=torch.float32 if args.fp32_residual_connection else dtype,
+                gradient_accumulation_fusion=args.gradient_accumulation_fusion,
+                tp_comm_overlap=args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
+                deterministic_mode=args.deterministic_mode,
+                transformer_impl=args.transformer_impl,
+                **options,
+            )
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"megatron.core refuses this model: {error}") from error
+
+
+def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+    """The optimizer's configuration."""
+    return OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        decoupled_lr=args.decoupled_lr,
+        decoupled_min_lr=args.decoupled_min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        clip_grad=args.clip_grad,
+        fp16=args.fp16,
+        bf16=args.bf16,
+        params_dtype=params_dtype(args),
+        loss_scale=args.loss_scale,
+        initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+
+
+def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
+    """The gradient buffers' configuration.
+
+    `overlap_grad_reduce` stays off: it would start reductions from backward hooks, while here the program's REDUCE_GRAD
+    starts them, beside compute; megatron.core then makes one bucket of each buffer. NaNs are found in the norm, by all
+    ranks alike, not by one rank in its bucket.
+    """
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        check_for_nan_in_grad=False,
+        pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
+    )
+
+
+def param_scheduler(args: argparse.Namespace, optimizer: object) -> OptimizerParamScheduler:
+    """The schedule of learning rate and weight decay. Its steps are samples, as in Megatron-LM, so that a ramp-up of
+    the batch size keeps its place; iterations are turned into the samples that they consume."""
+    if args.train_samples is not None:
+        decay = args.lr_decay_samples or args.train_samples
+        warmup, wsd, end = args.lr_warmup_samples, args.lr_wsd_decay_samples, args.train_samples
+    else:
+        total = args.train_iters or 1
+        samples_after = args.batch_sizes.samples_after
+        decay_iters = args.lr_decay_iters or total
+        decay, warmup, end = samples_after(decay_iters), samples_after(args.lr_warmup_iters), samples_after(total)
+        wsd_iters = args.lr_wsd_decay_iters
+        wsd = None if wsd_iters is None else decay - samples_after(max(decay_iters - wsd_iters, 0))
+    if args.lr_warmup_fraction is not None:
+        warmup = int(args.lr_warmup_fraction * decay)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=end,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=wsd,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )

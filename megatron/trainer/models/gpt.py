@@ -1,0 +1,186 @@
+"""The GPT model, and what other models build on: weights that do not depend on how many stages hold it.
+
+Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's first weights
+depend on how many layers were built before it on the same rank. Runs at p=1 and p=4 then start from different models,
+and nothing that follows can be compared.
+
+Solution: every layer, the embedding and the output layer draw from a stream of their own, seeded by the run's seed
+and the layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the full
+matrix and cuts it, so the weights do not depend on the tensor parallel size either.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron import backend
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import get_pg_rank
+from megatron.pipeline.runtime.relay.host_store import to_host_memory
+from megatron.pipeline.runtime.stages.megatron.place import at_stage, config_of_stage, copy_tied_embeddings
+from megatron.pipeline.runtime.stages.megatron.relay_chunk import RelayChunk
+from megatron.trainer.ranks.seeds import set_seeds
+
+_STREAM = 1_000_003  # distance of the seeds of neighbouring layers: beyond what tensor ranks and offsets add
+
+
+class SeededTransformerLayer(TransformerLayer):
+    """A layer whose weights depend on the run's seed and its global number only."""
+
+    seed = 0
+
+    def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **options) -> None:
+        groups = options.get("pg_collection")
+        stage = get_pg_rank(groups.pp) if groups is not None else None
+        offset = get_transformer_layer_offset(config, options.get("vp_stage"), stage)
+        set_seeds(self.seed + _STREAM * (layer_number + offset))
+        super().__init__(config, submodules, layer_number, **options)
+
+
+def layer_spec(args: argparse.Namespace) -> ModuleSpec:
+    """What a transformer layer is made of, with the seeded layer class."""
+    if args.transformer_impl == "transformer_engine":
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    return seeded_spec(args, spec)
+
+
+def seeded_spec(args: argparse.Namespace, spec: ModuleSpec) -> ModuleSpec:
+    """`spec` of a transformer layer with the seeded layer class."""
+    seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
+    return dataclasses.replace(spec, module=seeded)
+
+
+def layer_stream(args: argparse.Namespace, number: int) -> int:
+    """The seed from which layer `number` is drawn: 0 the embedding, from 1 the layers, then output layer and heads."""
+    return args.seed + _STREAM * number
+
+
+def gpt_model(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    parallel_output: bool = True,
+) -> GPTModel:
+    """Build the part of the GPT that a stage holds; which, `config` says.
+
+    `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
+    them.
+    """
+    set_seeds(args.seed)
+    tied = not args.untie_embeddings_and_output_weights
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(args),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=parallel_output,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+    )
+    if post_process and not tied:
+        draw_output_weight(args, config, model.output_layer.weight)
+    set_seeds(args.seed)
+    return model
+
+
+def draw_output_weight(args: argparse.Namespace, config: TransformerConfig, weight: torch.Tensor) -> None:
+    """Draw an untied output layer anew, from its own stream: megatron.core drew it after this rank's layers."""
+    set_seeds(layer_stream(args, config.num_layers + 1))
+    layer = tensor_parallel.ColumnParallelLinear(
+        config.hidden_size,
+        args.padded_vocab_size,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+    )
+    with torch.no_grad():
+        weight.copy_(layer.weight)
+
+
+def build_chunks(
+    provider_of: Callable[[TransformerConfig], Callable[..., torch.nn.Module]],
+    config: TransformerConfig,
+    *,
+    stages: Sequence[int] = (0,),
+    layers: Sequence[int] | None = None,
+    on_host: bool = False,
+) -> list[torch.nn.Module]:
+    """This rank's model chunks, one for each of its stages, on its device and in its dtype. Collective.
+
+    Args:
+        provider_of: from a stage's configuration to Megatron's `provider(pre_process, post_process) -> module`.
+        config: the model's.
+        stages: those of this rank, ascending.
+        layers: how many layers each stage of the pipeline has; default: all in one.
+        on_host: weights live there: each chunk leaves the device before the next one is built.
+    """
+    layers = (config.num_layers,) if layers is None else layers
+    num_stages, chunks = len(layers), []
+    for stage in stages:
+        own = config_of_stage(config, stage, layers)
+        with at_stage(stage, num_stages, builds=True):
+            model = provider_of(own)(stage == 0, stage == num_stages - 1)
+            seen = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["pp"])
+        for parameter in model.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        model.to(backend.device())
+        if own.fp16 or own.bf16:
+            model = Float16Module(own, model)
+            if model.pg_collection is None:  # else it asks the rank, and not the stage, whether it is the last
+                model.pg_collection = seen
+        chunks.append(model)
+        if on_host:
+            to_host_memory(chunks[-1])
+    copy_tied_embeddings(chunks)
+    return chunks
+
+
+def wrap_for_training(
+    chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig, *, on_host: bool = False,
+    draws: bool = True,
+) -> list[DistributedDataParallel]:  # fmt: skip
+    """Give each chunk megatron.core's gradient buffers, and all replicas the same weights.
+
+    `on_host`: weights live there, and no gradients on the device but those that backwards add to. `draws`: False where
+    weights come from elsewhere; then no other rank is needed.
+    """
+    if on_host:  # replicas have drawn the same weights
+        return [RelayChunk(chunk.config, ddp_config, chunk) for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped if draws else ():
+        chunk.broadcast_params()
+    return wrapped
+
+
+def num_parameters(chunks: list[torch.nn.Module]) -> int:
+    """Elements of this rank's parameters."""
+    return sum(parameter.nelement() for chunk in chunks for parameter in chunk.parameters())

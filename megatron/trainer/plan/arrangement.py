@@ -1,0 +1,193 @@
+"""How a job's ranks share a model now: so many in a pipeline, so many pipelines, which layers on which rank, and which
+are frozen.
+
+A run begins as its flags say. Where it changes while it trains, `args` say what holds now, so whatever reads degrees
+and sizes from them goes on as in a run that began like that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron.elastic.stages import Stages, stages_of
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.models import core_config
+from megatron.trainer.plan import from_flags
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One of a job's arrangements.
+
+    Attributes:
+        pipeline, data: ranks of a pipeline, and how many pipelines there are.
+        micro_batch_size: samples.
+        layers_of_rank: of the pipeline.
+        num_frozen: layers in front.
+        cached: what they put out is read from a cache; then they are all on the first rank.
+        pipelines_in_a_row: the ranks of a pipeline follow each other, and not the replicas of a stage.
+    """
+
+    pipeline: int
+    data: int
+    micro_batch_size: int
+    layers_of_rank: tuple[int, ...]
+    num_frozen: int = 0
+    cached: bool = False
+    pipelines_in_a_row: bool = False
+
+    @property
+    def stages(self) -> Stages:
+        return stages_of(self.layers_of_rank, self.num_frozen)
+
+    @property
+    def ranks(self) -> tuple[int, int, bool]:
+        """All that process groups depend on."""
+        return self.pipeline, self.data, self.pipelines_in_a_row
+
+    def with_frozen(self, num_frozen: int) -> Arrangement:
+        """The same with so many layers frozen."""
+        return replace(self, num_frozen=num_frozen)
+
+    def __str__(self) -> str:
+        stages, ranks, word = self.stages, [], " cached" if self.cached else " frozen"
+        for rank in range(self.pipeline):
+            own = [
+                f"{layers}{word * (stage < stages.num_frozen)}"
+                for stage, (layers, at) in enumerate(zip(stages.layers, stages.rank_of_stage, strict=True))
+                if at == rank
+            ]
+            ranks.append(" + ".join(own))
+        return ", ".join(ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as plain numbers."""
+        return {**asdict(self), "layers_of_rank": list(self.layers_of_rank)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Arrangement:
+        """What `state_dict` has made. Raises ValueError, TypeError or KeyError where it is something else."""
+        found = cls(**{**state, "layers_of_rank": tuple(map(int, state["layers_of_rank"]))})
+        if len(found.layers_of_rank) != found.pipeline:
+            raise ValueError(f"{found.pipeline} ranks have {len(found.layers_of_rank)} numbers of layers")
+        stages_of(found.layers_of_rank, found.num_frozen)
+        return found
+
+
+def batch_size(args: argparse.Namespace, arrangement: Arrangement) -> int:
+    """Samples of a batch of training, behind any ramp-up. Evaluations have those of the flags."""
+    if args.elastic_batch == "constant":
+        return args.global_batch_size
+    return args.global_batch_size * arrangement.data // args.first_arrangement.data
+
+
+def iterations_to_the_end(args: argparse.Namespace, *, iteration: int, consumed_samples: int) -> int:
+    """The last iteration of a run that has got so far: batches that grow use up `--train-samples` in fewer."""
+    if args.elastic_batch == "constant":
+        return args.train_iters
+    return iteration + (args.train_samples - consumed_samples) // args.batch_sizes.global_batch_size
+
+
+def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
+    """Let `args` say that the job is arranged so.
+
+    Raises:
+        ValueError: a rank has no layer, batches cannot be shared out to so many replicas, or the schedule does not run
+            so few microbatches; `args` are as before.
+    """
+    changed = argparse.Namespace(**vars(args))
+    changed.arrangement = arrangement
+    changed.pipeline_model_parallel_size = arrangement.pipeline
+    changed.data_parallel_size = arrangement.data
+    changed.micro_batch_size = arrangement.micro_batch_size
+    changed.batch_sizes = replace(
+        args.batch_sizes, samples_per_microbatch=arrangement.micro_batch_size * arrangement.data,
+        global_batch_size=batch_size(args, arrangement),
+    )  # fmt: skip
+    per_microbatch = changed.batch_sizes.samples_per_microbatch
+    if args.global_batch_size % per_microbatch:
+        raise ValueError(
+            f"an evaluation's batch of {args.global_batch_size} samples is not divisible by micro batch size x data "
+            f"parallel size ({per_microbatch})"
+        )
+    stages, is_first = arrangement.stages, arrangement == args.first_arrangement
+    changed.frozen_stages = None if is_first else stages
+    schedule, sizes = pipeline_schedule(changed), set(changed.batch_sizes.all_num_microbatches())
+    for num_microbatches in sizes:
+        schedule.validate(num_microbatches)
+    changed.moves_activations = any(schedule.evicting_ranks((each,)) for each in sizes)
+    vars(args).update(vars(changed))
+
+
+def as_at_first(args: argparse.Namespace) -> dict[str, int]:
+    """The arguments that `arrange` has changed, as the flags gave them."""
+    first = args.first_arrangement
+    return {
+        "pipeline_model_parallel_size": first.pipeline,
+        "data_parallel_size": first.data,
+        "micro_batch_size": first.micro_batch_size,
+    }
+
+
+@contextmanager
+def reading_changes(args: argparse.Namespace) -> Iterator[None]:
+    """Within, a checkpoint's record of changes is read. Raises CheckpointError where it is none."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"--load {args.load}: the checkpoint's record of frozen layers is damaged ({type(error).__name__}: "
+            f"{error}); choose another with --ckpt-step, or add --finetune to begin anew with its weights"
+        ) from error
+
+
+def first_arrangement(args: argparse.Namespace) -> Arrangement:
+    """What the flags ask for."""
+    layers = from_flags.layers_of_stages(core_config.transformer_config(args))
+    return Arrangement(args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers))
+
+
+def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any] | None) -> Arrangement:
+    """What a run that begins, or goes on from a checkpoint, is built as; `args.first_arrangement` is set.
+
+    A checkpoint's own arrangement, where the job has as many ranks as when it was decided and the flags ask for the
+    same as then; else what the flags say. Frozen layers stay frozen, unless the optimizer's state is not loaded and
+    nothing is to freeze.
+
+    Raises:
+        CheckpointError: the checkpoint has frozen layers, and the run would train them; or what it says is damaged.
+    """
+    first: Arrangement = args.first_arrangement
+    if recorded is None:
+        return first
+    with reading_changes(args):
+        wanted, asked_for = (Arrangement.from_state(recorded[name]) for name in ("wanted", "first"))
+        if sum(wanted.layers_of_rank) != sum(asked_for.layers_of_rank):
+            raise ValueError(f"{wanted.layers_of_rank} are fewer or more layers than {asked_for.layers_of_rank}")
+    if args.no_load_optim and not args.freeze_training:
+        return first
+    if wanted.num_frozen and not (args.freeze_training or args.skip_train):
+        raise CheckpointError(
+            f"--load {args.load}: {wanted.num_frozen} layers of the checkpoint are frozen, and their optimizer state "
+            "is gone; add --freeze-training, or to train all --no-load-optim, or --finetune to begin anew with its "
+            "weights"
+        )
+    if sum(wanted.layers_of_rank) != args.num_layers:
+        return first  # of another model; loading says in what it differs
+    unchanged = first.with_frozen(wanted.num_frozen)
+    if asked_for != first or (wanted.pipeline != first.pipeline and not args.elastic_pipeline):
+        return unchanged
+    if wanted.cached and args.activation_cache is None:
+        return unchanged
+    try:
+        arrange(argparse.Namespace(**vars(args)), wanted)
+    except ValueError:  # the flags ask for other batches, or another schedule
+        return unchanged
+    return wanted

@@ -1,0 +1,289 @@
+"""Which process becomes which rank: `--rank-mapping`, applied before the process group forms.
+
+Every process tells its host and LOCAL_RANK through the job's store. The process with physical rank 0 reads the files,
+decides and answers, so that all follow one decision whatever their nodes see. Then each process rewrites its RANK;
+LOCAL_RANK, and with it the device, stays. The store stays where it is, with torchrun's agent or the process of physical
+rank 0, wherever logical rank 0 goes.
+
+Where the pipeline changes while it trains, processes keep these ranks, and `pipelines_in_a_row` decides anew what they
+stand for: whether the ranks of a pipeline stand in a row or the replicas of a stage.
+"""
+
+import argparse
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+from megatron.placement.bandwidth import (
+    ModelShape,
+    RecomputeScope,
+    estimated_forward_seconds,
+    saved_activation_bytes,
+)
+from megatron.placement.cost import placement_cost
+from megatron.placement.counts import count_transfers
+from megatron.placement.degrees import Degrees
+from megatron.placement.hosts import JobSlots, Process, find_slots
+from megatron.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
+from megatron.placement.optimize import optimized
+from megatron.placement.pairs import (
+    count_crossing,
+    describe_crossing,
+    describe_need,
+    fits_under_forward,
+    pair_transfers,
+)
+from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
+from megatron.placement.traffic import Traffic, estimate_traffic
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, wait_for_readers
+
+HOST_NAME = "PIPELINE_HOST_NAME"
+"""Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
+
+_FP32, _HALF = 4, 2  # bytes of an element
+_NOTHING_BUT_THE_NETWORK = Bandwidth(within_node=1e12, between_nodes=1.0)
+_ROUNDING = 1e-9
+_VOCABULARY = 50_304  # GPT-2's, padded, where no --vocab-size says it: tokenizers are read after the group has formed
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """This process's rank, the rank of the process that hosts the store without torchrun, and lines for the log."""
+
+    rank: int
+    store_host: int
+    lines: tuple[str, ...] = ()
+
+
+def this_process() -> Process:
+    """Host and LOCAL_RANK of this process."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    return Process(os.environ.get(HOST_NAME) or socket.gethostname(), int(local_rank) if local_rank else None)
+
+
+def assign_rank(
+    args: argparse.Namespace, store: Store, *, rank: int, world_size: int, timeout: timedelta
+) -> Assignment:
+    """Find this process's logical rank and write it to RANK and `args.rank`. Collective over the job's `store`.
+
+    Where the flags ask for nothing, nothing is exchanged and ranks stay as the launcher gave them.
+
+    Raises:
+        SameEverywhere: a file, the hosts or the mapping is wrong.
+        OnThisRank: another process is gone.
+    """
+    if args.rank_mapping == "standard" and args.rank_topology is None:
+        return Assignment(rank, 0, tuple(_advice_without_hosts(args)))
+    store = PrefixStore("placement", store)
+    try:
+        process = this_process()
+        store.set(f"process/{rank}", json.dumps([process.host, process.local_rank]))
+        if rank == 0:
+            store.set("answer", json.dumps(_answer(args, store, world_size, timeout)))
+        store.wait(["answer"], timeout)
+        answer = json.loads(store.get("answer"))
+    except RuntimeError as error:
+        raise OnThisRank(f"--rank-mapping: another process ended before ranks were given ({error})") from error
+    wait_for_readers(store, rank, world_size)
+    if "problem" in answer:
+        raise SameEverywhere(answer["problem"])
+    ranks = answer["ranks"]
+    args.rank = ranks[rank]
+    os.environ["RANK"] = str(args.rank)
+    return Assignment(args.rank, ranks[0], tuple(answer["lines"]))
+
+
+def _answer(args: argparse.Namespace, store: Store, world_size: int, timeout: timedelta) -> dict:
+    keys = [f"process/{each}" for each in range(world_size)]
+    store.wait(keys, timeout)
+    processes = [Process(*json.loads(text)) for text in store.multi_get(keys)]
+    try:
+        ranks, lines = decide(args, processes)
+    except ValueError as error:
+        return {"problem": str(error)}
+    return {"ranks": ranks, "lines": lines}
+
+
+def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list[int], list[str]]:
+    """Logical rank by physical rank, and lines for the log. Raises ValueError."""
+    topology = load_topology(args.rank_topology) if args.rank_topology else None
+    slots = find_slots(processes, topology)
+    if topology is not None:
+        topology = topology.restricted(dict(slots.nodes))
+    degrees = degrees_of(args)
+    traffic = None if topology is None else estimated_traffic(args, degrees)
+    mapping = _mapping(args, degrees, slots, topology, traffic)
+    lines = _describe(args, mapping, degrees, slots)
+    if topology is not None:
+        seconds = placement_cost(mapping, degrees, traffic, topology).total_seconds
+        usual = placement_cost(standard(degrees), degrees, traffic, topology).total_seconds
+        lines[0] += f"; an iteration's transfers take {seconds:.4g} s in sum (standard: {usual:.4g} s)"
+        if balances_activations(args):
+            lines += _judge_bandwidth(args, mapping, degrees, topology)
+    return list(slots.logical_ranks(mapping)), lines
+
+
+def degrees_of(args: argparse.Namespace) -> Degrees:
+    """Of the job as it is arranged now."""
+    return Degrees(
+        tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size,
+        pipelines_in_a_row=args.arrangement is not None and args.arrangement.pipelines_in_a_row,
+    )  # fmt: skip
+
+
+def balances_activations(args: argparse.Namespace) -> bool:
+    """Whether the run moves activations between the stages of a pair."""
+    return pipeline_schedule(args).balance
+
+
+def evictors(args: argparse.Namespace) -> tuple[int, ...]:
+    """The ranks of a pipeline that move activations to their pair in a batch of the largest size."""
+    return pipeline_schedule(args).evicting_ranks((max(args.batch_sizes.all_num_microbatches()),))
+
+
+def _mapping(
+    args: argparse.Namespace,
+    degrees: Degrees,
+    slots: JobSlots,
+    topology: Topology | None,
+    traffic: Traffic | None,
+) -> Mapping:
+    if args.rank_mapping == "standard":
+        return slots.process_of_slot  # the launcher's ranks, whatever their order over the hosts
+    if args.rank_mapping == "pair-adjacent":
+        return pair_adjacent(degrees)
+    if args.rank_mapping == "optimized":
+        assert topology is not None and traffic is not None, "the rules refuse it"
+        return optimized(degrees, traffic, topology)
+    return load_mapping(args.rank_mapping, degrees.world_size)
+
+
+def model_shape(args: argparse.Namespace, degrees: Degrees) -> ModelShape:
+    """The model as appendix B's formulas take it."""
+    return ModelShape(
+        num_layers=args.num_layers,
+        num_attention_heads=args.num_attention_heads,
+        hidden_size=args.hidden_size,
+        sequence_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        pipeline=degrees.pipeline,
+        tensor=degrees.tensor,
+        num_virtual_stages=1 if args.frozen_stages is not None else pipeline_schedule(args).num_virtual_stages,
+        sequence_parallel=args.sequence_parallel,
+        element_bytes=_element_bytes(args),
+    )
+
+
+def estimated_traffic(args: argparse.Namespace, degrees: Degrees) -> Traffic:
+    """What an iteration of the largest batch sends."""
+    counts = count_transfers(pipeline_schedule(args), max(args.batch_sizes.all_num_microbatches()))
+    return estimate_traffic(
+        model_shape(args, degrees), degrees, counts,
+        vocabulary_size=_vocabulary_size(args), scope=recompute_scope(args),
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else _element_bytes(args),
+        trained_layers=None if args.frozen_stages is None else args.frozen_stages.trained_layers,
+    )  # fmt: skip
+
+
+def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -> bool:
+    """Whether transfers take less if the ranks of each pipeline stand in a row, and not the replicas of each stage.
+
+    Without `--rank-topology`: whether fewer bytes cross a node.
+
+    Args:
+        args: of a job that is arranged as it is to go on.
+        processes: by rank.
+    """
+    topology = load_topology(args.rank_topology) if args.rank_topology else None
+    slots = find_slots(processes, topology)
+    if topology is None:
+        nodes = tuple(Node(name=name, gpus=count) for name, count in slots.nodes)
+        topology = Topology(nodes=nodes, bandwidth=_NOTHING_BUT_THE_NETWORK)
+    else:
+        topology = topology.restricted(dict(slots.nodes))
+    traffic = estimated_traffic(args, degrees_of(args))
+    replicas, pipelines = (
+        placement_cost(
+            slots.process_of_slot, replace(degrees_of(args), pipelines_in_a_row=each), traffic, topology
+        ).total_seconds
+        for each in (False, True)
+    )
+    return pipelines < replicas * (1 - _ROUNDING)
+
+
+def _vocabulary_size(args: argparse.Namespace) -> int:
+    known = getattr(args, "padded_vocab_size", None)
+    return args.vocab_size or _VOCABULARY if known is None else max(1, known)  # 0: of images
+
+
+def _element_bytes(args: argparse.Namespace) -> int:
+    return _HALF if args.fp16 or args.bf16 else _FP32
+
+
+def recompute_scope(args: argparse.Namespace) -> RecomputeScope:
+    """The paper's name for what `args` do not keep: recomputed by their flags, or in the kernel of flash attention."""
+    if args.recompute_granularity == "full" or args.pipeline_recompute:
+        return RecomputeScope.LAYER
+    is_selective = args.recompute_granularity == "selective" and "core_attn" in args.recompute_modules
+    is_flash = args.transformer_impl == "transformer_engine" and args.attention_backend in ("auto", "flash", "fused")
+    return RecomputeScope.ATTENTION if is_selective or is_flash else RecomputeScope.NONE
+
+
+def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:
+    first = f"rank mapping {args.rank_mapping} on {len(slots.nodes)} node{'s' * (len(slots.nodes) > 1)}"
+    if balances_activations(args):
+        moving = evictors(args)
+        lines = [f"{first}: {describe_crossing(mapping, degrees, slots.node_sizes, moving)}"]
+        if args.rank_topology is None and count_crossing(mapping, degrees, slots.node_sizes, moving):
+            num_bytes = saved_activation_bytes(model_shape(args, degrees), recompute_scope(args))
+            lines.append(
+                f"warning: pairs that cross a node move {num_bytes / 1e9:.3g} GB for each microbatch; give "
+                "--rank-topology with teraflops_per_gpu to see whether the network is fast enough"
+            )
+        return lines
+    if args.rank_mapping == "pair-adjacent":
+        return [
+            first,
+            f"note: --rank-mapping pair-adjacent brings pairs together, between which --pipeline-schedule "
+            f"{args.pipeline_schedule} moves no activations",
+        ]
+    return [first]
+
+
+def _judge_bandwidth(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, topology: Topology) -> list[str]:
+    shape, scope = model_shape(args, degrees), recompute_scope(args)
+    transfers = pair_transfers(mapping, degrees, topology, shape, scope, evictors(args))
+    if not transfers:
+        return []
+    forward = None
+    if topology.teraflops_per_gpu is not None:
+        forward = estimated_forward_seconds(shape, teraflops=topology.teraflops_per_gpu)
+    is_late = forward is not None and not fits_under_forward(transfers, forward)
+    text = describe_need(transfers, shape, scope, forward_seconds=forward)
+    if is_late:
+        return [f"warning: compute will wait for pairs: {text}"]
+    return [f"pairs: {text}"]
+
+
+def _advice_without_hosts(args: argparse.Namespace) -> list[str]:
+    """What the launcher's environment alone shows about pairs."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not evictors(args) or not local.isdigit() or int(local) >= args.world_size:
+        return []
+    if args.tensor_model_parallel_size >= int(local):
+        return [
+            f"warning: tensor parallel size {args.tensor_model_parallel_size} fills a node of {local} GPUs, so all "
+            "pairs cross nodes; give --rank-topology to see whether the network is fast enough"
+        ]
+    return [
+        "note: under --rank-mapping standard pairs lie on different nodes where a pipeline spans several; "
+        "--rank-mapping pair-adjacent keeps them together"
+    ]

@@ -1,0 +1,121 @@
+"""One stage of a pipeline in a job that has no pipeline: what a rank computes there, and nothing around it.
+
+Problem: what a layer, the embedding and the head cost can be measured without the other stages of a pipeline, but only
+if the stage runs as in training: megatron.core's chunk in DDP, its seeded dropout, its data, its gradients and its
+optimizer's step.
+
+Solution: the stage, the weight update and the data iterator of a training run, put together for one `Place` in a job
+of tensor ranks alone. A stage without an embedding is fed a constant activation, one without a head a constant
+gradient. The last stage's output layer is untied from the embedding, which it does not have here; that costs the same.
+"""
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron import backend
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+from megatron.planner.time.profile import Place
+from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
+from megatron.trainer.models import core_config
+from megatron.trainer.models.gpt import build_chunks, num_parameters, wrap_for_training
+from megatron.trainer.optimizer.kernel import choose_kernel
+from megatron.trainer.optimizer.optimizer import build_optimizer
+from megatron.trainer.report.names import LOSS
+from megatron.trainer.run.assembly import DatasetsProvider, LossNames, ModelProvider
+
+_NUM_STAGES = 3
+_STAGE_OF_PLACE = {Place.ONLY: (0, 1), Place.FIRST: (0, _NUM_STAGES), Place.MIDDLE: (1, _NUM_STAGES),
+                   Place.LAST: (_NUM_STAGES - 1, _NUM_STAGES)}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a training program gives to `assembly.assemble`; see there."""
+
+    model_provider: Callable[[argparse.Namespace, object], ModelProvider]
+    forward_step: ForwardStep
+    datasets_provider: DatasetsProvider
+    fields_provider: FieldsProvider = gpt_fields
+    loss_names: LossNames = lambda args: (LOSS,)
+
+
+@dataclass
+class PlacedStage:
+    """A stage at its place, with what it is fed."""
+
+    stage: MegatronStage
+    update: MegatronWeightUpdate
+    iterator: MicrobatchIterator
+    input: Tensor | None
+    output_grad: Tensor | None
+    num_parameters: int
+
+    def close(self) -> None:
+        """End the processes that load samples."""
+        self.iterator.close()
+
+
+def build_place(args: argparse.Namespace, program: Program, place: Place, weights: WeightPolicy) -> PlacedStage:
+    """Build `args.num_layers` layers at `place`. Collective over the tensor ranks, which are the whole job.
+
+    Raises ValueError for what a training run would refuse.
+    """
+    args = copy.copy(args)
+    if place is Place.LAST:
+        args.untie_embeddings_and_output_weights = True
+    tokenizer = build_tokenizer(args)
+    args.padded_vocab_size = padded_vocab_size(args, tokenizer)
+    datasets = program.datasets_provider(args, tokenizer)
+    index, num_stages = _STAGE_OF_PLACE[place]
+
+    def provider_of(model_config):
+        provider = program.model_provider(args, model_config)
+        return lambda *_: provider(index == 0, index == num_stages - 1)
+
+    chunks = build_chunks(provider_of, core_config.transformer_config(args))
+    chunks = wrap_for_training(chunks, core_config.ddp_config(args))
+    optimizer = build_optimizer(args, chunks)
+    choose_kernel(optimizer, args.optimizer_kernel)
+    update = MegatronWeightUpdate(
+        chunks, optimizer, core_config.param_scheduler(args, optimizer), weights=weights, num_stages=num_stages,
+        stage=index, loss_names=program.loss_names(args),
+    )  # fmt: skip
+    stage = MegatronStage(
+        chunks[0], program.forward_step, update, index=index, num_stages=num_stages, seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size, seed=args.seed, loss_names=program.loss_names(args),
+    )  # fmt: skip
+    iterator = MicrobatchIterator(
+        args, datasets[0], fields=_fields(program.fields_provider(args), place), name="training", consumed_samples=0,
+        vocab_size=vocab_size(args, tokenizer), repeats=True,
+    )  # fmt: skip
+    stage.data_iterator = iterator
+    return PlacedStage(
+        stage=stage,
+        update=update,
+        iterator=iterator,
+        input=_constant(stage.input_spec, 1.0),
+        output_grad=_constant(stage.output_spec, 1e-4),
+        num_parameters=num_parameters(chunks),
+    )
+
+
+def _fields(fields: tuple, place: Place) -> tuple:
+    """Those that a stage at `place` reads; the job's only stage reads what is wanted by all."""
+    here = {"all"} | ({"first"} if place in (Place.ONLY, Place.FIRST) else set())
+    here |= {"last"} if place in (Place.ONLY, Place.LAST) else set()
+    return tuple(dataclasses.replace(field, stages="all") for field in fields if field.stages in here)
+
+
+def _constant(spec, scale: float) -> Tensor | None:
+    if spec is None:
+        return None
+    return scale * torch.randn(spec.shape, device=backend.device()).to(spec.dtype)

@@ -1,0 +1,225 @@
+"""Processes that measure: started once, then given tasks, of which some are done by several at the same time.
+
+Problem: a stage is measured in a job of its tensor ranks, and, where processes share a processor, while other jobs like
+it work beside it. Starting processes for each would take longer than measuring.
+
+Solution: a pool. A task names how many ranks a job has and how many jobs there are; each of these processes becomes a
+rank of its job, builds what it needs, and says that it is ready. When all are, all begin. A process that fails or dies
+ends the pool.
+"""
+
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_START_TIMEOUT = 300.0  # importing torch on a busy machine
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|bad_alloc")
+
+
+class MeasuringError(ValueError):
+    """A task could not be done; the text names the process and the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What `num_jobs` jobs of `num_ranks` ranks each do at the same time.
+
+    `run` is called in each process with the arguments and `start`, which it has to call once, when it is ready.
+    """
+
+    num_ranks: int
+    num_jobs: int
+    run: Callable[..., Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def working(self) -> int:
+        return self.num_ranks * self.num_jobs
+
+
+class Pool:
+    """`size` processes; `threads` each in the operators of a CPU. Use it as a context manager."""
+
+    def __init__(self, size: int, *, threads: int, task_timeout: float = 3600.0) -> None:
+        self.size = size
+        self._task_timeout = task_timeout
+        self._stores = tempfile.TemporaryDirectory(prefix="profile_")
+        self._num_tasks = 0
+        self._connections: list[Connection] = []
+        self._processes = []
+        context = multiprocessing.get_context("spawn")
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        }
+        with _environment(environment):
+            for index in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, index, size), daemon=True)
+                process.start()
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(process)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, kind: type | None, *rest: object) -> None:
+        if kind is None:
+            for connection in self._connections:
+                with suppress(OSError):
+                    connection.send(None)
+            for process in self._processes:
+                process.join(10.0)
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._stores.cleanup()
+
+    def do(self, task: Task) -> list[Any]:
+        """The results of all ranks of all jobs, job by job. Raises MeasuringError."""
+        assert task.working <= self.size, task
+        self._num_tasks += 1
+        for index in range(task.working):
+            job, rank = divmod(index, task.num_ranks)
+            store = os.path.join(self._stores.name, f"{self._num_tasks}_{job}")
+            self._send(index, (task, rank, store))
+        self._collect(task.working, self._task_timeout + _START_TIMEOUT)  # ready
+        for index in range(task.working):
+            self._send(index, "start")
+        return self._collect(task.working, self._task_timeout)
+
+    def _send(self, index: int, what: object) -> None:
+        try:
+            self._connections[index].send(what)
+        except OSError:
+            raise self._death(index) from None
+
+    def _death(self, index: int) -> MeasuringError:
+        self._processes[index].join(5.0)
+        return MeasuringError(
+            f"process {index} ended without a word (status {self._processes[index].exitcode}); -9 is how the system "
+            "ends one when memory is short"
+        )
+
+    def _collect(self, count: int, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        index_of = {connection: index for index, connection in enumerate(self._connections[:count])}
+        while len(results) < count:
+            waiting = [connection for connection, index in index_of.items() if index not in results]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise MeasuringError(
+                    f"processes {[index_of[each] for each in waiting]} have not ended in {timeout:g} s"
+                )
+            for connection in ready:
+                index = index_of[connection]
+                try:
+                    is_fine, value = connection.recv()
+                except (EOFError, OSError):
+                    raise self._death(index) from None
+                if not is_fine:
+                    raise MeasuringError(f"process {index}: {value}")
+                results[index] = value
+        return [results[index] for index in range(count)]
+
+
+def _environment(values: dict[str, str]) -> ExitStack:
+    """Sets variables, for processes that are started meanwhile; puts back what was."""
+    stack = ExitStack()
+    for name, value in values.items():
+        before = os.environ.get(name)
+        os.environ[name] = value
+        if before is None:
+            stack.callback(os.environ.pop, name, None)
+        else:
+            stack.callback(os.environ.__setitem__, name, before)
+    return stack
+
+
+def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
+    """The life of a process of the pool."""
+    from megatron import backend
+
+    multiprocessing.current_process().daemon = False  # the parent's word is for its own end; loaders have processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends them
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    backend.install()
+    backend.keep_freed_memory()  # as in training
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
+    while (order := connection.recv()) is not None:
+        task, rank, store = order
+        try:
+            connection.send((True, _do(task, rank, store, connection)))
+        except BaseException as error:
+            connection.send((False, _told(error)))
+            return
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError):
+        return text
+    if _OUT_OF_MEMORY.search(f"{type(error).__name__}: {text}"):
+        return (
+            f"out of memory; leave out this microbatch size or recompute scope, or take a larger tensor degree ({text})"
+        )
+    return f"{type(error).__name__}: {text}\n{traceback.format_exc()}"
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its processes; they would go on measuring for nobody."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _do(task: Task, rank: int, store_path: str, connection: Connection) -> Any:
+    import torch
+
+    from megatron import backend
+    from megatron.trainer.start_up import initialize
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(task.num_ranks))
+    store = torch.distributed.FileStore(store_path, task.num_ranks) if task.num_ranks > 1 else None
+
+    def start() -> None:
+        gc.collect()
+        gc.freeze()  # as in training
+        connection.send((True, "ready"))
+        assert connection.recv() == "start"
+
+    try:
+        return task.run(store=store or torch.distributed.HashStore(), start=start, **task.arguments)
+    finally:
+        initialize.shut_down()
+        gc.unfreeze()
+        gc.collect()  # a stage refers to itself; the next one is to find its memory free
+        if backend.is_cuda():
+            torch.cuda.empty_cache()
+
+
+def working_counts(num_ranks: int, processes: int, *, shares_processor: bool) -> Sequence[int]:
+    """How many processes are to work at once: one job alone, two, four ... as many as there is room for.
+
+    Where processes have a device each, all at once, as in training.
+    """
+    most = processes // num_ranks * num_ranks
+    if not shares_processor:
+        return (most,)
+    counts = [num_ranks]
+    while counts[-1] * 2 <= most:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == most else (*counts, most)

@@ -1,0 +1,220 @@
+"""A profiling session: which blocks are timed in which order, and the profile that comes out. No torch in this process.
+
+The middle of a pipeline is timed with two numbers of layers, whose difference is what a layer takes; the first, the
+last and the only stage of a pipeline with the smaller one, which gives embedding and head. Everything is measured in
+rounds: on a machine that drifts (clock, heat, neighbours) what is compared meets all of it alike.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.time.profile import (
+    AllReduceTime,
+    CopyTime,
+    HostUpdateTime,
+    Place,
+    Profile,
+    Spread,
+    StageTime,
+    TransferTime,
+    UpdateTime,
+)
+from megatron.trainer.profile.pool import MeasuringError, Pool, Task, working_counts
+from megatron.trainer.profile.tasks import HostPlan, StagePlan, TransferPlan
+
+TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
+COPY_SIZES = tuple(2**exponent for exponent in range(12, 27, 7))  # 4 KiB, 512 KiB, 64 MiB
+_MICROBATCHES = 8  # in a batch that is timed, and counts once
+_WARMUP = 10  # iterations, at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What to measure.
+
+    Attributes:
+        architecture: "gpt" or "bert"; the folder of its program is on the path.
+        words: of the model; see `training.model_words`.
+        sequence_parallel: with several tensor ranks.
+        processes: how many there are; tensor degrees beyond are refused.
+        threads: of each, in the operators of a CPU.
+        tensors, micro_batch_sizes, scopes, weights: of each, those to measure. Updates do not depend on microbatches
+            and scopes; other policies than the first are timed with the first of each.
+        layers: the two numbers of layers.
+        iterations: microbatches that are timed of each block, over all rounds.
+    """
+
+    architecture: str
+    words: tuple[str, ...]
+    sequence_parallel: bool
+    processes: int
+    threads: int
+    tensors: tuple[int, ...]
+    micro_batch_sizes: tuple[int, ...]
+    scopes: tuple[RecomputeScope, ...]
+    weights: tuple[WeightPolicy, ...]
+    layers: tuple[int, int]
+    iterations: int
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if max(self.tensors) > self.processes:
+            raise ValueError(
+                f"tensor degree {max(self.tensors)} needs as many processes, and there are {self.processes}; raise "
+                "--processes, or lower --tensor-sizes"
+            )
+        few, many = self.layers
+        if not 1 <= few < many:
+            raise ValueError(f"--layers {few} {many}: the second number has to be larger; give for example 1 3")
+
+    def run(self, progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> Profile:
+        """Measure. `progress(done, total, what)` is called before each block. Raises ValueError."""
+        with Pool(self.processes, threads=self.threads) as pool:
+            description = pool.do(Task(num_ranks=1, num_jobs=1, run=self._example.describe))[0]
+            blocks = list(self._blocks(description["shares_processor"]))
+            samples: dict[object, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+            num_parameters: dict[object, int] = {}
+            total = self.rounds * len(blocks)
+            for done, (_, (plan, working)) in enumerate(itertools.product(range(self.rounds), blocks)):
+                progress(done, total, _describe(plan, working))
+                task = Task(num_ranks=plan.tensor, num_jobs=working // plan.tensor, run=plan.time)
+                for found, count in _done(pool, task, what=_describe(plan, working)):
+                    num_parameters[plan, working] = max(count, num_parameters.get((plan, working), 0))
+                    for name, values in found.items():
+                        samples[plan, working][name] += values
+            progress(total, total, "transfers, all-reduces and the host")
+            transfers, all_reduces = self._time_transfers(pool)
+            copies, host_updates = self._time_host(pool, description)
+        return Profile(
+            created=datetime.now(timezone.utc),
+            architecture=self.architecture,
+            flags=self.words,
+            sequence_parallel=self.sequence_parallel,
+            processes=self.processes,
+            stages=tuple(
+                _stage_time(plan, working, found)
+                for (plan, working), found in samples.items()
+                if plan.weights is self.weights[0]
+            ),
+            updates=tuple(
+                _update_time(plan, working, num_parameters[plan, working], found)
+                for (plan, working), found in samples.items()
+                if self._times_updates(plan)
+            ),
+            transfers=transfers,
+            all_reduces=all_reduces,
+            copies=copies,
+            host_updates=host_updates,
+            **description,
+        )
+
+    def _blocks(self, shares_processor: bool) -> Iterator[tuple[StagePlan, int]]:
+        """Stages, and how many processes work on them at once."""
+        few, many = self.layers
+        places = [(Place.MIDDLE, few), (Place.MIDDLE, many), *((place, few) for place in Place if place != "middle")]
+        for tensor in self.tensors:
+            for working in working_counts(tensor, self.processes, shares_processor=shares_processor):
+                for size, scope, weights in itertools.product(self.micro_batch_sizes, self.scopes, self.weights):
+                    for place, num_layers in places:
+                        plan = self._plan(place, num_layers, tensor, size, scope, weights)
+                        if weights is self.weights[0] or self._times_updates(plan):
+                            yield plan, working
+
+    def _times_updates(self, plan: StagePlan) -> bool:
+        return plan.micro_batch_size == self.micro_batch_sizes[0] and plan.recompute is self.scopes[0]
+
+    @property
+    def _example(self) -> StagePlan:
+        scope, weights = self.scopes[0], self.weights[0]
+        return self._plan(Place.ONLY, self.layers[0], 1, self.micro_batch_sizes[0], scope, weights)
+
+    def _plan(
+        self, place: Place, num_layers: int, tensor: int, size: int, scope: RecomputeScope, weights: WeightPolicy
+    ) -> StagePlan:
+        num_batches = -(-self.iterations // (_MICROBATCHES * self.rounds))
+        return StagePlan(
+            architecture=self.architecture, words=self.words, place=place, num_layers=num_layers, tensor=tensor,
+            micro_batch_size=size, recompute=scope, weights=weights, sequence_parallel=self.sequence_parallel,
+            num_microbatches=_MICROBATCHES, num_batches=num_batches,
+            num_warmup=-(-max(_WARMUP, self.iterations // 10) // (_MICROBATCHES * self.rounds)) + 1,
+        )  # fmt: skip
+
+    def _time_transfers(self, pool: Pool) -> tuple[tuple[TransferTime, ...], tuple[AllReduceTime, ...]]:
+        if self.processes == 1:
+            return (), ()
+        plan = TransferPlan(sizes=TRANSFER_SIZES, num_iterations=self.iterations, num_warmup=_WARMUP)
+        found = pool.do(Task(num_ranks=2, num_jobs=1, run=plan.time_transfers))[0]
+        transfers = tuple(TransferTime(num_bytes=size, seconds=Spread.of(found[size])) for size in TRANSFER_SIZES)
+        all_reduces = []
+        for ranks in working_counts(1, self.processes, shares_processor=True)[1:]:
+            found = pool.do(Task(num_ranks=ranks, num_jobs=1, run=plan.time_all_reduces))[0]
+            all_reduces += [
+                AllReduceTime(ranks=ranks, num_bytes=size, seconds=Spread.of(found[size])) for size in TRANSFER_SIZES
+            ]
+        return transfers, tuple(all_reduces)
+
+    def _time_host(self, pool: Pool, description: dict) -> tuple[tuple[CopyTime, ...], tuple[HostUpdateTime, ...]]:
+        """What weights on the host need, with one process at it and with several."""
+        copies, updates = [], []
+        plan = HostPlan(
+            sizes=COPY_SIZES, model=description["model"], dtype=description["dtype"],
+            num_iterations=max(3, self.iterations // 6), num_warmup=3,
+        )  # fmt: skip
+        for working in working_counts(1, self.processes, shares_processor=description["shares_processor"]):
+            found = _done(pool, Task(num_ranks=1, num_jobs=working, run=plan.time), what=f"the host, {working} at work")
+            for direction, size in found[0][0]:
+                seconds = Spread.of([each for copied, _, _ in found for each in copied[direction, size]])
+                copies.append(CopyTime(direction=direction, num_bytes=size, working=working, seconds=seconds))
+            for kernel in found[0][2]:
+                seconds = Spread.of([each for *_, stepped in found for each in stepped[kernel]])
+                updates.append(
+                    HostUpdateTime(kernel=kernel, num_parameters=found[0][1], working=working, seconds=seconds)
+                )
+        return tuple(copies), tuple(updates)
+
+
+def _done(pool: Pool, task: Task, *, what: str) -> list[Any]:
+    try:
+        return pool.do(task)
+    except MeasuringError as error:
+        raise MeasuringError(f"{what}: {error}") from error
+
+
+def _describe(plan: StagePlan, working: int) -> str:
+    return (
+        f"{plan.place.value} stage, {plan.num_layers} layers, t={plan.tensor}, microbatch {plan.micro_batch_size}, "
+        f"recompute {plan.recompute.value}, {plan.weights.name}, {working} at work"
+    )
+
+
+def _stage_time(plan: StagePlan, working: int, found: dict[str, list[float]]) -> StageTime:
+    return StageTime(
+        place=plan.place,
+        num_layers=plan.num_layers,
+        tensor=plan.tensor,
+        micro_batch_size=plan.micro_batch_size,
+        recompute=plan.recompute,
+        working=working,
+        forward=Spread.of(found["forward"]),
+        backward=Spread.of(found["backward"]),
+    )
+
+
+def _update_time(plan: StagePlan, working: int, num_parameters: int, found: dict[str, list[float]]) -> UpdateTime:
+    return UpdateTime(
+        place=plan.place,
+        num_layers=plan.num_layers,
+        num_parameters=num_parameters,
+        tensor=plan.tensor,
+        weights=plan.weights.name,
+        working=working,
+        zero=Spread.of(found["zero"]),
+        norm=Spread.of(found["norm"]),
+        step=Spread.of(found["step"]),
+    )

@@ -1,0 +1,156 @@
+"""What the processes of the pool are asked to do: become ranks of a job, build, measure."""
+
+import argparse
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.search.flags import configuration_words
+from megatron.planner.time.profile import Place
+from megatron.trainer.plan.command import PROGRAMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage to be timed. `words`: of the model; see `training.model_words`."""
+
+    architecture: str
+    words: tuple[str, ...]
+    place: Place
+    num_layers: int
+    tensor: int
+    micro_batch_size: int
+    recompute: RecomputeScope
+    weights: WeightPolicy
+    sequence_parallel: bool
+    num_microbatches: int
+    num_batches: int
+    num_warmup: int
+
+    def arguments(self) -> argparse.Namespace:
+        """The flags of a run of this stage, parsed. Raises ValueError."""
+        from megatron.trainer.arguments import parse_args
+
+        configuration = Configuration(
+            tensor=self.tensor,
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.micro_batch_size * self.num_microbatches,
+            recompute=self.recompute,
+            sequence_parallel=self.sequence_parallel and self.tensor > 1,
+        )
+        length = ("--num-layers", str(self.num_layers), "--train-iters", str(self.num_batches), "--eval-iters", "0")
+        return parse_args(
+            [*self.words, *configuration_words(configuration), *length],
+            defaults=PROGRAMS[self.architecture][1],
+        )
+
+    def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int]:
+        """Run by each rank: seconds of each thing that was timed, and how many parameters the rank has."""
+        from megatron.trainer.profile.places import Program, build_place
+        from megatron.trainer.profile.stage_times import time_stage
+
+        args = self.arguments()
+        prepare(args, store, world_size=self.tensor)
+        program = Program(**program_parts(self.architecture))
+        placed = build_place(args, program, self.place, self.weights)
+        try:
+            samples = time_stage(
+                placed, num_microbatches=self.num_microbatches, num_batches=self.num_batches,
+                num_warmup=self.num_warmup, start=start,
+            )  # fmt: skip
+        finally:
+            placed.close()
+        return samples, placed.num_parameters
+
+    def describe(self, *, store: object, start: Callable[[], None]) -> dict:
+        """Run by one rank: what the profile says of the model and the machine."""
+        from megatron.trainer.profile.description import describe
+
+        args = self.arguments()
+        prepare(args, store, world_size=1)
+        start()
+        return describe(args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPlan:
+    """Transfers between two ranks, or all-reduces over several. `sizes`: bytes."""
+
+    sizes: tuple[int, ...]
+    num_iterations: int
+    num_warmup: int
+
+    def time_transfers(self, *, store: object, start: Callable[[], None]) -> dict[int, list[float]]:
+        from megatron.trainer.profile.transfer_times import time_transfers
+
+        return self._time(time_transfers, 2, store, start)
+
+    def time_all_reduces(self, *, store: object, start: Callable[[], None]) -> dict[int, list[float]]:
+        from megatron.trainer.profile.transfer_times import time_all_reduces
+
+        return self._time(time_all_reduces, int(os.environ["WORLD_SIZE"]), store, start)
+
+    def _time(self, measure: Callable, world_size: int, store: object, start: Callable) -> dict[int, list[float]]:
+        import torch
+
+        from megatron import backend
+        from megatron.trainer.start_up import initialize
+
+        rank, _, local_rank = initialize.environment_ranks()
+        if backend.is_cuda():
+            torch.cuda.set_device(local_rank)
+        torch.distributed.init_process_group(
+            backend.process_group_backend(), store=store, rank=rank, world_size=world_size
+        )
+        start()
+        return measure(self.sizes, num_iterations=self.num_iterations, num_warmup=self.num_warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """Copies between host and device of `sizes` bytes, and the host's optimizer on a layer of `model` with weights of
+    `dtype`.
+    """
+
+    sizes: tuple[int, ...]
+    model: Architecture
+    dtype: str
+    num_iterations: int
+    num_warmup: int
+
+    def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict, int, dict[str, list[float]]]:
+        """Run by each process: seconds of copies, the number of parameters, and seconds of their updates."""
+        import torch
+
+        from megatron import backend
+        from megatron.trainer.profile.host_times import time_copies, time_updates
+        from megatron.trainer.start_up import initialize
+
+        if backend.is_cuda():
+            torch.cuda.set_device(initialize.environment_ranks()[2])
+        often = {"num_iterations": self.num_iterations, "num_warmup": self.num_warmup}
+        start()
+        return time_copies(self.sizes, **often), *time_updates(self.model, self.dtype, **often)
+
+
+def program_parts(architecture: str) -> dict:
+    """What the training program of an architecture trains with; its folder is on the path."""
+    return importlib.import_module(PROGRAMS[architecture][0].removesuffix(".py")).parts()
+
+
+def prepare(args: argparse.Namespace, store: object | None, *, world_size: int) -> None:
+    """Complete `args`, become a rank of a job (unless `store` is None: it is one already). Raises ValueError."""
+    from megatron.trainer.arguments import validate_args
+    from megatron.trainer.run.pretraining import complete
+    from megatron.trainer.start_up import initialize
+
+    args.notes_for_log = validate_args(args, world_size=world_size, rank=int(os.environ["RANK"]))
+    complete(args)
+    if store is not None:
+        initialize.join(args, store)
+    initialize.set_up(args)

@@ -1,0 +1,1 @@
+"""What the ranks of a job do alike: seeds, agreement, stop requests, errors."""

@@ -1,0 +1,379 @@
+"""What a run says: Megatron's log line, TensorBoard, Weights & Biases, the metrics file. One rank, the last, writes
+all."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.util
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron import backend
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.relay.ledger import DEVICE_PEAK, HOST_PEAK
+from megatron.trainer.report.by_products import ByProduct
+from megatron.trainer.report.metrics import MetricsFile
+from megatron.trainer.report.names import CLASS_LOSS, LOSS, SAVED_ACTIVATIONS
+from megatron.trainer.report.throughput import flops_per_sample
+
+if TYPE_CHECKING:
+    from megatron.trainer.changes.shaping import Outlook
+    from megatron.trainer.changes.transition.change import Change
+    from megatron.trainer.plan.arrangement import Arrangement
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stood after a batch, beside the batch's report."""
+
+    iteration: int
+    consumed_samples: int
+    num_samples: int
+    seconds: float
+
+
+@dataclass
+class Interval:
+    """Sums since the last log line."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    num_losses: int = 0
+    skipped: int = 0
+    nan: int = 0
+    iterations: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    saved_activation_bytes: Sequence[int] = ()  # peaks by pipeline rank, where they are counted
+
+    def add(
+        self, report: BatchReport, progress: Progress, seq_length: int, saved_activation_bytes: Sequence[int] = ()
+    ) -> None:
+        self.iterations += 1
+        self.seconds += progress.seconds
+        self.tokens += progress.num_samples * seq_length
+        self.skipped += report.skipped
+        self.nan += report.nan
+        if not report.skipped and all(map(math.isfinite, report.losses.values())):
+            for name, loss in report.losses.items():
+                self.losses[name] = self.losses.get(name, 0.0) + loss
+            self.num_losses += 1
+        before = self.saved_activation_bytes or saved_activation_bytes
+        self.saved_activation_bytes = [max(pair) for pair in zip(before, saved_activation_bytes, strict=True)]
+
+    def means(self) -> dict[str, float]:
+        """Mean of each loss over the batches that had finite ones."""
+        return {name: total / self.num_losses for name, total in self.losses.items()} or {LOSS: math.nan}
+
+
+def main_loss(losses: Mapping[str, float]) -> str:
+    """The name of the one that is trained, or leads what is."""
+    return next((name for name in (LOSS, CLASS_LOSS) if name in losses), LOSS)
+
+
+def by_pipeline_rank(values: Sequence[float], num_pipeline_ranks: int) -> list[int]:
+    """The largest value of each pipeline rank. `values` are in the order of the job's ranks, which numbers tensor ranks
+    first, then replicas, then pipeline ranks."""
+    width = len(values) // num_pipeline_ranks
+    return [int(max(values[first : first + width])) for first in range(0, len(values), width)]
+
+
+def log_line(
+    report: BatchReport,
+    progress: Progress,
+    interval: Interval,
+    *,
+    train_iters: int,
+    flops: float | None = None,
+    now: float | None = None,
+) -> str:
+    """Megatron's log line: means over the interval for time and loss, peaks for saved activations, by pipeline rank,
+    and the last batch's values for the rest.
+
+    `flops` are the floating-point operations per token and GPU, or None to leave the throughput out.
+    """
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    parts = [
+        f" [{stamp}] iteration {progress.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {progress.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.iterations:.1f}",
+        f"learning rate: {report.learning_rate:.6E}",
+        f"global batch size: {progress.num_samples:5d}",
+        *(f"{name}: {loss:.6E}" for name, loss in interval.means().items()),
+        f"loss scale: {report.loss_scale:.1f}",
+    ]
+    if flops is not None:
+        rate = flops * interval.tokens / interval.seconds / 1e12
+        parts.insert(3, f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
+    if report.grad_norm is not None:
+        parts.append(f"grad norm: {report.grad_norm:.3f}")
+    if interval.saved_activation_bytes:
+        peaks = " ".join(f"{each / 2**20:.1f}" for each in interval.saved_activation_bytes)
+        parts.append(f"saved activations (MiB): {peaks}")
+    parts += [
+        f"number of skipped iterations: {interval.skipped:3d}",
+        f"number of nan iterations: {interval.nan:3d}",
+        f"tokens per second: {interval.tokens / interval.seconds:.1f}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+class Reporter:
+    """Turns reports into everything that a run writes. On all ranks but the last it writes nothing.
+
+    Raises ValueError where the metrics file or TensorBoard's directory cannot be written for another reason than a full
+    disk.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.writes = args.rank == args.world_size - 1
+        self._interval, self._has_begun = Interval(), False
+        self._said = ByProduct("the log", consequence="and more of it is tried")
+        self._progress = ByProduct("progress.txt (--log-progress)", consequence="and later lines are tried")
+        self._shown = ByProduct(f"--tensorboard-dir {args.tensorboard_dir}", consequence="without it from now on")
+        wandb = f"--wandb-project {args.wandb_project}"
+        self._published = ByProduct(wandb, consequence="and later values are tried", failures=(Exception,))
+        self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
+        missing = packages_not_here(args)
+        for line in missing.values():
+            self.say(f"warning: {line}")
+        has_board = bool(args.tensorboard_dir) and "tensorboard" not in missing
+        has_wandb = bool(args.wandb_project) and "wandb" not in missing
+        self._board = self._wandb = None
+        if self.writes and has_board:
+            with self._shown.attempt():
+                self._board = _tensorboard(args)
+        if self.writes and has_wandb:
+            with ByProduct(wandb, consequence="without it", failures=(Exception,)).attempt():
+                self._wandb = _weights_and_biases(args)
+        per_token = flops_per_sample(args) / args.seq_length / args.world_size
+        self._flops = per_token if args.log_throughput and backend.is_cuda() else None
+
+    def say(self, text: str) -> None:
+        """Print a line for the user, once in the job; nothing for an empty one."""
+        if self.writes and text:
+            with self._said.attempt():
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
+
+    def progress(self, text: str) -> None:
+        """`--log-progress`: append a line to progress.txt beside the checkpoints. Called on rank 0."""
+        if self.args.log_progress and self.args.rank == 0:
+            job = os.environ.get("SLURM_JOB_ID", "")
+            path, stamp = os.path.join(self.args.save, "progress.txt"), time.strftime("%Y-%m-%d %H:%M:%S")
+            with self._progress.attempt(), open(path, "a", encoding="utf-8") as stream:
+                stream.write(f"{stamp}\tJob ID: {job}\t# ranks: {self.args.world_size}\t{text}\n")
+
+    def iteration(self, report: BatchReport, progress: Progress) -> None:
+        """Record one batch; print the log line where its interval ends."""
+        peaks = {
+            name: by_pipeline_rank(values, self.args.pipeline_model_parallel_size)
+            for name, values in report.gauges.items()
+        }
+        self._interval.add(report, progress, self.args.seq_length, peaks.get(SAVED_ACTIVATIONS, ()))
+        if self.writes:
+            self._begin(progress)
+            self._record(report, progress, peaks)
+        if progress.iteration % self.args.log_interval == 0:
+            self.say(log_line(report, progress, self._interval, train_iters=self.args.train_iters, flops=self._flops))
+            self._interval = Interval()
+
+    def _begin(self, progress: Progress) -> None:
+        """Record before the first batch how a run begins, or goes on from a checkpoint, whose pipeline may change."""
+        if not self._has_begun and self.args.changes and self._metrics is not None:
+            values = _shape(self.args.arrangement)
+            self._metrics.write(
+                iteration=progress.iteration - 1, initial_samples=progress.consumed_samples - progress.num_samples,
+                **{f"initial_{name}": value for name, value in values.items()},
+                initial_layers_of_rank=list(self.args.arrangement.layers_of_rank),
+            )  # fmt: skip
+        self._has_begun = True
+
+    def _record(self, report: BatchReport, progress: Progress, peaks: Mapping[str, list[int]]) -> None:
+        seconds = max(progress.seconds, 1e-9)
+        values = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            **{_key(name): loss for name, loss in report.losses.items()},
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "loss_scale": report.loss_scale,
+            "iteration_time_ms": 1000 * progress.seconds,
+            "tokens_per_second": progress.num_samples * self.args.seq_length / seconds,
+            "peak_memory_bytes": backend.peak_memory_bytes(),
+        }
+        if self._metrics is not None:
+            self._metrics.write(**values, **peaks, skipped=report.skipped)
+        if progress.iteration % self.args.tensorboard_log_interval == 0:
+            self._boards(progress, self._board_values({**values, **peaks}, report, progress))
+
+    def _board_values(self, values: dict, report: BatchReport, progress: Progress) -> dict[str, float | None]:
+        args = self.args
+        named = {**report.losses, "batch-size": progress.num_samples, "grad-norm": report.grad_norm}
+        if args.log_learning_rate_to_tensorboard:
+            named["learning-rate"] = report.learning_rate
+        if args.log_loss_scale_to_tensorboard:
+            named["loss-scale"] = report.loss_scale
+        if args.log_timers_to_tensorboard:
+            named["iteration-time"] = progress.seconds
+        if args.log_memory_to_tensorboard:
+            named["mem-max-allocated-bytes"] = values["peak_memory_bytes"]
+            for name in (SAVED_ACTIVATIONS, DEVICE_PEAK, HOST_PEAK):
+                if name in values:
+                    named[f"{name.replace('_', '-')}-max"] = max(values[name])
+        if args.log_world_size_to_tensorboard:
+            named["world-size"] = args.world_size
+        if self._flops is not None:
+            named["throughput"] = self._flops * values["tokens_per_second"] / 1e12
+        return named
+
+    def _boards(self, progress: Progress, values: dict[str, float | None]) -> None:
+        values = {name: value for name, value in values.items() if value is not None}
+        scalars = [(name, value, progress.iteration) for name, value in values.items()]
+        for name in (main_loss(values), "learning-rate", "grad-norm"):
+            if name in values:
+                scalars.append((f"{name} vs samples", values[name], progress.consumed_samples))
+        self._show(scalars)
+        self._publish(values, progress.iteration)
+
+    def _publish(self, values: Mapping[str, float], iteration: int) -> None:
+        """Give them to Weights & Biases."""
+        if self._wandb is not None:
+            with self._published.attempt():
+                self._wandb.log(values, step=iteration)
+
+    def _show(self, scalars: Sequence[tuple[str, float, int]]) -> None:
+        """Give TensorBoard (name, value, iteration or samples). Its writer does not outlive a write that failed."""
+        if self._board is None:
+            return
+        with self._shown.attempt():
+            for scalar in scalars:
+                self._board.add_scalar(*scalar)
+        if self._shown.fails:
+            self._board = None
+
+    def evaluation(self, name: str, iteration: int, losses: dict[str, float], *, seconds: float) -> None:
+        """Record one evaluation: its mean losses by name. `name` is "validation" or "test"."""
+        main = main_loss(losses)
+        loss = losses[main]
+        perplexity = {"ppl": math.exp(min(20.0, loss))} if main == LOSS else {}
+        others = {other: value for other, value in losses.items() if other != main}
+        line = f" {name} loss at iteration {iteration} | {main} value: {loss:.6E} | "
+        line += "".join(f"{main} PPL: {value:.6E} | " for value in perplexity.values())
+        line += "".join(f"{other} value: {value:.6E} | " for other, value in others.items())
+        self.say("-" * len(line) + f"\n{line}\n" + "-" * len(line))
+        if not self.writes:
+            return
+        if self._metrics is not None:
+            named = {f"{name}_{_key(other)}": value for other, value in others.items()}
+            self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss,
+                                   **{f"{name}_{key}": value for key, value in perplexity.items()}, **named,
+                                   "evaluation_time_ms": 1000 * seconds})  # fmt: skip
+        scalars = [(f"{each} {name}", value, iteration) for each, value in losses.items()]
+        if self.args.log_validation_ppl_to_tensorboard:
+            scalars += [(f"{main} {name} {key}", value, iteration) for key, value in perplexity.items()]
+        self._show(scalars)
+        self._publish({f"{each} {name}": value for each, value in losses.items()}, iteration)
+
+    def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
+        """Record that the pipeline has changed behind an iteration, and what was expected of it."""
+        self._interval.saved_activation_bytes = ()  # of other ranks than those to come
+        self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
+        if not self.writes:
+            return
+        after, values = change.after, _shape(change.after)
+        took = {
+            "change_seconds": change.seconds,
+            "change_bytes": change.num_bytes,
+            "change_bytes_moved": change.bytes_moved,
+        }
+        if outlook is not None:
+            took |= {"seconds_before": outlook.before, "seconds_predicted": outlook.after}
+        if self._metrics is not None:
+            self._metrics.write(iteration=iteration, **values, layers_of_rank=list(after.layers_of_rank), **took)
+        named = {name.replace("_", "-"): float(value) for name, value in {**values, **took}.items()}
+        self._show([(name, value, iteration) for name, value in named.items()])
+        self._publish(named, iteration)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            with self._shown.attempt():
+                self._board.close()
+        if self._wandb is not None:
+            with self._published.attempt():
+                self._wandb.finish()
+
+
+def _shape(arrangement: Arrangement) -> dict[str, int]:
+    """What of it is a number."""
+    return {
+        "frozen_layers": arrangement.num_frozen,
+        "pipeline_ranks": arrangement.pipeline,
+        "replicas": arrangement.data,
+        "microbatch_samples": arrangement.micro_batch_size,
+    }
+
+
+def _key(name: str) -> str:
+    """A loss's name in the metrics file."""
+    return name.replace(" ", "_")
+
+
+def packages_not_here(args: argparse.Namespace) -> dict[str, str]:
+    """Packages that flags ask for and this process cannot import, each with a sentence. What they would record is in
+    the log and in --metrics-file, so a run goes on without them."""
+    wanted = {
+        "tensorboard": args.tensorboard_dir and f"--tensorboard-dir {args.tensorboard_dir}",
+        "wandb": args.wandb_project and f"--wandb-project {args.wandb_project}",
+    }
+    return {
+        name: f"{flag} has no effect: the package {name} is not installed here; pip install {name}"
+        for name, flag in wanted.items()
+        if flag and importlib.util.find_spec(name) is None
+    }
+
+
+def _tensorboard(args: argparse.Namespace):
+    """Raises OSError on a full disk, and ValueError where the directory cannot be written at all."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    try:
+        os.makedirs(args.tensorboard_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.tensorboard_dir) as trial:  # a thread of the writer prints a traceback
+            trial.write(bytes(4096))
+        return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}") from error
+
+
+def _weights_and_biases(args: argparse.Namespace):
+    import wandb
+
+    folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")
+    os.makedirs(folder, exist_ok=True)
+    config = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, bool))}
+    wandb.init(dir=folder, name=args.wandb_exp_name, project=args.wandb_project, entity=args.wandb_entity or None,
+               config=config)  # fmt: skip
+    return wandb
+
+
+def configure_logging(level: int | None) -> None:
+    """Python's logging: warnings, or what `--logging-level` says."""
+    # megatron.core wants 1 wherever there is tensor parallelism, which hangs a job whose reductions run beside
+    # computations (arguments/hardware_queues.py); docs/gpu.md says who may set it.
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+    logging.basicConfig(level=logging.WARNING if level is None else level, format="%(name)s: %(message)s")

@@ -1,0 +1,87 @@
+"""`--metrics-file`: what a run did, as JSON lines with full precision.
+
+One object per iteration, one per evaluation, and for a pipeline that may change one at the start (`initial_...`) and
+one per change, written by one rank and given to the system at once, so that a killed run leaves whole lines. A line
+that cannot be written, as on a full disk, is kept and written before the next. A resumed run appends; where it repeats
+iterations, the last line of an iteration counts.
+"""
+
+import json
+import logging
+import math
+import os
+from collections import deque
+from contextlib import suppress
+
+from megatron.trainer.report.by_products import ByProduct
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Appends objects to a file. Raises ValueError where the file cannot be opened."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._waiting: deque[bytes] = deque()  # lines that are not in the file yet
+        self._by_product = ByProduct(f"--metrics-file {path}", consequence="and its lines are kept until it can be")
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            torn = _ends_mid_line(path)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"--metrics-file {path} cannot be written: {error.strerror}") from error
+        if torn:
+            self._waiting.append(b"\n")
+
+    def write(self, **values: float | int | str | list[int] | None) -> None:
+        """Append one object. What is not finite becomes null, as JSON has no word for it."""
+        plain = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        self._waiting.append(json.dumps(plain).encode() + b"\n")
+        with self._by_product.attempt():
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            line, size = self._waiting[0], os.fstat(self._file.fileno()).st_size
+            try:
+                written = self._file.write(line)
+                while written < len(line):  # what is left of the disk takes a part; the next call says why
+                    written += self._file.write(line[written:])
+            except OSError:
+                with suppress(OSError):  # no half line, if the file is one that can be cut
+                    self._file.truncate(size)
+                raise
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Write what could not be written before, or say that it is lost."""
+        with self._by_product.attempt():
+            self._write_waiting()
+        if self._waiting:
+            logger.warning("--metrics-file %s lacks its last %d lines", self._path, len(self._waiting))
+        with suppress(OSError):  # all that it has taken is the system's by now
+            self._file.close()
+
+
+def _ends_mid_line(path: str) -> bool:
+    if not os.path.exists(path) or os.path.getsize(path) == 0:
+        return False
+    with open(path, "rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"
+
+
+def read_metrics(path: str) -> list[dict]:
+    """All whole objects of a metrics file, in the order of the file; a torn last line is left out."""
+    records = []
+    with open(path, encoding="utf-8") as stream:
+        for line in stream:
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return records

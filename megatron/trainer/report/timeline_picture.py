@@ -1,0 +1,111 @@
+"""`--pipeline-timeline`: the last batches of a run as a picture, planned above measured, and as a trace for Perfetto.
+
+The plan is the simulation of the very program that ran, with each stage's mean measured times and transfers that cost
+nothing; so what differs between the two is transfer, waiting and noise.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from megatron.core import parallel_state
+from megatron.pipeline.draw import draw_timeline
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.runtime.contract.trace import RankTrace, gather_traces, timeline, write_chrome_trace
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.timeline import Timeline
+
+_RUN_IN, _RUN_OUT = 2, 1  # neighbours that the plan simulates beyond the picture, as the run had them
+
+
+def measured_costs(measured: Timeline) -> Costs:
+    """Mean seconds of each kind of work per stage."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for span in measured.spans:
+        times[span.instruction.kind, span.instruction.stage].append(span.end - span.start)
+
+    def mean(kind: Kind) -> list[float]:
+        return [statistics.fmean(times.get((kind, stage), [0.0])) for stage in range(measured.num_stages)]
+
+    def least(kind: Kind) -> float:  # the last to come waits least for the others
+        return min((statistics.fmean(found) for (each, _), found in times.items() if each is kind), default=0.0)
+
+    return Costs(
+        forward=mean(Kind.FORWARD),
+        backward=mean(Kind.BACKWARD),
+        recompute=mean(Kind.RECOMPUTE),
+        step=mean(Kind.STEP),
+        predict=mean(Kind.PREDICT),
+        hold=mean(Kind.HOLD),
+        reduce_grad=mean(Kind.REDUCE_GRAD),
+        reduce_embed=least(Kind.REDUCE_EMBED),
+        reduce_norm=least(Kind.REDUCE_NORM),
+        fetch=mean(Kind.FETCH),
+        store=mean(Kind.STORE_GRAD),
+        update=mean(Kind.UPDATE),
+        offload=mean(Kind.OFFLOAD),
+        reload=mean(Kind.RELOAD),
+    )
+
+
+def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> range:
+    """The batches to show: at most `most`, at the end of the longest stretch between drains, the last one of equals.
+
+    `drains` are the batches before which the pipeline was drained. A drain within would hide the schedule.
+    """
+    borders = sorted({measured.first_batch, *drains, measured.first_batch + len(measured.batches)})
+    inside = [border for border in borders if border >= measured.first_batch]
+    stretches = [range(first, last) for first, last in pairwise(inside)]
+    longest = max(reversed(stretches), key=len)
+    return longest[-most:]
+
+
+def planned_timeline(schedule: Schedule, measured: Timeline, shown: range, drains: Collection[int]) -> Timeline:
+    """The simulation of the batches `shown`, with measured times and together with neighbours of the same stretch."""
+    first = max([shown.start - _RUN_IN, measured.first_batch, *(drain for drain in drains if drain <= shown.start)])
+    end = measured.first_batch + len(measured.batches)
+    last = min([shown.stop + _RUN_OUT, end, *(drain for drain in drains if drain >= shown.stop)])
+    sizes = measured.batches[first - measured.first_batch : last - measured.first_batch]
+    first_microbatch = measured.batch_borders()[first - measured.first_batch]
+    program = schedule.build(sizes, first_batch=first, first_microbatch=first_microbatch)
+    costs = measured_costs(measured.of_batches(shown.start, len(shown)))
+    return simulate(program, costs).of_batches(shown.start, len(shown)).named("planned")
+
+
+def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[int], most: int) -> None:
+    """Write `timeline.png`, `measured.json` (a Timeline) and `trace.json` (for Perfetto). Collective, drained.
+
+    Shows the pipeline of the first replica's first tensor rank, at most `most` batches.
+    """
+    if parallel_state.get_data_parallel_rank() or parallel_state.get_tensor_model_parallel_rank():
+        return
+    traces = gather_traces(engine.trace(), group=parallel_state.get_pipeline_model_parallel_group())
+    write_pictures(engine.schedule, traces, folder, drains=drains, most=most)
+
+
+def write_pictures(
+    schedule: Schedule, traces: Sequence[RankTrace] | None, folder: Path, *, drains: Collection[int], most: int
+) -> None:
+    """The same from the traces of a pipeline's ranks; None, as on all ranks but one: nothing is written."""
+    if traces is None or not traces[0].batches:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_chrome_trace(traces, folder / "trace.json")
+    measured = timeline(traces)
+    measured.save(folder / "measured.json")
+    shown = last_stretch(measured, drains, most=most)
+    planned = planned_timeline(schedule, measured, shown, drains)
+    draw_timeline(
+        [planned, measured.of_batches(shown.start, len(shown)).named("measured")],
+        folder / "timeline.png",
+        title=f"{len(shown)} iterations from {shown.start + 1} on, {measured.num_stages} stages",
+        time_label="time [ms]",
+        time_scale=1000,
+        lanes=True,
+        saved_microbatches=schedule.residency is not None,
+    )

@@ -1,0 +1,163 @@
+"""Puts a run together: tokenizer, data, model, optimizer, checkpoint, stage, engine, in the order in which errors are
+cheap.
+
+Directories and files are tried before the model is built, and the checkpoint is read before the first sample. What the
+loop needs comes back as one record.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from megatron import backend
+from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
+from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.changes.elasticity import Elasticity
+from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, load_checkpoint
+from megatron.trainer.checkpoint.ownership import OwnerMark
+from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
+from megatron.trainer.models.gpt import num_parameters
+from megatron.trainer.optimizer.kernel import choose_kernel
+from megatron.trainer.plan.arrangement import iterations_to_the_end
+from megatron.trainer.ranks.agreement import agreed
+from megatron.trainer.report import provisional
+from megatron.trainer.report.log import Reporter
+from megatron.trainer.report.names import LOSS
+from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.start_up.engine import build_engine
+from megatron.trainer.start_up.outputs import prepare_outputs
+from megatron.trainer.start_up.place import Parts, Place, build_place
+from megatron.trainer.start_up.run import Run
+
+ModelProvider = Callable[..., torch.nn.Module]
+DatasetsProvider = Callable[[argparse.Namespace, object], list]
+LossNames = Callable[[argparse.Namespace], tuple[str, ...]]
+
+
+def assemble(
+    args: argparse.Namespace,
+    *,
+    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
+    forward_step: ForwardStep,
+    datasets_provider: DatasetsProvider,
+    fields_provider: FieldsProvider = gpt_fields,
+    loss_names: LossNames = lambda args: (LOSS,),
+) -> Run:
+    """Build a run on this rank. Collective. Raises ValueError for what the user can mend.
+
+    Args:
+        args: validated; process groups are up.
+        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
+            called for each stage of the rank, with a configuration by which each stage has a rank of its own.
+        forward_step: Megatron's `forward_step(data_iterator, model)`.
+        datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
+        fields_provider: `fields_provider(args)` returns the parts of a microbatch.
+        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" or "loss" is
+            among it.
+    """
+    owner_mark = prepare_outputs(args)
+    try:
+        return _build(args, owner_mark, model_provider, forward_step, datasets_provider, fields_provider, loss_names)
+    except BaseException:
+        if owner_mark is not None:
+            owner_mark.release()
+        raise
+
+
+def _build(
+    args: argparse.Namespace,
+    owner_mark: OwnerMark | None,
+    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
+    forward_step: ForwardStep,
+    datasets_provider: DatasetsProvider,
+    fields_provider: FieldsProvider,
+    loss_names: LossNames,
+) -> Run:
+    tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
+    args.padded_vocab_size = 0 if tokenizer is None else padded_vocab_size(args, tokenizer)
+    if args.activation_cache is not None:
+        with agreed():
+            require_cache(args)
+    parts = Parts(partial(model_provider, args), forward_step, loss_names(args))
+    reporter = Reporter(args)
+    datasets = datasets_provider(args, tokenizer)
+    began = time.perf_counter()
+    place = build_place(args, parts)
+    seconds_of_place = time.perf_counter() - began
+    position = _load(args, place, reporter) or CheckpointPosition()
+    elasticity = Elasticity(args) if args.changes else None
+    if elasticity is not None and args.recorded_changes is not None:
+        elasticity.load_state_dict(args.recorded_changes)
+    choose_kernel(place.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
+    args.batch_sizes.check_from(position.consumed_train_samples)
+    args.train_iters = iterations_to_the_end(
+        args, iteration=position.iteration, consumed_samples=position.consumed_train_samples
+    )
+    began = time.perf_counter()
+    engine = build_engine(args, place, position)
+    if elasticity is not None:  # a change does the same again
+        elasticity.expect_change(seconds_of_place + time.perf_counter() - began)
+    _describe(args, reporter, place.stages, position)
+    cache = None
+    if args.activation_cache is not None:
+        with agreed():
+            cache = PrefixCache(args, datasets[0])
+        cache.serve(place.stages)
+    return Run(
+        args, parts, place, engine, reporter,
+        CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
+        datasets, fields_provider(args), 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity, cache,
+        iteration=position.iteration, consumed_samples=position.consumed_train_samples,
+        consumed_valid_samples=position.consumed_valid_samples,
+        flops=position.num_floating_point_operations_so_far,
+        saved_iteration=position.iteration if position.iteration else None,
+    )  # fmt: skip
+
+
+def _load(args: argparse.Namespace, place: Place, reporter: Reporter) -> CheckpointPosition | None:
+    """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
+    held = {"chunks": place.chunks, "optimizer": place.optimizer, "scheduler": place.scheduler, "update": place.update}
+    position = None
+    if args.load is not None:
+        position = load_checkpoint(args=args, **held)
+        if position is None and args.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+    if position is None and args.pretrained_checkpoint is not None:
+        pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
+                                           "ckpt_step": None})  # fmt: skip
+        position = load_checkpoint(args=pretrained, **held, body_only=args.architecture in CLASSIFIERS)
+        if position is None:
+            raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
+        but = " but for the head" if args.architecture in CLASSIFIERS else ""
+        reporter.say(f"loaded the weights of {args.pretrained_checkpoint}{but}; starting from iteration 0")
+    elif position is not None:
+        reporter.say(f"loaded {args.load}; starting from iteration {position.iteration}")
+    elif args.load is not None:
+        reporter.say(f"--load {args.load} holds no checkpoint yet: starting from iteration 0")
+    return position
+
+
+def _describe(
+    args: argparse.Namespace, reporter: Reporter, stages: list[MegatronStage], position: CheckpointPosition
+) -> None:
+    gathered = [None] * args.world_size
+    torch.distributed.all_gather_object(gathered, [(stage.index, num_parameters([stage.model])) for stage in stages])
+    totals: dict[int, int] = {}
+    for index, count in (pair for pairs in gathered for pair in pairs):
+        totals[index] = totals.get(index, 0) + count // args.data_parallel_size
+    parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
+    num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
+    predictions = provisional.description(args, num_microbatches)
+    reporter.say(
+        f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
+        f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
+        f"{args.data_parallel_size}, schedule {args.pipeline_schedule}, "
+        f"{num_microbatches} microbatches of {args.micro_batch_size} a batch\n"
+        + (f"{predictions}\n" if predictions else "")
+        + f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
+    )

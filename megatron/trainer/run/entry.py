@@ -1,0 +1,93 @@
+"""From a command line to a running job, and from any error to one clear end.
+
+Errors in the command line are found before torch is imported, printed by rank 0 only, and end every rank with status
+2. What ranks find when they start (a checkpoint that a node does not see) they tell each other before they form a
+group; rank 0 prints it once, with the ranks named, and all end with status 2. What all ranks find alike later (a
+missing file, a damaged checkpoint, a loss that is no number) is printed once too. Whatever else goes wrong on one rank
+is the failure guard's business: it ends all ranks with status 1 and names rank, stage and cause. All of these
+sentences go to the launcher, too, whose summary is the last on the screen. Ctrl-C ends a program that was started
+without a launcher with one line and status 130; torchrun gets it too, and prints a traceback of its own.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from megatron.pipeline.runtime.failure.error_file import write_error_file
+from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.ranks.shared_errors import PATIENCE, OnThisRank, SameEverywhere, number_of
+from megatron.trainer.ranks.signals import StopSignal
+
+USER_ERROR = 2
+
+
+def run(
+    prog: str, main: Callable[[argparse.Namespace, StopSignal, float], None], *, defaults: dict | None = None
+) -> int:
+    """Parse the command line, install the device layer, run `main(args, stop, started)`; returns the exit status."""
+    started = time.time()
+    stop = StopSignal().install()
+    try:
+        args = parse_args(prog=prog, defaults=defaults)
+        if args.dry_run is not None:
+            return _dry_run(args, prog)
+        if not args.use_checkpoint_args:
+            args.notes_for_log = validate_args(args, world_size=number_of("WORLD_SIZE", 1), rank=number_of("RANK", 0))
+    except ValueError as error:
+        return end(prog, error)
+    return start(prog, lambda: main(args, stop, started), stop)
+
+
+def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
+    """Install the device layer and run `main`, whose command line is right; returns the exit status."""
+    from megatron import backend  # imports torch
+
+    backend.install()
+    backend.keep_freed_memory()
+    try:
+        main()
+    except SameEverywhere as error:
+        return end(prog, error)
+    except OnThisRank as error:
+        return _end_alone(prog, error, stop)
+    except Exception as error:  # of a job of one rank, which has no guard
+        write_error_file(f"{prog}: {type(error).__name__}: {' '.join(str(error).split())}")
+        raise
+    return 0
+
+
+def _dry_run(args: argparse.Namespace, prog: str) -> int:
+    """Check the job without running it; returns the exit status."""
+    from megatron import backend  # imports torch
+
+    backend.install()
+    from megatron.trainer.dry_run.dry_run import run_dry
+
+    return run_dry(args, prog)
+
+
+def end(prog: str, error: Exception) -> int:
+    """Print the error once in the job: rank 0 prints and ends first, and the launcher then ends the others. Each host's
+    launcher is told by one rank."""
+    if number_of("LOCAL_RANK", 0) == 0:
+        write_error_file(f"{prog}: error: {error}")
+    if number_of("RANK", 0) == 0:
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        sys.stderr.flush()
+    else:
+        time.sleep(PATIENCE)
+    return USER_ERROR
+
+
+def _end_alone(prog: str, error: Exception, stop: StopSignal) -> int:
+    """Print the error on this rank, unless the launcher ends the job meanwhile because rank 0 has printed its own."""
+    rank = number_of("RANK", 0)
+    deadline = time.monotonic() + (PATIENCE if rank > 0 else 0.0)
+    while time.monotonic() < deadline and not stop.received:
+        time.sleep(0.05)
+    if rank == 0 or not stop.received:
+        write_error_file(f"{prog}: error: rank {rank}: {error}")
+        sys.stderr.write(f"{prog}: error: rank {rank}: {error}\n")
+        sys.stderr.flush()
+    return USER_ERROR

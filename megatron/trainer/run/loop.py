@@ -1,0 +1,356 @@
+"""The training loop: batches through the engine, reports out, evaluations and checkpoints between.
+
+Without flushes the report of a batch comes some batches late (`Schedule.report_lag`), on all ranks alike. So nothing
+is decided by one rank: what the iteration number decides is the same everywhere, and a wish (SIGTERM, time is up)
+travels with a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
+"""
+
+import contextlib
+import gc
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from megatron import backend
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.trainer.changes.transition.change import change_place
+from megatron.trainer.checkpoint.checkpoint import save_checkpoint
+from megatron.trainer.data.microbatches import MicrobatchIterator
+from megatron.trainer.plan.arrangement import iterations_to_the_end
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.report.by_products import ByProduct
+from megatron.trainer.report.log import Progress, main_loss
+from megatron.trainer.report.profiler import Profiler
+from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.report.timeline_picture import write_timeline
+from megatron.trainer.run.evaluation import evaluate, evaluation_samples
+from megatron.trainer.start_up.run import Run
+
+STOP = 1
+"""Wish: save and end the run."""
+
+
+class TrainingError(ValueError):
+    """Training cannot go on, and the user can mend it; raised on every rank alike."""
+
+
+class Loop:
+    """Drives one run to its end.
+
+    Args:
+        run: what `assembly.assemble` built.
+        stop: SIGTERM as a wish.
+        started: `time.time()` of the program's start, for `--exit-duration-in-mins`.
+    """
+
+    def __init__(self, run: Run, stop: StopSignal, *, started: float) -> None:
+        self.run, self.args, self.stop, self.started = run, run.args, stop, started
+        self._waiting: deque[Progress] = deque()  # batches without a report yet
+        self._wishes = 0  # of all ranks, from the reports
+        self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
+        self._iterators: list[MicrobatchIterator] = []
+        self._validation: list[MicrobatchIterator] = []
+        self.validated_iteration: int | None = None
+        self._flops_per_sample = flops_per_sample(run.args)
+
+    def train(self) -> bool:
+        """Train until the last iteration (True), or until a wish, `--exit-interval` or the time ends the run
+        (False)."""
+        run, args = self.run, self.args
+        if run.iteration >= args.train_iters:
+            return True
+        self._feed()
+        profiler = Profiler(args)
+        self.stop.on_receipt = self._pass_on_wish
+        if args.manual_gc:
+            gc.disable()
+            gc.collect()
+        try:
+            while run.iteration < args.train_iters:
+                profiler.before(run.iteration)
+                self._batch()
+                self._collect_garbage()
+                profiler.after(run.iteration)
+                if self._ends_stretch() and self._between_stretches():
+                    return False
+        finally:
+            self.stop.on_receipt = None
+            profiler.close()
+            if args.manual_gc:
+                gc.enable()
+        if args.save is not None and run.saved_iteration != run.iteration:
+            self.save()
+        return True
+
+    def _feed(self) -> None:
+        """Let the stages have training data from where the run stands."""
+        run = self.run
+        for stage, iterator in zip(run.stages, self._samples(0, "training", run.consumed_samples), strict=True):
+            stage.data_iterator = iterator
+
+    def _samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
+        iterators = self.run.samples(index, name, consumed)
+        self._iterators += iterators
+        return iterators
+
+    def close_data(self) -> None:
+        """End the processes that load samples."""
+        for iterator in self._iterators:
+            iterator.close()
+        self._iterators, self._validation = [], []
+
+    def give_up(self) -> None:
+        """Close what is open after an error with which the program ends in order."""
+        self.close_data()
+        if self.run.cache is not None:
+            self.run.cache.close()
+        if self.run.writer is not None:
+            with contextlib.suppress(ValueError):  # the first error is told
+                self.run.writer.close()
+
+    def _pass_on_wish(self) -> None:
+        if self.run.engine is not None:  # there is none while the run changes its place; the next batch asks again
+            self.run.engine.wishes |= STOP
+
+    def _batch(self) -> None:
+        """One batch's leg; its time counts for the batch, whose report may come later."""
+        run, sizes = self.run, self.args.batch_sizes
+        if self.stop.received or self._time_is_up():
+            run.engine.wishes |= STOP
+        num_samples = sizes.num_samples(run.consumed_samples)
+        num_microbatches = sizes.num_microbatches(run.consumed_samples)
+        start = time.perf_counter()
+        reports = run.engine.run_batch(num_microbatches, num_samples)
+        seconds = time.perf_counter() - start
+        run.iteration += 1
+        run.consumed_samples += num_samples
+        run.flops += self._flops_per_sample * num_samples
+        self._waiting.append(Progress(run.iteration, run.consumed_samples, num_samples, seconds))
+        self._report(reports)
+
+    def _drain(self) -> None:
+        """Finish the batches in flight. The time counts for the last batch."""
+        start = time.perf_counter()
+        reports = self.run.engine.drain()
+        self._drains.append(self.run.iteration)
+        seconds = time.perf_counter() - start
+        if self._waiting:
+            last = self._waiting.pop()
+            self._waiting.append(
+                Progress(last.iteration, last.consumed_samples, last.num_samples, last.seconds + seconds)
+            )
+        self._report(reports)
+        assert not self._waiting, f"batches without a report after a drain: {self._waiting}"
+
+    def _report(self, reports: list[BatchReport]) -> None:
+        for report in reports:
+            progress = self._waiting.popleft()
+            assert progress.iteration == report.batch + 1, (progress, report)
+            self._wishes |= report.wishes
+            self.run.reporter.iteration(report, progress)
+            if self.run.elasticity is not None:
+                self.run.elasticity.note(report)
+            if report.nan and self.args.check_for_nan_in_loss_and_grad:
+                name = main_loss(report.losses)
+                raise TrainingError(
+                    f"the loss or the gradient of iteration {progress.iteration} is not finite ({name} "
+                    f"{report.losses.get(name)}, gradient norm {report.grad_norm}); lower --lr, or go on "
+                    f"regardless with --no-check-for-nan-in-loss-and-grad"
+                )
+
+    def _time_is_up(self) -> bool:
+        minutes = self.args.exit_duration_in_mins
+        return minutes is not None and time.time() - self.started > 60 * minutes
+
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.run.iteration % interval == 0
+
+    def _evaluates(self) -> bool:
+        return self.args.has_split[1] and self.args.eval_iters > 0 and self._due(self.args.eval_interval)
+
+    def _saves(self) -> bool:
+        return self.args.save is not None and self._due(self.args.save_interval)
+
+    def _decides(self) -> bool:
+        return self.run.elasticity is not None and self.run.elasticity.is_due(self.run.iteration)
+
+    def _ends_stretch(self) -> bool:
+        """Whether the pipeline has to be drained here; the same on every rank."""
+        last = self.run.iteration >= self.args.train_iters
+        ends = last or bool(self._wishes) or self._due(self.args.exit_interval)
+        return ends or self._decides() or self._evaluates() or self._saves()
+
+    def _between_stretches(self) -> bool:
+        """Drain, evaluate, save; True if the run ends here."""
+        args = self.args
+        self._drain()
+        if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
+            self._decide()
+        if self._evaluates() and not self._wishes and not self.validate():
+            self._wishes |= STOP
+        ends = bool(self._wishes) or self._due(args.exit_interval)
+        if self._saves() or (ends and args.save is not None):
+            self.save()
+        if not ends and self._agree_to_stop():  # a wish that came while evaluating or saving: do not save twice
+            ends = True
+            if args.save is not None and self.run.saved_iteration != self.run.iteration:
+                self.save()
+        if ends:
+            why = "on request" if self._wishes else "as --exit-interval says"
+            self.run.reporter.say(f"exiting {why} at iteration {self.run.iteration}")
+        elif self._wants_another_place() and self.run.iteration < args.train_iters:
+            self._change_place()
+        return ends
+
+    def _decide(self) -> None:
+        """Ask what is to change; nothing, with a warning, where that fails."""
+        run = self.run
+        self._finish_writing()
+        try:
+            run.elasticity.decide(run)
+        except CheckpointError as error:
+            run.elasticity.take_back()
+            run.reporter.say(f"warning: nothing is decided at iteration {run.iteration}: {error}")
+        else:
+            outlook = run.elasticity.outlook
+            if outlook is not None and outlook.missed is not None:
+                run.reporter.say(f"warning: at iteration {run.iteration} {outlook.missed}; the pipeline stays as it is")
+
+    def _serve_from_cache(self) -> None:
+        run = self.run
+        if run.cache is not None:
+            run.reporter.say(run.cache.describe())
+            run.cache.serve(run.stages)
+
+    def _wants_another_place(self) -> bool:
+        return self.run.elasticity is not None and self.run.elasticity.wanted != self.args.arrangement
+
+    def _change_place(self) -> None:
+        """Go on as was decided; as before, with a warning, where that fails."""
+        run, elasticity = self.run, self.run.elasticity
+        self._finish_writing()
+        self.close_data()
+        try:
+            change = change_place(run, elasticity.wanted)
+        except CheckpointError as error:
+            elasticity.note_failure()
+            run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
+        else:
+            elasticity.note_change(change.seconds)
+            self.args.train_iters = iterations_to_the_end(
+                self.args, iteration=run.iteration, consumed_samples=run.consumed_samples
+            )
+            self._serve_from_cache()
+            run.reporter.change(run.iteration, change, elasticity.outlook)
+        self._feed()
+
+    def _finish_writing(self) -> None:
+        """Wait for a checkpoint that is written beside training: it needs the group over which ranks agree."""
+        if self.run.writer is not None:
+            self.run.writer.finish()
+
+    def _agree_to_stop(self) -> bool:
+        """Collective: whether any rank was asked to stop."""
+        wish = torch.tensor([int(self.stop.received or self._time_is_up())], device=backend.device())
+        torch.distributed.all_reduce(wish, op=torch.distributed.ReduceOp.MAX)
+        if wish.item():
+            self._wishes |= STOP
+        return bool(wish.item())
+
+    def validate(self) -> bool:
+        """Evaluate on the validation data and report it; False if a wish to stop came meanwhile."""
+        run = self.run
+        self.validated_iteration = run.iteration
+        if not self._validation:
+            self._validation = self._samples(1, "validation", run.consumed_valid_samples)
+        return self._evaluate("validation", self._validation)
+
+    def test(self) -> bool:
+        """Evaluate on the test data and report it; False if a wish to stop came meanwhile."""
+        return self._evaluate("test", self._samples(2, "test", 0))
+
+    def _evaluate(self, name: str, iterators: list[MicrobatchIterator]) -> bool:
+        run, args = self.run, self.args
+        if args.manual_gc and args.manual_gc_eval:
+            gc.collect()
+        start = time.perf_counter()
+        for stage, iterator in zip(run.stages, iterators, strict=True):
+            stage.evaluation_iterator = iterator
+        losses = evaluate(run.engine, args, self._agree_to_stop)
+        if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
+            run.consumed_valid_samples += evaluation_samples(args)
+        if losses is None:
+            return False
+        run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
+        return True
+
+    def save(self) -> None:
+        """Save a checkpoint of where the run stands. Drained, collective."""
+        run, iteration = self.run, self.run.iteration
+        start = time.perf_counter()
+
+        def saved(path: Path) -> None:  # later, from another thread, with --async-save
+            run.reporter.progress(f"Saved checkpoint\tIteration: {iteration}\t{path}")
+
+        save_checkpoint(
+            run.writer, args=self.args, position=run.position(), chunks=run.chunks, optimizer=run.optimizer,
+            scheduler=run.scheduler, update=run.update, on_saved=saved,
+            changes=run.elasticity.state_dict() if run.elasticity is not None else None,
+        )  # fmt: skip
+        run.saved_iteration = iteration
+        how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"
+        run.reporter.say(f"checkpoint of iteration {iteration} in {self.args.save} {how}")
+
+    def _collect_garbage(self) -> None:
+        args = self.args
+        if args.empty_unused_memory_level >= 1 and backend.is_cuda():
+            torch.cuda.empty_cache()
+        if args.manual_gc and args.manual_gc_interval and self.run.iteration % args.manual_gc_interval == 0:
+            gc.collect()
+
+    def finish(self) -> None:
+        """Wait for checkpoints that are still being written, write the timeline, close what is open."""
+        run = self.run
+        self.close_data()
+        if run.cache is not None:
+            run.reporter.say(run.cache.describe())
+            run.cache.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(run.reporter.close)
+            if run.writer is not None:
+                run.writer.close()
+            if self.args.pipeline_timeline is not None:
+                folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
+                with ByProduct(f"--pipeline-timeline {folder}", consequence="without it").attempt():
+                    write_timeline(run.engine, folder, drains=self._drains, most=most)
+        run.engine.close()
+        run.update.close()
+
+
+def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
+    """Train, then evaluate on validation and test data, as Megatron-LM does, unless the run ended early."""
+    loop = Loop(run, stop, started=started)
+    try:
+        _train_and_evaluate(loop)
+        loop.finish()
+    except ValueError:  # the program ends in order; any other error ends the process, and with it those that load
+        loop.give_up()
+        raise
+
+
+def _train_and_evaluate(loop: Loop) -> None:
+    run, args = loop.run, loop.args
+    if not args.skip_train:
+        run.reporter.say(f"at iteration {run.iteration} of {args.train_iters}")
+        if run.iteration >= args.train_iters:
+            run.reporter.say("nothing is left to train; --skip-train evaluates")
+            return
+    if (args.skip_train or loop.train()) and args.eval_iters > 0:
+        goes_on = True
+        if args.has_split[1] and loop.validated_iteration != run.iteration:
+            goes_on = loop.validate()
+        if goes_on and args.has_split[2]:
+            loop.test()

@@ -1,0 +1,104 @@
+"""`pretrain`: one training job on this rank, from checked flags to the last checkpoint."""
+
+import argparse
+import gc
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+from megatron.pipeline import interrupt
+from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
+from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
+from megatron.trainer.arguments.hardware_queues import require_hardware_queues
+from megatron.trainer.checkpoint.arguments import PARALLEL_ARGUMENTS
+from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
+from megatron.trainer.checkpoint.ownership import release_all
+from megatron.trainer.plan.rank_mapping import Assignment, assign_rank, this_process
+from megatron.trainer.ranks.shared_errors import OnThisRank, agree_to_start, told_once
+from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.report.log import configure_logging
+from megatron.trainer.run.assembly import DatasetsProvider, ModelProvider, assemble
+from megatron.trainer.run.loop import run_to_the_end
+from megatron.trainer.start_up import initialize
+
+
+def pretrain(
+    args: argparse.Namespace,
+    stop: StopSignal,
+    started: float,
+    *,
+    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
+    forward_step: ForwardStep,
+    datasets_provider: DatasetsProvider,
+    **options: object,
+) -> None:
+    """Train as `args` say.
+
+    Args:
+        args: parsed; validated unless `--use-checkpoint-args` is given, which happens here.
+        stop, started: SIGTERM as a wish, and when the program started (`time.time()`).
+        model_provider, forward_step, datasets_provider, options: see `assembly.assemble`.
+
+    Raises:
+        SameEverywhere: an error that all ranks know; print it once.
+        OnThisRank: this rank did not find the others.
+    """
+    configure_logging(args.logging_level)
+    interrupt.before_exit.append(release_all)
+    assignment, notes = _join_job(args)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    host = this_process().host
+    guard = failure_guard.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all)
+    with initialize.left_in_order(), told_once(guard):
+        initialize.set_up(args)
+        run = assemble(args, model_provider=model_provider, forward_step=forward_step,
+                       datasets_provider=datasets_provider, **options)  # fmt: skip
+        for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
+            run.reporter.say(line)
+        # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
+        gc.collect()
+        gc.freeze()
+        run_to_the_end(run, stop, started=started)
+
+
+def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:
+    """Complete `args` and become a rank of the job; returns which, and notes for the log.
+
+    A rank that finds a problem meets the others nevertheless, so that they end with it and know why.
+    """
+    notes, problem = [], None
+    try:
+        notes = complete(args)
+    except ValueError as error:
+        problem = str(error)
+    try:
+        rank, world_size, _ = initialize.environment_ranks()
+        store = initialize.meet()
+    except ValueError as error:
+        raise OnThisRank(problem or str(error)) from error
+    # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
+    timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
+    agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
+    assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=timeout)
+    initialize.join(args, store)
+    return assignment, notes
+
+
+def complete(args: argparse.Namespace) -> list[str]:
+    """What follows from the checkpoint and from this machine. Returns notes for the log. Raises ValueError."""
+    if args.use_checkpoint_args:
+        rank, world_size, _ = initialize.environment_ranks()
+        given = {name: getattr(args, name) for name in args.given if hasattr(args, name)}
+        saved = apply_checkpoint_arguments(args)
+        if args.use_mp_args_from_checkpoint_args:
+            for name in (name for name in PARALLEL_ARGUMENTS if hasattr(saved, name)):
+                setattr(args, name, getattr(saved, name))
+        overridden = notes_on_overridden(given, args)
+        args.notes_for_log = overridden + validate_args(args, world_size=world_size, rank=rank)
+    notes = args.notes_for_log + resolve_platform(args, initialize.this_platform())
+    del args.notes_for_log
+    initialize.choose_device(args)
+    if args.distributed_backend == "nccl":
+        require_hardware_queues(args, os.environ)
+    return notes

@@ -1,0 +1,146 @@
+"""Start-up of a rank: machine, process groups, seeds.
+
+Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); between `meet`
+and `join` placement.py may give them anew. A single process needs no launcher and opens no port.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.pipeline.runtime.stages.megatron.place import embedding_ranks
+from megatron.trainer.arguments import Platform
+from megatron.trainer.arguments.platform import engine_keeps_main_grad
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.checkpoint.checkpoint import recorded_changes
+from megatron.trainer.plan.arrangement import arrange, arrangement_to_begin_with, first_arrangement
+from megatron.trainer.ranks import agreement
+from megatron.trainer.ranks.seeds import set_seeds
+from megatron.trainer.ranks.shared_errors import environment_ranks
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+
+
+def this_platform() -> Platform:
+    """What this machine offers."""
+    has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return Platform(
+        is_cuda=backend.is_cuda(),
+        has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
+        num_local_devices=torch.cuda.device_count() if backend.is_cuda() else 0,
+        engine_keeps_main_grad=engine_keeps_main_grad(_engine_version()),
+    )
+
+
+def _engine_version() -> str:
+    """Of Transformer Engine; one that never was where it is not installed, or cannot say (a build from its sources)."""
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.0"
+
+
+def initialize(args: argparse.Namespace) -> None:
+    """Join the job, if this process has not, and set it up: all of the steps below.
+
+    Raises ValueError with one sentence where the rendezvous fails or the backend does not fit the machine.
+    """
+    choose_device(args)
+    if not torch.distributed.is_initialized():
+        join(args, meet())
+    set_up(args)
+
+
+def choose_device(args: argparse.Namespace) -> None:
+    """Set `args.local_rank` and `args.distributed_backend`, and the CUDA device. Raises ValueError."""
+    _, _, args.local_rank = environment_ranks()
+    if backend.is_cuda():
+        torch.cuda.set_device(args.local_rank % torch.cuda.device_count())
+    args.distributed_backend = backend.process_group_backend(args.distributed_backend)
+
+
+def set_up(args: argparse.Namespace) -> None:
+    """megatron.core's process groups, timeouts, and random states. Collective.
+
+    Where the pipeline changes while it trains, `args` take over what a checkpoint says of it. Raises CheckpointError
+    where they cannot.
+    """
+    agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
+    args.recorded_changes = recorded_changes(args)
+    if args.changes or args.recorded_changes is not None:
+        args.first_arrangement = first_arrangement(args)
+        arrange(args, arrangement_to_begin_with(args, args.recorded_changes))
+    make_groups(args)
+    set_seeds(args.seed)
+
+
+def make_groups(args: argparse.Namespace) -> None:
+    """megatron.core's process groups. Collective.
+
+    Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.stages.megatron.place`.
+    """
+    rank_of_stage, arrangement = pipeline_schedule(args).rank_of_stage, args.arrangement
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if arrangement is not None and arrangement.pipelines_in_a_row else "tp-cp-ep-dp-pp",
+        get_embedding_ranks=lambda ranks: embedding_ranks(ranks, rank_of_stage),
+        get_position_embedding_ranks=lambda ranks: [ranks[rank_of_stage[0]]],
+    )
+
+
+def meet() -> torch.distributed.Store:
+    """The store where the ranks of the job meet. Raises ValueError where there is none."""
+    _, world_size, _ = environment_ranks()
+    if world_size == 1:
+        return torch.distributed.HashStore()
+    try:
+        return next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise ValueError(
+                f"port in use: {where} belongs to another program; choose another --master-port"
+            ) from error
+        raise ValueError(
+            f"found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
+            f"MASTER_ADDR, MASTER_PORT and that all {world_size} processes were started"
+        ) from error
+
+
+def join(args: argparse.Namespace, store: torch.distributed.Store) -> None:
+    """Become a rank of the job's process group. Collective."""
+    rank, world_size, _ = environment_ranks()
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    store.set_timeout(timeout)
+    torch.distributed.init_process_group(
+        args.distributed_backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+
+
+def shut_down() -> None:
+    """Leave the job in order."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def left_in_order() -> Iterator[None]:
+    """Leave the job after the block, however it ends: the threads of gloo's groups end with them. One that is still
+    there while the interpreter ends may abort the process (pytorch/pytorch#190489), and its exit status is lost."""
+    try:
+        yield
+    finally:
+        shut_down()

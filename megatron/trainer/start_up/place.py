@@ -1,0 +1,177 @@
+"""What a rank holds at its place in the pipeline: its chunks with their optimizer, weight update and stages.
+
+A run has one place at a time. Where the pipeline changes while it trains, the run takes another, and what was learned
+moves from the one to the other as it does through a checkpoint.
+"""
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
+from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
+from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+from megatron.pipeline.schedules import Schedule
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.models import core_config
+from megatron.trainer.models.gpt import build_chunks, wrap_for_training
+from megatron.trainer.optimizer.optimizer import build_optimizer
+from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.rank_mapping import this_process
+from megatron.trainer.ranks.agreement import Verdict
+from megatron.trainer.report.names import ALLOCATED, SAVED_ACTIVATIONS
+from megatron.trainer.start_up.host_room import require_room
+
+ModelProvider = Callable[..., torch.nn.Module]
+Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a program brings, whatever the place.
+
+    Attributes:
+        model_provider: from a stage's configuration to Megatron's `provider(pre_process, post_process)`.
+        forward_step: Megatron's `forward_step(data_iterator, model)`.
+        loss_names: what the forward step's loss function reports.
+    """
+
+    model_provider: Callable[[TransformerConfig], ModelProvider]
+    forward_step: ForwardStep
+    loss_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's. `memory`: of its activations, where they are counted or moved."""
+
+    schedule: Schedule
+    chunks: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    update: Update
+    stages: list[MegatronStage]
+    memory: ActivationMemory | None
+
+
+def build_place(
+    args: argparse.Namespace,
+    parts: Parts,
+    *,
+    draws: bool = True,
+    locally: Callable[[], AbstractContextManager] = nullcontext,
+) -> Place:
+    """The place of this rank in the pipeline of `args`. Collective.
+
+    Args:
+        draws: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
+        locally: what surrounds, as often on each rank, what needs no other rank, so that one that fails there (it may
+            have too little memory) can tell the others.
+
+    Raises ValueError for what the user can mend.
+    """
+    with locally():
+        schedule, model = pipeline_schedule(args), model_config(args)
+        if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
+            model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
+        layers = from_flags.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
+        own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    on_host = schedule.residency is not None
+    require_room(args, schedule, layers)
+    with locally():
+        chunks = build_chunks(parts.model_provider, model, stages=own, layers=layers, on_host=on_host)
+        for stage, chunk in zip(own, chunks, strict=True):
+            chunk.requires_grad_(stage >= schedule.num_frozen)
+        chunks = wrap_for_training(chunks, core_config.ddp_config(args), on_host=on_host, draws=draws)
+    trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
+    with locally():  # behind a collective, with which it begins
+        optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
+        scheduler = core_config.param_scheduler(args, optimizer)
+    counts = args.moves_activations or args.log_saved_activations
+    memory = ActivationMemory(backend.device()) if counts else None
+    options = {
+        "loss_names": parts.loss_names,
+        "gauges": _gauges(memory),
+        "timeout": timedelta(minutes=args.distributed_timeout_minutes),
+    }
+    if trained:
+        if schedule.residency is None:
+            options["allocating"] = locally
+        update = make_update(args, schedule, trained, optimizer, scheduler, **options)
+    else:
+        with locally():  # nothing, beside ranks that allocate
+            pass
+        update = MegatronFrozenUpdate(
+            chunks, optimizer, scheduler, weights=schedule.weights,
+            num_layers=args.num_layers if args.freeze_training else 0, **options,
+        )  # fmt: skip
+    try:
+        with locally():
+            stages = [
+                MegatronStage(
+                    chunk, parts.forward_step, update, index=stage, num_stages=schedule.num_stages,
+                    seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+                    recompute=schedule.recomputes(stage), seed=args.seed, loss_names=parts.loss_names,
+                    activation_memory=memory, first_trained=schedule.num_frozen,
+                )
+                for stage, chunk in zip(own, chunks, strict=True)
+            ]  # fmt: skip
+    except Verdict:
+        update.close()
+        raise
+    return Place(schedule, chunks, optimizer, scheduler, update, stages, memory)
+
+
+def model_config(args: argparse.Namespace) -> TransformerConfig:
+    """The model's configuration, as of the pipeline that the flags ask for: they may say how that is cut."""
+    if args.arrangement is None:
+        return core_config.transformer_config(args)
+    first = {"pipeline_model_parallel_size": args.first_arrangement.pipeline}
+    return core_config.transformer_config(argparse.Namespace(**{**vars(args), **first}))
+
+
+def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def make_update(
+    args: argparse.Namespace,
+    schedule: Schedule,
+    chunks: list,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    **options: object,
+) -> Update:
+    """The update of the chunks that are trained, for where the schedule has the weights."""
+    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    if schedule.residency is not None:
+        return MegatronRelayUpdate(
+            chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,
+            gathers=args.l2l_fetch == "shares", **options,
+        )  # fmt: skip
+    return MegatronWeightUpdate(
+        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
+        single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
+        uniform=schedule.provisional_microbatches is not None,
+        layers=LayersOfParameters(chunks, args.num_layers) if args.freeze_training else None, **options,
+    )  # fmt: skip
+
+
+def _gauges(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
+    """What every rank measures for the report of a batch, by name."""
+    if memory is None:
+        return {}
+    allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
+    return {SAVED_ACTIVATIONS: memory.take_recent_peak, **allocated}

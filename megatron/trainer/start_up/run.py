@@ -1,0 +1,90 @@
+"""Everything of a run on one rank, as one record."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter
+from megatron.trainer.data.microbatches import Field, MicrobatchIterator
+from megatron.trainer.report.log import Reporter
+from megatron.trainer.start_up.place import Parts, Place, Update
+
+if TYPE_CHECKING:
+    from megatron.trainer.changes.elasticity import Elasticity
+    from megatron.trainer.changes.prefix_cache import PrefixCache
+
+
+@dataclass
+class Run:
+    """Everything of a run on one rank, and where it stands (`position` counts over the whole run)."""
+
+    args: argparse.Namespace
+    parts: Parts
+    place: Place
+    engine: PipelineEngine
+    reporter: Reporter
+    writer: CheckpointWriter | None
+    datasets: list
+    fields: tuple[Field, ...]
+    vocab_size: int
+    elasticity: Elasticity | None = None
+    cache: PrefixCache | None = None
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_valid_samples: int = 0
+    flops: float = 0.0
+    saved_iteration: int | None = None
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        return self.place.chunks
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        return self.place.optimizer
+
+    @property
+    def scheduler(self) -> OptimizerParamScheduler:
+        return self.place.scheduler
+
+    @property
+    def update(self) -> Update:
+        return self.place.update
+
+    @property
+    def stages(self) -> list[MegatronStage]:
+        return self.place.stages
+
+    def position(self) -> CheckpointPosition:
+        """Where the run stands, as a checkpoint records it."""
+        return CheckpointPosition(
+            iteration=self.iteration,
+            consumed_train_samples=self.consumed_samples,
+            consumed_valid_samples=self.consumed_valid_samples,
+            num_floating_point_operations_so_far=self.flops,
+        )
+
+    def samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
+        """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on, by own stage.
+
+        Validation data begin again at their end: a resumed run that evaluates at other intervals has them sized for
+        those, and its position from before. Those of which every evaluation takes all begin anew with it.
+        """
+        if getattr(self.datasets[index], "starts_over", False):
+            consumed = 0
+        return [
+            MicrobatchIterator(
+                self.args, self.datasets[index], fields=self.fields, name=name, consumed_samples=consumed,
+                vocab_size=self.vocab_size, stage=stage.index, num_stages=stage.num_stages,
+                repeats=name == "validation",
+            )
+            for stage in self.stages
+        ]  # fmt: skip

@@ -1,0 +1,308 @@
+"""A tiny GPT for the tests of the megatron.core stage, its data and its weights, the same for every layout; with
+`bert` the BERT of bert_model.py.
+
+`Case` holds one configuration. Weights depend on the parameter's global name only, data on the sample's number only, so
+every (t, p, d) starts alike and sees the same samples.
+"""
+
+import gc
+import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megatron import backend
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.pipeline.program.stages import stages_of
+from megatron.pipeline.runtime.stages.megatron.place import at_stage, config_of_stage, embedding_ranks
+from megatron.pipeline.schedules import PLACEMENTS, PRESETS
+from megatron.pipeline.schedules.placements import round_robin
+from megatron.trainer.models.bert import BertModel, bert_layer_specs
+from tests.pipeline.runtime.stages.megatron import bert_model
+
+SEQUENCE, VOCABULARY, HEADS = 16, 64, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; the model is tiny, the rest is what Megatron's flags say."""
+
+    schedule: str = "flush"
+    p: int = 1
+    v: int = 1  # chunks of the model on each rank
+    t: int = 1
+    d: int = 1
+    batches: tuple[int, ...] = (4, 4, 4, 4, 4, 4)  # microbatches of the whole job, over all replicas
+    drains: tuple[int, ...] = ()  # drain after these batches
+    layers: int = 4
+    first_layers: int | None = None  # on the first stage; the others share the rest
+    hidden: int = 32
+    micro_batch_size: int = 2
+    tied: bool = False
+    swiglu: bool = False
+    normalization: str = "LayerNorm"
+    position: str = "learned_absolute"
+    dropout: float = 0.0
+    dtype: str = "float32"
+    lr: float = 1.0e-2
+    warmup: int = 0  # samples
+    clip: float = 0.0
+    weight_decay: float = 0.01
+    optimizer: str = "adam"
+    adam_eps: float = 1.0e-5  # large enough that the noise of gradients that should be zero stays noise
+    distributed_optimizer: bool = False
+    sequence_parallel: bool = False
+    recompute_granularity: str | None = None
+    recompute_modules: tuple[str, ...] | None = None
+    recompute: bool = False  # R instructions
+    single_gradient_buffer: bool = False
+    token_form: bool = False  # the loss function returns (sum, num_tokens, numbers)
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**10
+    hysteresis: int = 1
+    overflow_batches: tuple[int, ...] = ()
+    extra_warmup: bool = False
+    bert: bool = False
+    binary_head: bool = True  # of BERT
+    balance: bool = False  # saved activations are captured, and move where there is something to move
+    engine: bool = False  # Transformer Engine's layers
+    predict: bool = False  # weights
+    provisional_microbatches: int | None = None  # per replica, that each stage's prediction reads
+    reduce_partial: bool = False
+    fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.p * self.t * self.d
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        return tuple(PLACEMENTS[PRESETS[self.schedule].placement](self.p, self.v))
+
+    @property
+    def is_placed(self) -> bool:
+        """Stages are not where megatron.core itself puts them."""
+        return self.rank_of_stage != round_robin(self.p, self.v)
+
+    def stage_of_layer(self, layer: int) -> int:
+        """The stage of a layer, counted from 0, where each rank has one stage."""
+        first = self.layers // self.p if self.first_layers is None else self.first_layers
+        return 0 if layer < first else 1 + (layer - first) // ((self.layers - first) // (self.p - 1))
+
+
+# The model and its data, the same everywhere.
+
+
+def transformer_config(case: Case) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=2 * case.hidden,
+        tensor_model_parallel_size=case.t,
+        pipeline_model_parallel_size=case.p,
+        virtual_pipeline_model_parallel_size=case.v if case.v > 1 else None,
+        num_layers_in_first_pipeline_stage=case.first_layers if case.p > 1 else None,
+        pipeline_dtype=case.torch_dtype,
+        params_dtype=case.torch_dtype,
+        fp16=case.dtype == "float16",
+        bf16=case.dtype == "bfloat16",
+        sequence_parallel=case.sequence_parallel,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+        normalization=case.normalization,
+        gated_linear_unit=case.swiglu,
+        activation_func=torch.nn.functional.silu if case.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=not case.swiglu,
+        recompute_granularity=case.recompute_granularity,
+        recompute_modules=None if case.recompute_modules is None else list(case.recompute_modules),
+        recompute_method="uniform" if case.recompute_granularity == "full" else None,
+        recompute_num_layers=1 if case.recompute_granularity == "full" else None,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=case.fused,
+    )
+
+
+def own_stages(case: Case) -> tuple[int, ...]:
+    """The stages of this rank."""
+    return stages_of(case.rank_of_stage, parallel_state.get_pipeline_model_parallel_rank())
+
+
+def gpt_model(case: Case, chunk: int = 0) -> GPTModel | BertModel:
+    """A chunk of this rank, with the weights that its global names imply."""
+    if not case.is_placed:
+        return _gpt_model(case, transformer_config(case), vp_stage=chunk if case.v > 1 else None)
+    return model_of_stage(case, own_stages(case)[chunk], case.p * case.v)
+
+
+def model_of_stage(case: Case, stage: int, num_stages: int) -> GPTModel | BertModel:
+    """The same of one of so many stages of equally many layers, wherever it lies."""
+    with at_stage(stage, num_stages, builds=True):
+        layers = [case.layers // num_stages] * num_stages
+        return _gpt_model(case, config_of_stage(transformer_config(case), stage, layers))
+
+
+def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = None) -> GPTModel | BertModel:
+    place = {"ignore_virtual": False, "vp_stage": vp_stage}
+    options = dict(
+        config=config,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=vp_stage,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type=case.position,
+    )
+    if case.bert:
+        heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
+        model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
+    else:
+        local = get_gpt_layer_local_spec(normalization=case.normalization)
+        spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
+        model = GPTModel(transformer_layer_spec=spec, **options)
+    with torch.no_grad():
+        for name, param in global_names(model).items():
+            param.copy_(shard(case, name, param, full_weight(case, name, param)))
+    return model
+
+
+def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
+    """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding."""
+    named = {}
+    stack = model.encoder if isinstance(model, BertModel) else model.decoder
+    for name, param in model.named_parameters():
+        parts = name.split(".")
+        if "layers" in parts:
+            position = parts.index("layers") + 1
+            parts[position] = str(stack.layers[int(parts[position])].layer_number)
+        name = ".".join(parts)
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"
+        named[name] = param
+    return named
+
+
+def full_weight(case: Case, name: str, param: torch.nn.Parameter) -> torch.Tensor:
+    shape = list(param.shape)
+    if getattr(param, "tensor_model_parallel", False):
+        shape[param.partition_dim] *= case.t
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+    is_norm_weight = "norm" in name and name.endswith("weight")
+    return 1 + noise if is_norm_weight else noise
+
+
+def shard(case: Case, name: str, param: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """The part of a full tensor that this tensor rank holds; for a gated MLP of each of its halves."""
+    if not getattr(param, "tensor_model_parallel", False) or case.t == 1:
+        return full
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    if case.swiglu and "linear_fc1" in name:
+        return torch.cat([half.chunk(case.t)[rank] for half in full.chunk(2)])
+    return full.chunk(case.t, dim=param.partition_dim)[rank]
+
+
+def sample_tokens(case: Case, sample: int) -> torch.Tensor:
+    """Tokens of one sample of the run, [sequence + 1]."""
+    generator = torch.Generator().manual_seed(1000 + sample)
+    return torch.randint(VOCABULARY, (SEQUENCE + 1,), generator=generator)
+
+
+def samples_before(case: Case, batch: int) -> int:
+    return sum(case.batches[:batch]) * case.micro_batch_size
+
+
+def loss_factor(case: Case, first_sample: int) -> float:
+    """A factor that makes the gradients of the batches that are to overflow infinite."""
+    for batch in case.overflow_batches:
+        if samples_before(case, batch) <= first_sample < samples_before(case, batch + 1):
+            return 1.0e30
+    return 1.0
+
+
+def microbatch_data(case: Case, first_sample: int) -> dict:
+    if case.bert:
+        return bert_model.microbatch_data(case, first_sample)
+    tokens = torch.stack([sample_tokens(case, first_sample + i) for i in range(case.micro_batch_size)])
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "factor": loss_factor(case, first_sample)}
+
+
+def training_data(case: Case, replica: int):
+    """This replica's microbatches in the order of the run: sample by sample dealt out as Megatron's sampler does."""
+    for microbatch in range(sum(case.batches) // case.d):
+        yield microbatch_data(case, (microbatch * case.d + replica) * case.micro_batch_size)
+
+
+def evaluation_data(case: Case, replica: int):
+    microbatch = 0
+    while True:
+        yield microbatch_data(case, 1_000_000 + (microbatch * case.d + replica) * case.micro_batch_size)
+        microbatch += 1
+
+
+def causal_mask() -> torch.Tensor:
+    return torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
+
+
+def forward_step(case: Case):
+    if case.bert:
+        return bert_model.forward_step
+
+    def step(data_iterator, model):
+        # The middle stages read the data too: only its position matters, as in Megatron's own step without broadcast.
+        data, device = next(data_iterator), backend.device()
+        tokens, labels, mask = (each.to(device) for each in (data["tokens"], data["labels"], causal_mask()))
+        position_ids = torch.arange(SEQUENCE, device=device).expand_as(tokens)
+        output = model(tokens, position_ids, mask, labels=labels)
+
+        def loss_function(losses):
+            total = losses.float().sum() * data["factor"]
+            count = torch.tensor(losses.numel(), device=device)
+            if case.token_form:
+                return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+            return total / count, {"lm loss": (total / count).detach()}
+
+        return output, loss_function
+
+    return step
+
+
+@contextmanager
+def parallel(case: Case):
+    """megatron.core's groups and seeds for the case."""
+    placement = case.rank_of_stage
+    parallel_state.initialize_model_parallel(
+        case.t,
+        case.p,
+        case.v if case.v > 1 else None,
+        get_embedding_ranks=lambda ranks: embedding_ranks(ranks, placement),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        destroy_groups()
+
+
+def destroy_groups() -> None:
+    """End all groups but the default one: their threads poll, and hundreds of them slow a worker down."""
+    world = torch.distributed.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not torch.distributed.group.WORLD]:
+        torch.distributed.destroy_process_group(group)
+    gc.collect()

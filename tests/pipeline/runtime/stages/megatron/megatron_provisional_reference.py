@@ -1,0 +1,167 @@
+"""What plain torch makes of a case with provisional weights, in one process and as a plain loop.
+
+The step to come is taken on copies of the masters and of the optimizer, with what a part of the batch has; the batch
+behind it is computed there. The weights themselves are 2BW's.
+"""
+
+import copy
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.module import Float16Module
+from megatron.pipeline.runtime.activations.dropout import SeededDropout
+from tests.pipeline.runtime.stages.megatron.megatron_model import (
+    Case,
+    forward_step,
+    global_names,
+    gpt_model,
+    parallel,
+    training_data,
+)
+from tests.pipeline.runtime.stages.megatron.megatron_reference import (
+    LossScale,
+    _learning_rate,
+    _reported,
+    make_optimizer,
+)
+
+
+def reference(**options) -> dict:
+    """Losses, norms and final weights (the true ones, and the prediction that goes on) of the case."""
+    case = Case(**options)
+    single = replace(case, p=1, v=1, t=1, d=1, sequence_parallel=False, distributed_optimizer=False)
+    with parallel(single):
+        return _reference(single, case)
+
+
+def num_read(case: Case, name: str, num_microbatches: int) -> int:
+    """Of a replica's microbatches, those whose gradients of a parameter a prediction reads."""
+    if case.provisional_microbatches is not None:
+        return case.provisional_microbatches
+    return num_microbatches - (case.p - 1 - stage_of(case, name))
+
+
+def stage_of(case: Case, name: str) -> int:
+    """The stage of a parameter; of tied embeddings that which has done the fewest microbatches."""
+    if ".layers." in name:
+        return case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1) if case.p > 1 else 0
+    is_first = name.startswith("embedding") or (case.tied and "output_layer" in name)
+    return 0 if is_first else case.p - 1
+
+
+def _is_tied(case: Case, name: str) -> bool:
+    return case.tied and case.p > 1 and (name.startswith("embedding.word") or "output_layer" in name)
+
+
+def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -> dict[str, float]:
+    """By name, the factor that clips: at most `last`, and at most what the norm of a stage asks for, or that of a
+    tied embedding; these gradients have the least norm that they may have.
+    """
+    last = last or 1.0
+    if case.clip == 0 or case.provisional_microbatches is not None:
+        return dict.fromkeys(gradients, last)
+    parts = {name: "ties" if _is_tied(case, name) else stage_of(case, name) for name in gradients}
+    squares = dict.fromkeys(parts.values(), 0.0)
+    for name, gradient in gradients.items():
+        squares[parts[name]] += float(gradient.norm().double() ** 2)
+    return {name: min(last, case.clip / (math.sqrt(squares[part]) + 1e-6)) for name, part in parts.items()}
+
+
+def _reference(case: Case, original: Case) -> dict:
+    model = gpt_model(case)
+    module = Float16Module(model.config, model) if case.dtype != "float32" else model
+    dropout, params = SeededDropout(model, seed=1234), global_names(model)
+    masters = {name: param.detach().clone().float() for name, param in params.items()}
+    optimizer = make_optimizer(case, masters)
+    true = _copy(masters)
+    predicted = [true] * original.d
+    scales = LossScale(case, 2)
+    samples_done, clip, results = 0, (1.0 if case.clip == 0 else None), []
+    step, data, microbatch_index, waiting = forward_step(case), training_data(case, 0), 0, None
+
+    def apply(batch: int, gradients: dict[str, Tensor], batch_scale: float) -> None:
+        """The step that takes the gradients of a batch."""
+        nonlocal true, clip, samples_done
+        result = results[batch]
+        result["lr"] = _learning_rate(case, samples_done)
+        if not result["overflow"]:
+            clip = 1.0
+            if case.clip > 0:
+                clip = min(1.0, case.clip / (result["norm"] + 1e-6))
+            for name, master in masters.items():
+                master.grad = gradients[name] * (clip / batch_scale)
+            for group in optimizer.param_groups:
+                group["lr"] = result["lr"]
+            optimizer.step()
+            samples_done += case.batches[batch] * case.micro_batch_size
+            true = _copy(masters)
+        scales.step(batch_scale, overflow=result["overflow"])
+
+    for batch, count in enumerate(case.batches):
+        batch_scale = scales.of_batch(batch)
+        replicas = [{} for _ in range(original.d)]
+        partial = [{} for _ in range(original.d)]
+        own = count // original.d
+        losses = []
+        for position in range(count):
+            replica = position % original.d
+            with torch.no_grad():
+                for name, param in params.items():
+                    param.copy_(predicted[replica][name])
+            with dropout.microbatch(microbatch_index * case.micro_batch_size):
+                output, loss_function = step(data, module)
+                result = loss_function(output)
+                loss = result[0] / result[1] if len(result) == 3 else result[0]
+                losses.append(_reported(result))
+                (loss / own).backward(torch.tensor(batch_scale))
+            for name, param in params.items():
+                gradient = param.grad.float()
+                sums = replicas[replica]
+                sums[name] = sums[name] + gradient if name in sums else gradient.clone()
+                param.grad = None
+                if position // original.d + 1 == num_read(original, name, own):
+                    partial[replica][name] = sums[name].clone()
+            microbatch_index += 1
+        gradients = {name: sum(sums[name] * (1.0 / original.d) for sums in replicas) for name in masters}
+        norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / batch_scale
+        overflow = case.dtype == "float16" and not math.isfinite(norm)
+        mean = sum(losses) / len(losses)
+        results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale})
+        if waiting is not None:
+            apply(batch - 1, *waiting)
+        waiting = gradients, batch_scale
+        if original.reduce_partial:
+            average = {name: sum(sums[name] * (1.0 / original.d) for sums in partial) for name in masters}
+            partial = [average] * original.d
+        predicted = []
+        for sums in partial:
+            finite = all(gradient.isfinite().all() for gradient in sums.values())
+            if not finite or (clip is None and case.optimizer != "adam"):
+                predicted.append(true)
+                continue
+            copies = {name: value.clone() for name, value in true.items()}
+            stand_in = make_optimizer(case, copies)
+            stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            shares = {name: own / batch_scale / num_read(original, name, own) for name in copies}
+            of_batch = own if original.reduce_partial else count
+            parts = {name: num_read(original, name, own) / of_batch for name in copies}
+            at_least = {name: sums[name] * (share * math.sqrt(parts[name])) for name, share in shares.items()}
+            factors = clip_factors(original, at_least, clip)
+            for name, each in copies.items():
+                each.grad = sums[name] * (shares[name] * factors[name])
+            for group in stand_in.param_groups:
+                group["lr"] = _learning_rate(case, samples_done)
+            stand_in.step()
+            predicted.append(_copy(copies))
+    apply(len(case.batches) - 1, *waiting)
+    cast = [
+        {name: tensor.to(case.torch_dtype).float() for name, tensor in each.items()} for each in (true, predicted[0])
+    ]
+    return {"batches": results, "newest": cast[0], "older": cast[1]}
+
+
+def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

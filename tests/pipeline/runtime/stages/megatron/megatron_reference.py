@@ -1,0 +1,162 @@
+"""What plain torch makes of a case in one process, without any of the project's runtime.
+
+W(t+1) = W(t) - update(g(W(t-1))) under 2bw, g(W(t)) under flush and gpipe, PipeDream's delays under pipedream,
+with torch's AdamW or SGD on FP32 weights, on the same GPTModel without DDP, optimizers or schedules of megatron.core.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from megatron.core.transformer.module import Float16Module
+from megatron.pipeline.runtime.activations.dropout import SeededDropout
+from tests.pipeline.runtime.stages.megatron.megatron_model import (
+    Case,
+    forward_step,
+    global_names,
+    gpt_model,
+    parallel,
+    training_data,
+)
+
+DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the weights of a batch are; others: 0
+
+
+def reference(**options) -> dict:
+    """Losses, norms and final weights (both versions) of the case, computed without any of the project's runtime."""
+    case = Case(**options)
+    single = replace(case, p=1, v=1, t=1, d=1, sequence_parallel=False, distributed_optimizer=False)
+    with parallel(single):
+        return _reference(single, case)
+
+
+def _reference(case: Case, original: Case) -> dict:
+    model = gpt_model(case)
+    half = case.dtype != "float32"
+    module = Float16Module(model.config, model) if half else model
+    dropout = SeededDropout(model, seed=1234)
+    params = global_names(model)
+    masters = {name: param.detach().clone().float() for name, param in params.items()}
+    optimizer = make_optimizer(case, masters)
+    delay = DELAYS.get(case.schedule, 0)
+    versions = [{name: master.clone() for name, master in masters.items()}]
+    scales = LossScale(case, delay + 1)
+    samples_done, results = 0, []
+    step, data = forward_step(case), training_data(case, 0)
+    microbatch_index = 0
+    for batch, count in enumerate(case.batches):
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(versions[version_used(original, batch, name)][name])
+        batch_scale = scales.of_batch(batch)
+        gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
+        replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
+        losses = []
+        for position in range(count):
+            with dropout.microbatch(microbatch_index * case.micro_batch_size):
+                output, loss_function = step(data, module)
+                result = loss_function(output)
+                loss = result[0] / result[1] if len(result) == 3 else result[0]
+                losses.append(_reported(result))
+                (loss / (count // original.d)).backward(torch.tensor(batch_scale))
+            replica = replicas[position % original.d]
+            for name, param in params.items():
+                gradient = param.grad.float()
+                replica[name] = gradient.clone() if replica[name] is None else replica[name] + gradient
+                param.grad = None
+            microbatch_index += 1
+        for name in gradients:
+            gradients[name] = sum(replica[name] * (1.0 / original.d) for replica in replicas)
+        norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / batch_scale
+        overflow = case.dtype == "float16" and not math.isfinite(norm)
+        lr = _learning_rate(case, samples_done)
+        if not overflow:
+            coefficient = 1.0 / batch_scale
+            clip_norm = results[-1]["norm"] if case.single_gradient_buffer and batch > 0 else norm
+            if case.clip > 0 and case.clip / (clip_norm + 1e-6) < 1:
+                coefficient *= case.clip / (clip_norm + 1e-6)
+            for name, master in masters.items():
+                master.grad = gradients[name] * coefficient
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            samples_done += count * case.micro_batch_size
+        scales.step(batch_scale, overflow=overflow)
+        versions.append({name: master.clone() for name, master in masters.items()})
+        results.append(
+            {
+                "loss": sum(losses) / len(losses),
+                "norm": norm,
+                "lr": lr,
+                "overflow": overflow,
+                "scale": batch_scale,
+            }
+        )
+    newest, older = versions[-1], versions[-1 - (delay or 1)]
+    cast = {name: tensor.to(case.torch_dtype).float() for name, tensor in newest.items()}
+    cast_older = {name: tensor.to(case.torch_dtype).float() for name, tensor in older.items()}
+    return {"batches": results, "newest": cast, "older": cast_older}
+
+
+def make_optimizer(case: Case, masters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": case.weight_decay},
+        {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0},
+    ]
+    if case.optimizer == "adam":
+        return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.999), eps=case.adam_eps)
+    return torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
+
+
+class LossScale:
+    """Of each batch: what the step `lag` batches before it has left, halved by an overflow of a batch that had the
+    newest scale, doubled after three batches without one.
+    """
+
+    def __init__(self, case: Case, lag: int) -> None:
+        self._is_dynamic = case.dtype == "float16" and not case.loss_scale
+        first = case.loss_scale or (case.initial_loss_scale if case.dtype == "float16" else 1.0)
+        self._scales, self._lag, self._growth = [first], lag, 0  # after so many steps
+
+    def of_batch(self, batch: int) -> float:
+        return self._scales[max(batch - self._lag + 1, 0)]
+
+    def step(self, batch_scale: float, *, overflow: bool) -> None:
+        """The step of the next batch, which had this scale, is taken, or left out."""
+        scale = self._scales[-1]
+        if self._is_dynamic:
+            self._growth = 0 if overflow else self._growth + 1
+            if overflow and batch_scale <= scale:
+                scale = max(scale / 2, 1.0)
+            elif self._growth == 3:
+                scale, self._growth = scale * 2, 0
+        self._scales.append(scale)
+
+
+def _reported(result: tuple) -> float:
+    """The microbatch's "lm loss": a mean, or a sum and a count."""
+    value = result[-1]["lm loss"].reshape(-1)
+    return float(value[0] / value[1] if len(value) == 2 else value[0])
+
+
+def version_used(case: Case, batch: int, name: str) -> int:
+    """The version with which a batch computes the parameter `name`: flush, 2bw and the like, or PipeDream's per-stage
+    delays.
+    """
+    if case.schedule in DELAYS:
+        return max(batch - DELAYS[case.schedule], 0)
+    if case.schedule != "pipedream":
+        return batch
+    if ".layers." in name:
+        stage = case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1)
+    else:
+        stage = 0 if name.startswith("embedding") else case.p - 1
+    return max(batch - (case.p - 1 - stage), 0)
+
+
+def _learning_rate(case: Case, samples: int) -> float:
+    if case.warmup and samples <= case.warmup:
+        return case.lr * samples / case.warmup
+    total = 4 * sum(case.batches) * case.micro_batch_size
+    return case.lr * (1 - (samples - case.warmup) / (total - case.warmup))

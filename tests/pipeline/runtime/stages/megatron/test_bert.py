@@ -1,0 +1,122 @@
+"""BERT through the engine equals a single process, as GPT does in test_megatron_update.py: every stage has its mask.
+
+Samples differ in length and in the number of masked tokens, so a stage that took another microbatch's padding, or a
+batch that weighed its microbatches otherwise, would show.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from tests import workers
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.megatron.test_update import (
+    CLOSE,
+    EXACT,
+    P124,
+    SPREAD,
+    Outcomes,
+    Row,
+    check,
+    layouts_of,
+    marked,
+)
+
+BERT = {"bert": True, "batches": (4,) * 6}
+TWO_BW = BERT | {"schedule": "2bw"}
+GRID = {
+    f"{schedule} {name}": Row(BERT | {"schedule": schedule} | options, layouts, allowed)
+    for schedule in ("gpipe", "flush", "2bw")
+    for name, options, layouts, allowed in (
+        ("plain", {}, P124, EXACT),
+        ("no binary head", {"binary_head": False}, P124, EXACT),
+        ("clipped", {"clip": 0.3}, P124, CLOSE),
+        ("tied", {"tied": True}, P124, CLOSE),
+        ("dropout", {"dropout": 0.2}, P124, EXACT),
+        ("bf16", {"dtype": "bfloat16"}, P124, EXACT),
+        ("rotary", {"position": "rope"}, P124, EXACT),
+        ("drained", {"drains": (0, 3), "warmup": 30}, P124, EXACT),
+        ("ramp-up", {"batches": (4, 4, 5, 6, 7, 8)}, P124, EXACT),
+        ("recompute in the program", {"recompute": True, "dropout": 0.1}, P124, EXACT),
+        ("full recompute", {"recompute_granularity": "full", "dropout": 0.1}, P124, EXACT),
+        ("selective recompute", {"recompute_granularity": "selective", "dropout": 0.1}, P124, EXACT),
+        ("replicas", {"clip": 0.3, "tied": True, "dropout": 0.1}, ((1, 1, 2), (2, 1, 2)), CLOSE),
+        ("distributed optimizer", {"distributed_optimizer": True, "clip": 0.3}, ((1, 1, 2), (2, 1, 2)), CLOSE),
+        ("tensors", {"tied": True, "clip": 0.3}, ((1, 2, 1), (2, 2, 1)), SPREAD),
+        ("sequence", {"sequence_parallel": True, "clip": 0.3}, ((1, 2, 1), (2, 2, 1)), SPREAD),
+    )
+} | {
+    "interleaved": Row(BERT | {"schedule": "interleaved", "v": 2, "tied": True}, ((2, 1, 1),), CLOSE),
+    "pipedream": Row(BERT | {"schedule": "pipedream", "batches": (1,) * 12}, ((2, 1, 1), (4, 1, 1)), EXACT),
+}
+SELECTION = {
+    "flush": Row(BERT, ((4, 1, 1),), EXACT),
+    "2bw": Row(TWO_BW | {"dropout": 0.1, "drains": (2,)}, ((1, 1, 1), (4, 1, 1)), EXACT),
+    "2bw tied, clipped": Row(TWO_BW | {"tied": True, "clip": 0.3, "binary_head": False}, ((4, 1, 1),), CLOSE),
+    "2bw replicas": Row(TWO_BW | {"clip": 0.3, "dropout": 0.1}, ((2, 1, 2),), CLOSE),
+    "2bw tensors": Row(TWO_BW | {"sequence_parallel": True, "tied": True}, ((2, 2, 1),), SPREAD),
+    "interleaved": GRID["interleaved"],
+}
+
+
+@pytest.fixture(scope="module")
+def selection():
+    return Outcomes(SELECTION)
+
+
+@pytest.fixture(scope="module")
+def grid():
+    return Outcomes(GRID)
+
+
+@pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full={"2bw tensors"}), ids=str)
+def test_training_equals_one_process(selection, name, layout):
+    """Losses, norms and both weight versions of the selection are the single process's."""
+    check(selection[name, layout], SELECTION[name].allowed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "layout"), layouts_of(GRID), ids=str)
+def test_training_equals_one_process_in_full(grid, name, layout):
+    """Every option with every schedule reproduces the single process within what its row allows."""
+    check(grid[name, layout], GRID[name].allowed)
+
+
+def test_evaluations_do_not_depend_on_the_pipeline(selection):
+    """Evaluation after a drain has the newest weights and the right masks on every stage: the same sums for p=1, 4."""
+    one, four = selection["2bw", (1, 1, 1)][2], selection["2bw", (4, 1, 1)][2]
+    assert len(one[0]["evaluations"]) == 1
+    assert all(rank["evaluations"] == one[0]["evaluations"] for rank in four)
+
+
+def test_padding_is_not_attended_to():
+    """Other tokens under the padding change nothing for the tokens before it, on any sample."""
+    assert workers.run(1, f"{__name__}:padding_case", timeout=100) == [(True, True)]
+
+
+def padding_case() -> tuple[bool, bool]:
+    """(what is not padding is as before, what is padding is not)."""
+    case = cases.Case(bert=True, layers=2, micro_batch_size=8)
+    batch = cases.microbatch_data(case, 0)
+    kept = batch["padding_mask"] == 1
+    with cases.parallel(case):
+        model = cases.gpt_model(case)
+        changed = torch.where(kept, batch["text"], 7)
+        before, after = (model(text, batch["padding_mask"], batch["types"])[0] for text in (batch["text"], changed))
+    assert 0 < kept.sum() < kept.numel()
+    return torch.equal(before[kept], after[kept]), not torch.equal(before[~kept], after[~kept])
+
+
+def test_a_resumed_run_has_the_same_numbers():
+    """Stopped after batch 3 under 2bw and built anew, BERT goes on bit by bit."""
+    options = TWO_BW | {"p": 2, "layers": 2, "clip": 0.5, "tied": True, "dropout": 0.1}
+    whole = workers.run(2, f"{cases.__name__}:train", timeout=100, **options)
+    resumed = workers.run(2, f"{cases.__name__}:resume", timeout=100, border=3, **options)
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert repr(ours["batches"]) == repr(theirs["batches"])
+        for version in ("newest", "older"):
+            assert all(torch.equal(tensor, ours[version][name]) for name, tensor in theirs[version].items())

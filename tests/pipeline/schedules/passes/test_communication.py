@@ -1,0 +1,178 @@
+"""Transfers: complete, in order, ahead of their use, and free of deadlock."""
+
+from collections import defaultdict, deque
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.passes.communication import add_communication
+from tests.pipeline.schedules.passes.written import legs, outline, texts
+from tests.pipeline.strategies import Run, kinds_of, runs
+
+
+def test_a_transfer_runs_while_the_receiver_computes():
+    """SEND right after what makes the tensor; RECV before the computation that precedes the one that needs it."""
+    first, second = add_communication(
+        [legs("0F0 0F1 0B0 0F2 0B1 0B2"), legs("1F0 1B0 1F1 1B1 1F2 1B2")], outline("flush", num_stages=2, batches=(3,))
+    )
+    assert texts(first) == ["0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2"]
+    assert texts(second) == ["1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2"]
+
+
+def test_receives_stay_in_their_leg():
+    """What the first computation of a leg needs is posted where the leg begins, and no earlier."""
+    _, second = add_communication([legs("0F0", "0F1"), legs("1F0", "1F1")], outline("flush", num_stages=2))
+    assert texts(second) == ["1RECV_F0 1F0", "1RECV_F1 1F1"]
+
+
+def test_what_a_rank_goes_on_with_is_received_over_the_border():
+    """Of begun batches alone: so a leg is the same whether another one follows or not."""
+    turns = [[(Kind.BACKWARD, 0, 2)], [(Kind.FORWARD, 1, 1), (Kind.BACKWARD, 1, 1)]]
+    two, three = (
+        add_communication(rows, outline("flush", num_stages=2, batches=(1,) * (len(rows[0]) - 1)), turns)
+        for rows in (
+            [legs("0F0", "0F1", "0B0 0B1"), legs("", "1F0 1B0", "1F1 1B1")],
+            [legs("0F0", "0F1", "0F2 0B0", "0B1 0B2"), legs("", "1F0 1B0", "1F1 1B1", "1F2 1B2")],
+        )
+    )
+    assert [legs[:2] for legs in two] == [legs[:2] for legs in three]
+    assert texts(three[0]) == [
+        "0F0 0SEND_F0",
+        "0RECV_B0 0F1 0SEND_F1",
+        "0F2 0SEND_F2 0RECV_B1 0B0",
+        "0RECV_B2 0B1 0B2",
+    ]
+    assert texts(three[1]) == [
+        "",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0",
+        "1F1 1RECV_F2 1B1 1SEND_B1",
+        "1F2 1B2 1SEND_B2",
+    ]
+    assert texts(two[0])[2] == "0RECV_B1 0B0 0B1" and texts(two[1])[2] == "1F1 1B1 1SEND_B1"
+
+
+def test_a_recompute_is_part_of_its_backward():
+    """A receive is posted before the recompute that stands with the computation it is posted before."""
+    _, middle, _ = add_communication(
+        [legs("0F0 0F1 0B0"), legs("1F0 1R0 1B0 1F1"), legs("2F0 2B0 2F1")],
+        outline("flush", num_stages=3, batches=(2,)),
+    )
+    assert texts(middle) == ["1RECV_F0 1RECV_B0 1F0 1SEND_F0 1RECV_F1 1R0 1B0 1SEND_B0 1F1 1SEND_F1"]
+
+
+def test_stages_of_one_rank_exchange_nothing():
+    """Tensors between stages that live on the same rank need no transfer; over a wrap-around they do."""
+    program = outline("flush", num_stages=3, rank_of_stage=(0, 1, 1), batches=(1,))
+    first, second = add_communication([legs("0F0 0B0"), legs("1F0 2F0 2B0 1B0")], program)
+    assert texts(first) == ["0RECV_B0 0F0 0SEND_F0 0B0"]
+    assert texts(second) == ["1RECV_F0 1F0 2F0 2B0 1B0 1SEND_B0"]
+
+
+def test_both_halves_of_a_backward():
+    """The input half makes the gradient that is sent, and needs the one that is received."""
+    first, second = add_communication(
+        [legs("0F0 0I0 0W0"), legs("1F0 1I0 1W0")], outline("flush", num_stages=2, batches=(1,))
+    )
+    assert texts(first) == ["0RECV_B0 0F0 0SEND_F0 0I0 0W0"]
+    assert texts(second) == ["1RECV_F0 1F0 1I0 1SEND_B0 1W0"]
+
+
+def test_a_tensor_that_nothing_needs_is_an_error():
+    """An order that leaves out a computation cannot be lowered."""
+    with pytest.raises(ValueError, match="0F0 makes a tensor for stage 1, where nothing needs it"):
+        add_communication([legs("0F0"), legs("1B0")], outline("flush", num_stages=2, batches=(1,)))
+
+
+# --- over built programs
+
+
+Channel = tuple[int, int, Kind]  # from stage, to stage, what is sent
+
+_CHANNELS = {Kind.SEND_F: (0, 1), Kind.SEND_B: (0, -1), Kind.RECV_F: (-1, 0), Kind.RECV_B: (1, 0)}
+_NEEDS = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B}
+
+
+def channel(instruction: Instruction) -> Channel:
+    """The channel of a transfer, the same for both its ends."""
+    source, target = (instruction.stage + offset for offset in _CHANNELS[instruction.kind])
+    return source, target, Kind.SEND_F if target > source else Kind.SEND_B
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(max_stages=5))
+def test_both_ends_of_a_channel_list_the_same_microbatches(run: Run):
+    """Tensors carry no tag: the n-th that is sent has to be the n-th that is received."""
+    sent, received = defaultdict(list), defaultdict(list)
+    for row in run.build().rows:
+        for each in kinds_of(row, Kind.SEND_F, Kind.SEND_B):
+            sent[channel(each)].append(each.microbatch)
+        for each in kinds_of(row, Kind.RECV_F, Kind.RECV_B):
+            received[channel(each)].append(each.microbatch)
+    assert sent == received
+    assert len(sent) == (2 * (run.schedule.num_stages - 1) if run.schedule.num_ranks > 1 else 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(max_stages=5))
+def test_one_computation_runs_between_a_receive_and_its_use(run: Run):
+    """Within a leg each receive is posted one computation ahead; the leg's first one, where it begins."""
+    stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
+    for piece in [*map(stream.start_batch, run.batches), stream.drain()]:
+        for row in piece:
+            computations = kinds_of(row, *_NEEDS)
+            for index, each in enumerate(computations):
+                receive = Instruction(_NEEDS[each.kind], each.stage, each.microbatch)
+                if receive in row:
+                    between = row[row.index(receive) : row.index(each)]
+                    assert kinds_of(between, *_NEEDS) == computations[max(0, index - 1) : index]
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(max_stages=5))
+def test_a_send_follows_what_makes_its_tensor(run: Run):
+    """No tensor waits for anything before it is sent."""
+    for row in run.build().rows:
+        for before, each in pairwise(row):
+            if each.kind in (Kind.SEND_F, Kind.SEND_B):
+                maker = Kind.FORWARD if each.kind is Kind.SEND_F else Kind.BACKWARD
+                assert (before.kind, before.microbatch) == (maker, each.microbatch)
+
+
+def rendezvous(program: Program) -> list[int]:
+    """Execute a program where a send completes only once its receive is posted; return how far each row came."""
+    queues: dict[tuple[Channel, bool], deque[int]] = defaultdict(deque)
+    arrived: set[tuple[Channel, int]] = set()
+    position = [0] * program.num_ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(program.rows):
+            while position[rank] < len(row):
+                instruction = row[position[rank]]
+                if instruction.kind in _CHANNELS:
+                    is_send = instruction.kind in (Kind.SEND_F, Kind.SEND_B)
+                    queues[channel(instruction), is_send].append(instruction.microbatch)
+                    sends, receives = queues[channel(instruction), True], queues[channel(instruction), False]
+                    while sends and receives:
+                        assert sends[0] == receives.popleft()
+                        arrived.add((channel(instruction), sends.popleft()))
+                elif instruction.kind in _NEEDS:
+                    source = instruction.stage - 1 if instruction.kind is Kind.FORWARD else instruction.stage + 1
+                    receive = Instruction(_NEEDS[instruction.kind], instruction.stage, instruction.microbatch)
+                    awaited = channel(receive), instruction.microbatch
+                    if program.crosses(source, instruction.stage) and awaited not in arrived:
+                        break
+                position[rank] += 1
+                moved = True
+    return position
+
+
+@settings(max_examples=50, deadline=None)
+@given(runs(max_stages=5))
+def test_no_deadlock_under_rendezvous(run: Run):
+    """Every rank comes to the end of its row, though no send completes before its receive is posted."""
+    program = run.build()
+    assert rendezvous(program) == [len(row) for row in program.rows]

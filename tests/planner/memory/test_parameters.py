@@ -1,0 +1,167 @@
+"""Counted parameters are those of megatron.core's modules."""
+
+import pytest
+import torch
+
+from megatron.planner import Architecture
+from megatron.planner.memory.parameters import stage_parameters
+from tests import workers
+from tests.trainer.arguments.bert_command_line import bert_arguments
+from tests.trainer.arguments.command_line import arguments
+from tests.trainer.run.text_helper import text_arguments
+from tests.trainer.run.vision_helper import vision_arguments
+
+SHAPES = (
+    "",
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 24",
+    "--qk-layernorm --add-qkv-bias --disable-bias-linear --ffn-hidden-size 96",
+    "--quick-geglu --position-embedding-type none --num-layers 6 --decoder-first-pipeline-num-layers 1",
+    "--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+)
+
+
+def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """This rank's stage, and for each shape (counted by the planner, elements of the real model's parameters)."""
+    from megatron.core import parallel_state
+    from megatron.trainer.models import core_config, gpt
+    from megatron.trainer.plan import from_flags
+
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    try:
+        for flags in shapes:
+            args = arguments(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            args.padded_vocab_size = 256
+            made = core_config.transformer_config(args)
+            model = gpt.gpt_model(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(from_flags.architecture(args), tensor, from_flags.layers_of_stages(made))
+            counts.append((counted[stage], gpt.num_parameters([model])))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return stage, counts
+
+
+@pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 2)])
+def test_parameters_of_gpt(tensor, pipeline):
+    """Every stage and tensor rank of GPTs of several shapes has as many parameters as counted."""
+    shapes = [flags for flags in SHAPES if pipeline > 1 or "pipeline" not in flags]
+    results = workers.run(
+        tensor * pipeline,
+        "tests.planner.memory.test_parameters:count_case",
+        tensor=tensor,
+        pipeline=pipeline,
+        shapes=shapes,
+    )
+    assert {stage for stage, _ in results} == set(range(pipeline))
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
+
+
+def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """The same for BERTs."""
+    from megatron.core import parallel_state
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.bert import bert_model
+    from megatron.trainer.models.gpt import num_parameters
+    from megatron.trainer.plan import from_flags
+
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    try:
+        for flags in shapes:
+            args = bert_arguments(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            args.padded_vocab_size = 256
+            made = core_config.transformer_config(args)
+            model = bert_model(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(from_flags.architecture(args), tensor, from_flags.layers_of_stages(made))
+            counts.append((counted[stage], num_parameters([model])))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return stage, counts
+
+
+def test_parameters_of_bert():
+    """BERT's token types, masked-language head and binary head are counted, on the stage that holds them."""
+    shapes = ["", "--bert-no-binary-head --untie-embeddings-and-output-weights"]
+    results = workers.run(4, "tests.planner.memory.test_parameters:bert_case", tensor=2, pipeline=2, shapes=shapes)
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
+
+
+def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+    """The same for a ViT or a BERT that tells classes."""
+    from megatron.core import parallel_state
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.bert_classifier import bert_classifier
+    from megatron.trainer.models.gpt import num_parameters
+    from megatron.trainer.models.vision_classifier import vision_model
+    from megatron.trainer.plan import from_flags
+
+    build, arguments_of = (
+        (vision_model, vision_arguments) if kind == "ViT" else (bert_classifier, text_arguments)
+    )  # fmt: skip
+
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    try:
+        for flags in shapes:
+            args = arguments_of(
+                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
+                world_size=torch.distributed.get_world_size(),
+            )
+            made = core_config.transformer_config(args)
+            model = build(
+                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )  # fmt: skip
+            counted = stage_parameters(from_flags.architecture(args), tensor, from_flags.layers_of_stages(made))
+            counts.append((counted[stage], num_parameters([model])))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return stage, counts
+
+
+@pytest.mark.parametrize(
+    "kind, other",
+    [
+        ("ViT", "--disable-vision-class-token --patch-dim 2 --num-classes 70 --normalization RMSNorm"),
+        ("BERT", "--bert-no-binary-head --num-classes 70"),
+    ],
+)
+def test_parameters_of_classifiers(kind, other):
+    """Patches, class token and positions, or a vocabulary, stand on the first stage, pooler and classes on the last."""
+    shapes, case = ["", other], "tests.planner.memory.test_parameters:classifier_case"
+    results = workers.run(4, case, kind=kind, tensor=2, pipeline=2, shapes=shapes)
+    assert {stage for stage, _ in results} == {0, 1}
+    for stage, counts in results:
+        for flags, (counted, real) in zip(shapes, counts, strict=True):
+            assert counted == real, (stage, flags)
+
+
+def test_parameters_of_published_models():
+    """The GPT-3 models of BPipe's Table 1 have the parameters that their names say: 12.9, 96 and 134 billion."""
+    for num_layers, hidden_size, heads, billions in (
+        (40, 5120, 40, 12.9),
+        (80, 9984, 104, 96.2),
+        (84, 11520, 120, 134.4),
+    ):
+        shape = Architecture.gpt3(
+            num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads, sequence_length=2048,
+            vocabulary_size=51200,
+        )  # fmt: skip
+        assert sum(stage_parameters(shape, 1, [num_layers])) == pytest.approx(1e9 * billions, rel=0.01)

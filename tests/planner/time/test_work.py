@@ -1,0 +1,86 @@
+"""What a layer does, against the papers' counts."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner import Architecture
+from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_V3
+from megatron.planner.time.work import LayerWork
+
+H, A, S = 4096, 32, 2048
+SHAPE = Architecture.gpt3(
+    num_layers=8, hidden_size=H, num_attention_heads=A, sequence_length=S, vocabulary_size=51200
+)  # fmt: skip
+
+
+def work(tensor: int = 1, size: int = 1, *, split: bool = False, software=MEGATRON_V3, shape=SHAPE) -> LayerWork:
+    return LayerWork(shape, software, tensor=tensor, micro_batch_size=size, sequence_parallel=split)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_operations_of_all_ranks_are_the_models(tensor):
+    """Of all tensor ranks together, layers and head: what `Architecture.operations` counts, 3 times a forward."""
+    each = work(tensor, 2)
+    layers = SHAPE.num_layers * (each.forward.operations + each.backward.operations)
+    head = sum(part.operations for part in each.head)
+    assert tensor * (layers + head) == pytest.approx(SHAPE.operations(2), rel=1e-12)
+    assert each.backward.operations == pytest.approx(2 * each.forward.operations)
+
+
+def test_recomputation():
+    each = work(4)
+    assert each.recomputed(RecomputeScope.NONE).operations == 0
+    assert each.recomputed(RecomputeScope.LAYER) == each.forward
+    attention = each.recomputed(RecomputeScope.ATTENTION)
+    assert attention.operations == pytest.approx(4 * S * S * H / 4)  # two products of the scores (Korthikanti, 5)
+    assert attention.exchanged == 0 and each.forward.exchanged > 0
+
+
+def test_fused_softmax_needs_a_multiple_of_four():
+    """32 heads: 8 ranks have 4 each, 16 have 2; microbatches of 2 make that 4 again."""
+    assert work(8).softmax_is_fused and not work(16).softmax_is_fused and work(16, 2).softmax_is_fused
+    scores = A / 16 * S * S
+    slow, fast = work(16), work(16, 2)
+    saved = slow.forward.traffic - fast.forward.traffic / 2
+    assert saved == pytest.approx((37 - 4) * scores)
+    weights = 2 * 2 * 12 * H * H / 16  # gradients of weights are added once whatever the microbatch
+    assert slow.backward.traffic - (fast.backward.traffic + weights) / 2 == pytest.approx((41 - 6) * scores)
+
+
+def test_flash_attention_leaves_no_scores():
+    flash = work(16, software=replace(MEGATRON_CORE, flash_attention=True))
+    assert flash.forward.traffic < work(16).forward.traffic - 37 * A / 16 * S * S
+    assert flash.recomputed(RecomputeScope.ATTENTION).traffic == 0
+
+
+def test_sequences_that_are_split():
+    """As many bytes in the forward; the backward gathers what it did not keep, and norms and dropout are divided."""
+    whole, split = work(8), work(8, split=True)
+    all_reduce = 2 * 7 / 8 * 2 * S * H
+    assert whole.forward.exchanged == split.forward.exchanged == pytest.approx(2 * all_reduce)
+    assert (whole.backward.exchanged, whole.backward.overlapped) == (0, pytest.approx(2 * all_reduce))
+    assert split.backward.exchanged == pytest.approx(all_reduce)
+    assert whole.forward.traffic - split.forward.traffic == pytest.approx((1 - 1 / 8) * (8 + 14) * S * H)
+
+
+def test_software_that_waits():
+    """In 2021 tensor ranks waited for sums, and gradients were added in a pass of their own."""
+    old, new = work(8, software=MEGATRON_2021), work(8)
+    assert old.backward.overlapped == 0 and old.backward.exchanged == pytest.approx(new.backward.overlapped)
+    assert old.backward.traffic - new.backward.traffic == pytest.approx(2 * 2 * 12 * H * H / 8)
+
+
+def test_one_rank_sends_nothing():
+    each = work()
+    for part in (each.forward, each.backward, *each.embedding, *each.head):
+        assert (part.exchanged, part.overlapped, part.collectives) == (0, 0, 0)
+
+
+def test_gated_layers_and_grouped_queries():
+    """Llama's shape: operations are those of its matrices."""
+    shape = replace(SHAPE, gated=True, ffn_hidden_size=11008, num_query_groups=8)
+    each = work(2, shape=shape)
+    matrices = H * (H + 2 * H // 4) + H * H + 3 * H * 11008
+    assert each.forward.operations == pytest.approx((2 * S * matrices + 4 * S * S * H) / 2)

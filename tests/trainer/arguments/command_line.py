@@ -1,0 +1,34 @@
+"""A small valid command line, for tests that change one thing about it."""
+
+import argparse
+
+from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 100"
+)
+CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
+GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=8)
+
+
+def words(extra: str = "", without: str = "") -> list[str]:
+    """SMALL as words, without the flags named in `without` (and their values), followed by `extra`."""
+    kept, dropping = [], False
+    for word in SMALL.split():
+        if word.startswith("--"):
+            dropping = word in without.split()
+        if not dropping:
+            kept.append(word)
+    return kept + extra.split()
+
+
+def arguments(
+    extra: str = "", *, without: str = "", world_size: int = 1, platform: Platform = CPU
+) -> argparse.Namespace:
+    """The validated namespace of SMALL, changed as `words` does, on a machine like `platform`."""
+    args = parse_args(words(extra, without))
+    validate_args(args, world_size=world_size)
+    resolve_platform(args, platform)
+    return args

@@ -1,0 +1,113 @@
+"""Flags read from shell scripts, against what bash itself passes on."""
+
+import os
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.trainer.arguments.script import read_script
+
+MEGATRON = """#!/bin/bash
+# Runs the "175B" parameter model
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8
+NUM_NODES=${SLURM_NNODES:-1}
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+CHECKPOINT_PATH=some/path # of the run
+TP=2; PP=$((WORLD_SIZE / TP / 2))
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES
+)
+GPT_MODEL_ARGS=(
+    --num-layers 96     # layers
+    --hidden-size 12288
+    --attention-backend auto # Can use (flash/fused/unfused/local)
+)
+MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size ${TP}
+	--pipeline-model-parallel-size "$PP")
+MODEL_PARALLEL_ARGS+=(--sequence-parallel)
+DATA_ARGS=(
+    --split '949,50,1'
+    --save "$CHECKPOINT_PATH/a b"
+)
+OLD_ARGS="
+    --lr 6.0e-5 \\
+    --clip-grad 1.0
+"
+OLD_ARGS+=" --fp16"
+torchrun ${DISTRIBUTED_ARGS[@]} folder/pretrain_gpt.py \\
+    ${GPT_MODEL_ARGS[@]} \\
+    "${MODEL_PARALLEL_ARGS[@]}" $OLD_ARGS \\
+    "${DATA_ARGS[@]}" --seed=12 >log.txt 2>&1
+"""
+
+
+def by_bash(script: str, folder, **environment: str) -> list[str]:
+    """What bash would give the program, after its name."""
+    stub = folder / "torchrun"
+    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" > "$RECORD"\n')
+    stub.chmod(0o755)
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), **environment}
+    subprocess.run(["bash", "-c", script], env=variables, check=True, cwd=folder, timeout=60)
+    words = (folder / "record").read_text().split("\0")[:-1]
+    start = next(index for index, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    return words[start + 1 :]
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_NNODES": "4"}], ids=str)
+def test_a_script_in_the_manner_of_megatron(tmp_path, environment):
+    """Arrays, strings, arithmetic, comments, continued lines and redirections give the words that bash gives."""
+    found = read_script(MEGATRON, environment=environment)
+    assert found.program == "pretrain_gpt.py"
+    assert list(found.words) == by_bash(MEGATRON, tmp_path, **environment)
+    assert "--pipeline-model-parallel-size" in found.words and not found.notes
+
+
+TOKENS = ["a", "--b", "$X", '"$X"', "${X}", "'$X'", '"c d"', "e'f'g", "$X$Y", "h$Y", "${Z:-i}", '"${A[@]}"', "${A[@]}",
+          "$((2 * (N + 1)))", "j\\ k", "l=m", '"n\\"o"', '"$X p"', "${A[1]}",
+          '"${A[1]}"', "${Z:-${X}}", '"${Z:-${A[0]}}"', "${Y:-${X}}q"]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6), in_array=st.booleans())
+def test_any_words_expand_as_in_bash(words, in_array, tmp_path_factory):
+    """Quoted and unquoted variables, arrays and arithmetic, in a command or through an array."""
+    given_words = " ".join(words)
+    start = "X=' 1  2'\nY=3\nN=4\nA=(p 'q r' s)\n"
+    command = f"W=({given_words})\ntorchrun pretrain_gpt.py \"${{W[@]}}\"" if in_array else (
+        f"torchrun pretrain_gpt.py {given_words}"
+    )  # fmt: skip
+    script = start + command + "\n"
+    assert list(read_script(script, environment={}).words) == by_bash(script, tmp_path_factory.mktemp("bash"))
+
+
+def test_what_is_not_read_is_said():
+    """Blocks and other files are not read, and named; variables that nobody sets stay as they stand."""
+    script = """
+    source other.sh
+    if [ "$A" = b ]; then
+        ARGS=(--num-layers 4)
+        for x in 1 2; do echo $x; done
+    fi
+    setup() {
+        ARGS=(--num-layers 5)
+    }
+    python -u pretrain_bert.py --num-layers 6 --data-path $DATA
+    """
+    found = read_script(script, environment={}, source="job.sh")
+    assert found.program == "pretrain_bert.py" and found.words == ("--num-layers", "6", "--data-path", "$DATA")
+    assert len(found.notes) == 3
+    assert all(note.startswith("job.sh: ") for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("python train.py --a", "runs no pretrain"), ('python pretrain_gpt.py "a\n', "does not end")],
+)
+def test_refusals(script, reason):
+    with pytest.raises(ValueError, match=reason):
+        read_script(script, environment={})

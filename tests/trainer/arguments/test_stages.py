@@ -1,0 +1,138 @@
+"""The command line of stages: how layers are dealt out, which schedules and batches go with them, what is refused."""
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from megatron.pipeline.schedules import Schedule
+from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from tests.trainer.arguments.command_line import arguments, words
+
+
+def test_stages_and_layers():
+    """Layers are split as megatron.core does, and a split that does not come out even is refused."""
+    with pytest.raises(ValueError, match="--num-layers 4 is not divisible by --pipeline-model-parallel-size 3"):
+        arguments("--pipeline-model-parallel-size 3", world_size=3)
+    args = arguments("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2", world_size=3)
+    assert args.data_parallel_size == 1
+    with pytest.raises(ValueError, match="does not come out even"):
+        arguments("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2", world_size=4)
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-schedule bpipe", "--balance-activations"])
+def test_balancing_with_and_without_something_to_move(flags):
+    """The preset and the flag are one schedule. Where no stage is over its bound, a note says so and nothing moves."""
+    moving = arguments(f"{flags} --pipeline-model-parallel-size 4", world_size=4)
+    assert moving.moves_activations
+    assert pipeline_schedule(moving) == Schedule.preset("flush", num_stages=4, balance=True, tied_embeddings=True)
+    for stages, batch in ((2, 8), (4, 3)):
+        args = parse_args(words(f"{flags} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"))
+        notes = validate_args(args, world_size=stages)
+        assert not args.moves_activations
+        text = "has nothing to move with these stages and batches: saved activations stay where they are"
+        assert f"{flags} {text}" in notes
+    grows = "--global-batch-size 8 --rampup-batch-size 2 2 100"
+    assert arguments(f"{flags} --pipeline-model-parallel-size 4 {grows}", world_size=4).moves_activations
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--pipeline-schedule gpipe", "gpipe saves a whole batch at every stage, so there is nothing to balance"),
+        (
+            "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 1",
+            "may drain after every microbatch, so no eviction can be planned ahead",
+        ),
+    ],
+    ids=["gpipe", "pipedream"],
+)
+def test_schedules_that_cannot_balance_refuse_it(flags, reason):
+    """In one sentence, before anything starts."""
+    flags += " --pipeline-model-parallel-size 4"
+    assert not arguments(flags, world_size=4).moves_activations
+    with pytest.raises(ValueError, match=reason):
+        arguments(f"{flags} --balance-activations", world_size=4)
+
+
+V = "--num-virtual-stages-per-pipeline-rank"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+@pytest.mark.parametrize(
+    "flags, v",
+    [
+        ("", None),
+        (f"{V} 1", None),
+        (f"{V} 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 1", 2),
+        ("--num-layers-per-virtual-pipeline-stage 2", None),
+        ("--num-layers 7 --account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2", 2),
+        (f"--num-layers 8 --decoder-first-pipeline-num-layers 2 {V} 2", 2),
+        (f"{LAYOUT} Et|ttt,L", None),
+        (f"{LAYOUT} Et|(t|)*2tL", 2),
+        (f"{LAYOUT} E|t*4||L --pipeline-schedule interleaved", 2),
+    ],
+)
+def test_virtual_stages(flags, v):
+    """v is given, follows from the layers of a stage or from the layout, and several stages ask for interleaved."""
+    args = arguments(f"--pipeline-model-parallel-size 2 {flags}", world_size=2)
+    assert args.virtual_pipeline_model_parallel_size == v
+    assert args.pipeline_schedule == ("interleaved" if v else "flush")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (f"{V} 2 --num-layers-per-virtual-pipeline-stage 1", "exclude each other; keep one"),
+        (f"{V} 2 {LAYOUT} Et|t|t|tL", f"{V} and {LAYOUT} exclude each other; keep one"),
+        (f"{V} 2 --pipeline-schedule flush", "--pipeline-schedule flush has one stage on each rank, not 2; use inter"),
+        (f"{V} 2 --pipeline-schedule bpipe", "bpipe has one stage on each rank, not 2; use interleaved"),
+        (f"{V} 1 --pipeline-schedule interleaved", f"add {V} 2 or more, or use flush"),
+        (f"{V} 3", "the 2 layers of each rank cannot be dealt out to 3 stages alike; change"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "the 2 layers of a rank cannot be cut into stages of --num-lay"),
+        ("--num-layers 5 --num-layers-per-virtual-pipeline-stage 1", "--num-layers 5 is not divisible by"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 1",
+            "layers of its own number; use --num-virtual-stages-per-pipeline-rank",
+        ),
+        (f"{V} 2 --decoder-last-pipeline-num-layers 1", "the 1 layers of the last rank cannot be dealt out to 2"),
+        (f"--num-layers 7 {V} 2 --decoder-last-pipeline-num-layers 2", "the 5 layers of the other ranks cannot be"),
+        (f"{V} 2 --global-batch-size 5", "make the batch a multiple of 2, or use flush"),
+        (f"{V} 2 --rampup-batch-size 1 1 10", "make the batch a multiple of 2, or use flush"),
+        (f"{V} 2 --microbatch-group-size-per-virtual-pipeline-stage 1", "smaller than the 2 ranks"),
+        (f"{V} 2 --pipeline-extra-warmup", "interleaved has no warm-up that could be extended"),
+        (f"{LAYOUT} Et|ttx|tL", "Invalid layer character: x"),
+        (f"{LAYOUT} Et|t|ttL", "must be divisible by pipeline_model_parallel_size"),
+        (f"{LAYOUT} Et|ttL", "write E, 4 times t and L, with | between stages, as many as 2"),
+        (f"{LAYOUT} t|tttL", "The first layer must be embedding"),
+        (f"{LAYOUT} Et|ttt", "The last layer must be loss"),
+        (f"{LAYOUT} Et|tt|t|mL", "Number of mtp layers in layout"),
+        (f"{LAYOUT} |Et|t|ttL", "begins or ends with an empty stage; the first stage holds E and the last one L"),
+        (f"{LAYOUT} Et|t|ttL|", "begins or ends with an empty stage"),
+        (f"{LAYOUT} Et|tttL --decoder-first-pipeline-num-layers 1", "have nothing to add; leave them out"),
+        (f"{LAYOUT} Et|t|t|tL --pipeline-schedule 2bw", "2bw has one stage on each rank, not 2; use interleaved, or"),
+    ],
+)
+def test_virtual_stages_that_cannot_be(flags, message):
+    """Flags that contradict each other, layers that do not come out even, and batches that fill no group."""
+    with pytest.raises(ValueError) as error:
+        arguments(f"--pipeline-model-parallel-size 2 {flags}", world_size=2)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_rank_with_nothing_to_hold():
+    """Empty stages are for ranks that have others."""
+    with pytest.raises(
+        ValueError, match="leaves rank 2 of the pipeline nothing to hold; give one of its stages a layer"
+    ):
+        arguments(f"--pipeline-model-parallel-size 4 {LAYOUT} Ett|t||tL", world_size=4)
+
+
+def test_schedule_is_checked_for_every_batch_size():
+    """2bw needs m >= p in every batch, also at the start of a ramp-up, and says so before anything starts."""
+    arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4", world_size=4)
+    with pytest.raises(ValueError):
+        arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4 --rampup-batch-size 2 2 100", world_size=4)

@@ -1,0 +1,68 @@
+"""What a run has before and after each change of its pipeline, while it trains: for `watch` of run_case.py."""
+
+import random
+from collections.abc import Callable
+
+import numpy
+import torch
+
+from megatron.core.utils import unwrap_model
+from megatron.trainer.changes.transition.change import Change
+from megatron.trainer.checkpoint.run_state import RunParts
+from megatron.trainer.plan.arrangement import Arrangement
+from megatron.trainer.run import loop
+from megatron.trainer.start_up.run import Run
+from tests.trainer.changes.elastic_faults import a_late_fault, a_stage_that_cannot_be
+from tests.trainer.changes.transition.cases import whole_state
+from tests.trainer.run.run_case import numbered_names
+
+
+def states(run: Run) -> Callable[[], list[dict]]:
+    """For each change, also one that fails, how many layers are frozen and ranks in a pipeline behind it, and what this
+    rank had `before` and has `after`, as `whole_state` finds it, with the weights of frozen layers, too."""
+    first, found = loop.change_place, []
+    for _ in range(1 + run.args.rank):  # so that no generator is where a seed puts it
+        random.random(), numpy.random.rand(), torch.rand(1)
+
+    def watched(run: Run, wanted: Arrangement) -> Change:
+        before = _state(run)
+        try:
+            return first(run, wanted)
+        finally:
+            now = run.args.arrangement
+            found.append({"num_frozen": now.num_frozen, "pipeline": now.pipeline, "before": before,
+                          "after": _state(run)})  # fmt: skip
+
+    loop.change_place = watched
+
+    def end() -> list[dict]:
+        loop.change_place = first
+        return found
+
+    return end
+
+
+def states_over_an_early_fault(run: Run) -> Callable[[], list[dict]]:
+    """The same where the first change fails when chunks have been built, and have drawn."""
+    return _with(a_stage_that_cannot_be(run), states(run))
+
+
+def states_over_a_late_fault(run: Run) -> Callable[[], list[dict]]:
+    """The same where the first change fails when the new place has the state."""
+    return _with(a_late_fault(run), states(run))
+
+
+def _with(mend: Callable[[], object], end: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
+    def both() -> list[dict]:
+        mend()
+        return end()
+
+    return both
+
+
+def _state(run: Run) -> tuple:
+    pieces, *rest = whole_state(RunParts(run.update.chunks, run.optimizer, run.scheduler, run.update))
+    for chunk in run.chunks:
+        for name, value in numbered_names(unwrap_model(chunk)):
+            pieces.setdefault(("weight", name, 0), []).append((0, value.numel(), value.detach().flatten().clone()))
+    return pieces, *rest

@@ -1,0 +1,130 @@
+"""Checkpoints appear at once or not at all, whatever moment the job is killed at."""
+
+import os
+from unittest import mock
+
+import pytest
+
+from megatron.trainer.checkpoint import directory
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may clean up behind it."""
+
+
+def save(root, iteration, content):
+    staging = directory.begin(root, iteration)
+    (staging / "weights").write_text(content)
+    directory.write_synced(staging / "metadata.json", "{}")
+    directory.commit(root, staging, iteration)
+
+
+def loaded(root):
+    location = directory.locate(root)
+    return location.iteration, (location.path / "weights").read_text()
+
+
+def killed_at_call(number, action):
+    """Run `action`, killed at its `number`-th change of the file system; False if it made fewer and completed."""
+    calls = 0
+
+    def counted(original):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return call
+
+    names = ("rename", "replace", "fsync", "mkdir", "rmdir", "unlink")
+    with mock.patch.multiple(os, **{name: counted(getattr(os, name)) for name in names}):
+        try:
+            action()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("iteration", [20, 10], ids=["another iteration", "the same iteration again"])
+def test_a_kill_at_any_moment_of_a_save_loses_nothing(tmp_path, iteration):
+    """Killed at each system call in turn, a directory holds the checkpoint before or the new one, whole and latest."""
+    outcomes = set()
+    for number in range(1, 100):
+        root = tmp_path / str(number)
+        save(root, 10, "old")
+        was_killed = killed_at_call(number, lambda root=root: save(root, iteration, "new"))
+        outcomes.add(loaded(root))
+        save(root, 30, "later")
+        assert loaded(root) == (30, "later")
+        assert not [name for name in os.listdir(root) if name.startswith(".")], "leftovers are removed by the next save"
+        if not was_killed:
+            break
+    assert not was_killed and number > 6
+    assert outcomes == {(10, "old"), (iteration, "new")}
+
+
+def test_checkpoint_between_its_two_names_is_recovered(tmp_path):
+    """Killed between the two renames, a checkpoint is found and counted beside its name, and moved back."""
+    save(tmp_path, 10, "old")
+    (tmp_path / "iter_0000010").rename(tmp_path / ".iter_0000010.replaced")
+    (tmp_path / ".iter_0000010.incomplete").mkdir()  # of a version before
+    (tmp_path / ".iter_0000010.0a1b2c3d4e5f.incomplete").mkdir()
+    assert directory.complete_iterations(tmp_path) == [10]
+    assert directory.locate(tmp_path, step=10).path == tmp_path / ".iter_0000010.replaced"
+    directory.recover(tmp_path)
+    assert loaded(tmp_path) == (10, "old")
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000010", directory.TRACKER]
+
+
+def test_first_save_killed_before_the_tracker_is_found(tmp_path):
+    """Where the only checkpoint is whole but its tracker was not written any more, it is the one to load."""
+    save(tmp_path, 10, "first")
+    (tmp_path / directory.TRACKER).unlink()
+    assert loaded(tmp_path) == (10, "first")
+
+
+def test_directory_without_checkpoints_holds_none(tmp_path):
+    """A missing or empty directory is not an error: the run starts from its initial weights."""
+    assert directory.locate(tmp_path / "absent") is None
+    assert directory.locate(tmp_path) is None
+
+
+def test_missing_checkpoint_names_the_others(tmp_path):
+    """Nothing falls back silently: the error says what is missing, which others exist and how to load one."""
+    save(tmp_path, 10, "a")
+    save(tmp_path, 20, "b")
+    with pytest.raises(CheckpointError, match=r"iter_0000015 does not exist.*iteration 10, 20.*--ckpt-step 20"):
+        directory.locate(tmp_path, step=15)
+    (tmp_path / "iter_0000020" / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match=r"iter_0000020 cannot be loaded.*metadata.json.*--ckpt-step 10"):
+        directory.locate(tmp_path)
+    assert directory.locate(tmp_path, step=10).iteration == 10
+
+
+@pytest.mark.parametrize("text", ["", "iter", "-5", "1e3", "\x00\x01"])
+def test_damaged_tracker_is_an_error(tmp_path, text):
+    """A tracker file with anything but an iteration or 'release' is named, never guessed at."""
+    save(tmp_path, 10, "a")
+    (tmp_path / directory.TRACKER).write_text(text)
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt should hold.*iteration 10"):
+        directory.locate(tmp_path)
+
+
+def test_release_checkpoint_is_found(tmp_path):
+    """'release' in the tracker means weights without a training position."""
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / "metadata.json").write_text("{}")
+    (tmp_path / directory.TRACKER).write_text("release\n")
+    location = directory.locate(tmp_path)
+    assert (location.iteration, location.is_release) == (0, True)
+
+
+def test_old_format_is_refused_by_name(tmp_path):
+    """Megatron-LM's checkpoints from before torch_dist are refused with the way out."""
+    (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / directory.TRACKER).write_text("10")
+    with pytest.raises(CheckpointError, match="old 'torch' format"):
+        directory.locate(tmp_path)

@@ -1,0 +1,171 @@
+"""Each fact about a model, and each part that is not built here, refuses a checkpoint on its own."""
+
+import pytest
+
+from megatron.trainer.checkpoint import arguments, comparison
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from tests.trainer.checkpoint.test_comparison import here, there
+
+ROPE = "--position-embedding-type rope "
+# Fact -> flags here, what the checkpoint has otherwise, and what the sentence tells to do.
+FACTS = {
+    "num_layers": ("", {"num_layers": 12}, "Pass --num-layers 12"),
+    "hidden_size": ("", {"hidden_size": 512}, "Pass --hidden-size 512"),
+    "num_attention_heads": ("", {"num_attention_heads": 8}, "Pass --num-attention-heads 8"),
+    "ffn_hidden_size": ("", {"ffn_hidden_size": 2048}, "Pass --ffn-hidden-size 2048"),
+    "kv_channels": ("", {"kv_channels": 128}, "Pass --kv-channels 128"),
+    "normalization": ("", {"normalization": "RMSNorm"}, "Pass --normalization RMSNorm"),
+    "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),
+    "apply_layernorm_1p": ("", {"layernorm_zero_centered_gamma": True}, "Pass --apply-layernorm-1p"),
+    "apply_residual_connection_post_layernorm": (
+        "",
+        {"apply_residual_connection_post_layernorm": True},
+        "Pass --apply-residual-connection-post-layernorm",
+    ),
+    "swiglu": ("", {"swiglu": True}, "Pass --swiglu"),
+    "squared_relu": ("--squared-relu", {}, "Leave --squared-relu out"),
+    "quick_geglu": ("", {"quick_geglu": True}, "Pass --quick-geglu"),
+    "qk_layernorm": ("--qk-layernorm", {}, "Leave --qk-layernorm out"),
+    "untie_embeddings_and_output_weights": (
+        "",
+        {"untie_embeddings_and_output_weights": True},
+        "Pass --untie-embeddings-and-output-weights",
+    ),
+    "num_query_groups": (
+        "",
+        {"group_query_attention": True, "num_query_groups": 4},
+        "Pass --group-query-attention --num-query-groups 4",
+    ),
+    "position_embedding_type": ("", {"position_embedding_type": "rope"}, "Pass --position-embedding-type rope"),
+    "max_position_embeddings": ("", {"max_position_embeddings": 1024}, "Pass --max-position-embeddings 1024"),
+    "rotary_base": (ROPE, {"rotary_base": 500000}, "Pass --rotary-base 500000"),
+    "rotary_percent": (ROPE, {"rotary_percent": 0.5}, "Pass --rotary-percent 0.5"),
+    "rotary_interleaved": (ROPE, {"rotary_interleaved": True}, "Pass --rotary-interleaved"),
+    "rotary_seq_len_interpolation_factor": (
+        ROPE,
+        {"rotary_seq_len_interpolation_factor": 4},
+        "Pass --rotary-seq-len-interpolation-factor 4",
+    ),
+    "use_rope_scaling": (ROPE, {"use_rope_scaling": True}, "Pass --use-rope-scaling"),
+    "rope_scaling_factor": (
+        ROPE + "--use-rope-scaling",
+        {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+        "Pass --rope-scaling-factor 32.0",
+    ),
+    "add_bias_linear": ("--disable-bias-linear", {}, "Leave --disable-bias-linear out"),
+    "add_qkv_bias": ("--disable-bias-linear", {"add_bias_linear": False}, "Pass --add-qkv-bias"),
+    "bert_binary_head": ("--bert-no-binary-head", {}, "Leave --bert-no-binary-head out"),
+}
+# Megatron-LM's argument -> a value that asks for what is not built here.
+PARTS = {
+    "num_experts": 8,
+    "multi_latent_attention": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "attention_output_gate": True,
+    "softmax_type": "off-by-one",
+    "softmax_scale": 0.1,
+    "window_size": (128, 0),
+    "no_rope_freq": 4,
+    "qk_l2_norm": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+    "use_mup": True,
+    "mtp_num_layers": 1,
+    "is_hybrid_model": True,
+    "hybrid_override_pattern": "M-M*",
+    "hybrid_layer_pattern": "M-M*",
+    "heterogeneous_layers_config_path": "blocks.json",
+    "heterogeneous_layers_config_encoded_json": "{}",
+    "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    "position_embedding_type": "yarn",
+    "normalization": "L2Norm",
+}
+# Argument that a checkpoint of an older program lacks -> flags here that ask for something else than it had.
+LATE = {
+    "use_rope_scaling": ROPE + "--use-rope-scaling",
+    "rope_scaling_factor": ROPE + "--use-rope-scaling --rope-scaling-factor 32",
+    "rotary_interleaved": ROPE + "--rotary-interleaved",
+    "rotary_base": ROPE + "--rotary-base 500000",
+    "rotary_percent": ROPE + "--rotary-percent 0.5",
+    "rotary_seq_len_interpolation_factor": ROPE + "--rotary-seq-len-interpolation-factor 2",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "layernorm_epsilon": "--norm-epsilon 1e-6",
+    "position_embedding_type": ROPE,
+    "normalization": "--normalization RMSNorm",
+    "apply_residual_connection_post_layernorm": "--apply-residual-connection-post-layernorm",
+    "swiglu": "--swiglu --ffn-hidden-size 4096",
+    "squared_relu": "--squared-relu",
+    "quick_geglu": "--quick-geglu --ffn-hidden-size 4096",
+    "qk_layernorm": "--qk-layernorm",
+    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "add_bias_linear": "--disable-bias-linear --add-qkv-bias",
+}
+
+
+def late(name, flags):
+    """A checkpoint of a program without the argument `name`, of a model with rotary positions where `flags` ask so."""
+    saved = there(use_rope_scaling="--rope-scaling-factor" in flags)
+    if ROPE in flags and name != "position_embedding_type":
+        saved.position_embedding_type = "rope"
+    delattr(saved, name)
+    return saved
+
+
+def test_the_tables_know_every_entry():
+    """What is compared later needs a line here, too."""
+    classes = comparison._ONLY_OF.keys() - {"bert_binary_head"}  # tests/trainer/classification/test_checkpoints.py
+    assert set(FACTS) | classes == set(comparison._facts(there()))
+    assert set(PARTS) == set(comparison._NOT_BUILT_HERE)
+    theirs = comparison.OTHER_NAMES
+    assert set(LATE) == {theirs.get(name, name) for name in comparison.WITHOUT_IT}
+    assert set(comparison.WITHOUT_IT) <= set(arguments.MODEL_ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_every_fact_is_compared(name):
+    """The sentence names it, and the flag to give or to leave out; with that flag the checkpoint is of this model."""
+    flags, changes, remedy = FACTS[name]
+    if ROPE in flags:
+        changes = {"position_embedding_type": "rope", **changes}
+    bert = name == "bert_binary_head"
+    with pytest.raises(CheckpointError, match=f"another model: {name} is .* there and .* here. {remedy}, or pass"):
+        arguments.check_same_model(here(flags, bert=bert), there(**changes), "DIR")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_that_is_not_built_is_refused(name):
+    """By its name, also where --use-checkpoint-args asks for it; its neutral values pass."""
+    with pytest.raises(CheckpointError, match=f"not built here: {name} is .* there; train it with Megatron-LM"):
+        arguments.check_same_model(here(), there(**{name: PARTS[name]}), "DIR")
+    for value in comparison._NOT_BUILT_HERE[name]:
+        assert not list(comparison.parts_not_built(there(**{name: value})))
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_switch_that_came_later_was_off(name):
+    """A checkpoint of a program without the argument holds a model without it, and gives that to whoever asks."""
+    ours = next((ours for ours, theirs in comparison.OTHER_NAMES.items() if theirs == name), name)
+    saved = late(name, LATE[name])
+    plain = ROPE if getattr(saved, "position_embedding_type", None) == "rope" else ""
+    if getattr(saved, "use_rope_scaling", False):
+        plain += "--use-rope-scaling"
+    args = here(LATE[name])
+    with pytest.raises(CheckpointError, match=f"another model: {ours} is "):
+        arguments.check_same_model(args, saved, "DIR")
+    arguments.check_same_model(here(plain), saved, "DIR")
+    args.given = (ours,)
+    arguments.apply_saved_arguments(args, saved, "DIR")
+    arguments.check_same_model(args, saved, "DIR")
+
+
+def test_a_vocabulary_one_multiple_larger_is_another():
+    """Sizes that the same vocabulary could have been padded to pass, and the next ones do not."""
+    for size, multiple, same in ((50304, 128, True), (50432, 128, False), (50176, 128, False), (50432, 256, True)):
+        saved = there(padded_vocab_size=size, make_vocab_size_divisible_by=multiple)
+        if same:
+            arguments.check_same_model(here(), saved, "DIR")
+            continue
+        with pytest.raises(
+            CheckpointError, match=f"padded_vocab_size is {size} there and 50304 here. Use the tokenizer"
+        ):
+            arguments.check_same_model(here(), saved, "DIR")

@@ -1,0 +1,272 @@
+"""Which samples a rank computes on, and that all see the same ones."""
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron import backend
+
+backend.install()
+
+from megatron.trainer.data.datasets import blends, num_samples, parse_blend
+from megatron.trainer.data.microbatches import MicrobatchIterator, SequentialSampler, gpt_fields, language_model_loss
+from tests import workers
+from tests.trainer.arguments.command_line import arguments
+from tests.trainer.data.small_data import write_dataset
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4))
+def test_replicas_share_the_samples_in_order(consumed, size, replicas):
+    """The replicas' microbatches together are the samples from `consumed` on, each once and in order."""
+    total = consumed + 5 * size * replicas
+    samplers = [
+        list(
+            SequentialSampler(
+                num_samples=total + replicas * size - 1,
+                consumed_samples=consumed,
+                micro_batch_size=size,
+                data_parallel_rank=rank,
+                data_parallel_size=replicas,
+            )
+        )
+        for rank in range(replicas)
+    ]
+    taken = [sample for step in zip(*samplers, strict=True) for part in step for sample in part]
+    assert taken == list(range(consumed, total))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 100), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
+def test_validation_begins_again(consumed, size, replicas, extra):
+    """A sampler that repeats never ends, stays inside the dataset, and goes on wherever it starts."""
+    stride = size * replicas
+    options = {
+        "num_samples": 4 * stride + min(extra, stride - 1), "micro_batch_size": size, "data_parallel_size": replicas,
+        "data_parallel_rank": replicas - 1, "repeats": True,
+    }  # fmt: skip
+    taken = list(itertools.islice(SequentialSampler(consumed_samples=consumed * stride, **options), 12))
+    assert len(taken) == 12 and all(0 <= sample < options["num_samples"] for part in taken for sample in part)
+    assert taken[:4] == taken[4:8] and len({sample for part in taken[:4] for sample in part}) == 4 * size
+    later = SequentialSampler(consumed_samples=(consumed + 3) * stride, **options)
+    assert list(itertools.islice(later, 9)) == taken[3:]
+
+
+def loading_processes_case(flags: str) -> tuple[bool, int]:
+    """(the next microbatch comes although all loading processes got SIGTERM, those that outlive `close`)."""
+    from megatron.core import parallel_state
+    from megatron.trainer.data.datasets import build_datasets
+    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
+    from megatron.trainer.data.tokenizer import build_tokenizer
+
+    args = arguments(flags, without="--mock-data")
+    parallel_state.initialize_model_parallel()
+    iterator = MicrobatchIterator(
+        args, build_datasets(args, build_tokenizer(args))[0], fields=gpt_fields(args), name="training",
+        consumed_samples=0, vocab_size=101,
+    )  # fmt: skip
+    processes = iterator.loader._workers
+    for process in processes:
+        os.kill(process.pid, signal.SIGTERM)
+    came = [set(next(iterator)) for _ in range(12)]
+    iterator.close()
+    return len(processes) == 2 and all(came), sum(process.is_alive() for process in processes)
+
+
+def test_sigterm_is_no_business_of_loading_processes(tmp_path):
+    """A launcher signals whole process groups: data keep coming, and the processes end with their iterator."""
+    flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 2"
+    assert workers.run(1, "tests.trainer.data.test_microbatches:loading_processes_case", flags=flags) == [(True, 0)]
+
+
+def test_blend_words():
+    """One prefix, prefixes without weights, and weights with prefixes are told apart as in Megatron-LM."""
+    assert parse_blend(["a"]) == (["a"], None)
+    assert parse_blend(["a", "b"]) == (["a", "b"], None)
+    assert parse_blend(["0.3", "a", "0.7", "b"]) == (["a", "b"], [0.3, 0.7])
+    assert parse_blend(None) is None
+    with pytest.raises(ValueError, match="must not be negative"):
+        parse_blend(["-1", "a", "1", "b"])
+
+
+def test_sources(tmp_path):
+    """The four ways to name data give a blend, or one per split."""
+    (tmp_path / "list").write_text("0.5 a\n0.5 b\n")
+    (tmp_path / "splits").write_text('{"train": ["a"], "valid": ["b"]}')
+
+    def found(flags):
+        return blends(arguments(flags, without="--mock-data"))
+
+    assert found("--data-path a") == ((["a"], None), None)
+    assert found(f"--data-args-path {tmp_path}/list") == ((["a", "b"], [0.5, 0.5]), None)
+    assert found(f"--per-split-data-args-path {tmp_path}/splits") == (None, [(["a"], None), (["b"], None), None])
+    assert found("--train-data-path a --valid-data-path b") == (None, [(["a"], None), (["b"], None), None])
+    assert blends(arguments()) == (None, None)
+
+
+def test_sample_counts():
+    """Training takes the run's samples, validation one evaluation more than intervals, test one evaluation."""
+    args = arguments("--eval-iters 3 --eval-interval 4")
+    assert num_samples(args) == [80, 3 * 3 * 8, 3 * 8]
+
+
+def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dict[str, torch.Tensor]]:
+    """The first microbatches that a stage of this rank gets: `chunk`, counted from 0."""
+    from megatron.core import parallel_state
+    from megatron.trainer.arguments.rules.run import pipeline_schedule
+    from megatron.trainer.data.datasets import build_datasets
+    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
+    from megatron.trainer.data.tokenizer import build_tokenizer
+    from megatron.trainer.start_up import initialize
+
+    args = arguments(flags, without="--mock-data", world_size=torch.distributed.get_world_size())
+    initialize.set_up(args)
+    schedule = pipeline_schedule(args)
+    try:
+        before = torch.get_rng_state()
+        datasets = build_datasets(args, build_tokenizer(args))
+        iterator = MicrobatchIterator(
+            args,
+            datasets[0],
+            fields=gpt_fields(args),
+            name="training",
+            consumed_samples=consumed,
+            vocab_size=101,
+            stage=schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk],
+            num_stages=schedule.num_stages,
+        )
+        found = [{key: value.clone() for key, value in next(iterator).items()} for _ in range(steps)]
+        assert torch.equal(before, torch.get_rng_state()), "loading data drew from the global generator"
+        return found
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def read(num_ranks: int, flags: str, *, consumed: int = 0, steps: int = 3, **options) -> list:
+    case = "tests.trainer.data.test_microbatches:read_case"
+    return workers.run(num_ranks, case, flags=flags, consumed=consumed, steps=steps, **options)
+
+
+def test_every_stage_and_tensor_rank_sees_the_same_samples(tmp_path):
+    """First and last stage, and both tensor ranks, get the same samples; a middle stage gets none."""
+    prefix = write_dataset(tmp_path / "text")
+    flags = f"--data-path {prefix} --num-workers 0"
+    (single,) = read(1, flags)
+    stages = read(4, f"{flags} --pipeline-model-parallel-size 4")
+    assert set(stages[0][0]) == {"tokens", "position_ids"} and set(stages[3][0]) == {"labels", "loss_mask"}
+    assert stages[1] == stages[2] == [{}, {}, {}]
+    for step in range(3):
+        for key, tensor in single[step].items():
+            owner = stages[0] if key in stages[0][0] else stages[3]
+            assert torch.equal(owner[step][key], tensor)
+        assert torch.equal(single[step]["tokens"][:, 1:], single[step]["labels"][:, :-1])
+    for rank in read(2, f"{flags} --tensor-model-parallel-size 2"):
+        for step in range(3):
+            assert all(torch.equal(rank[step][key], single[step][key]) for key in single[step])
+
+
+def test_only_first_and_last_virtual_stage_read(tmp_path):
+    """p=2 v=2: the first rank's first stage gets tokens, the last rank's last one labels, and the others nothing."""
+    flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 0"
+    (single,) = read(1, flags)
+    virtual = f"{flags} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    stages = [stage for chunk in range(2) for stage in read(2, virtual, chunk=chunk)]
+    assert stages[1] == stages[2] == [{}, {}, {}]
+    for step in range(3):
+        assert set(stages[0][step]) == {"tokens", "position_ids"} and set(stages[3][step]) == {"labels", "loss_mask"}
+        whole = {**stages[0][step], **stages[3][step]}
+        assert all(torch.equal(whole[key], tensor) for key, tensor in single[step].items())
+
+
+def test_replicas_and_resume_take_the_samples_of_one_run(tmp_path):
+    """Two replicas take the single run's samples in turn; a resumed run goes on exactly; workers change nothing."""
+    prefix = write_dataset(tmp_path / "text")
+    flags = f"--data-path {prefix} --num-workers 0"
+    (single,) = read(1, flags, steps=6)
+    replicas = read(2, flags)
+    for step in range(3):
+        for rank in range(2):
+            assert torch.equal(replicas[rank][step]["tokens"], single[2 * step + rank]["tokens"])
+    (resumed,) = read(1, f"--data-path {prefix} --num-workers 1", consumed=4, steps=2)
+    assert all(torch.equal(resumed[step]["tokens"], single[4 + step]["tokens"]) for step in range(2))
+
+
+def test_attention_masks_reach_every_stage(tmp_path):
+    """With --reset-attention-mask a middle stage gets the masks, too; without, no stage makes any."""
+    prefix = write_dataset(tmp_path / "text")
+    flags = f"--data-path {prefix} --num-workers 0 --reset-attention-mask --pipeline-model-parallel-size 4"
+    stages = read(4, flags, steps=1)
+    masks = [stage[0]["attention_mask"] for stage in stages]
+    assert masks[0].shape == (1, 1, 32, 32) and masks[0].dtype is torch.bool
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    virtual = flags.replace("size 4", "size 2 --num-virtual-stages-per-pipeline-rank 2")
+    for chunk in range(2):
+        assert all(torch.equal(one[0]["attention_mask"], masks[0]) for one in read(2, virtual, steps=1, chunk=chunk))
+
+
+def test_token_beyond_the_vocabulary_is_named(tmp_path):
+    """An id that the embedding has no row for is an error with the id, before it reaches the model."""
+    prefix = write_dataset(tmp_path / "text", vocab=5000)
+    with pytest.raises(workers.WorkerError, match=r"token id \d+ in the training data .* beyond the vocabulary of 101"):
+        read(1, f"--data-path {prefix} --num-workers 0", steps=1)
+
+
+def test_tokens_that_do_not_count(tmp_path):
+    """Under --calculate-per-token-loss data in which every token counts are read; a token that does not is an error."""
+    prefix = write_dataset(tmp_path / "text")
+    flags = f"--data-path {prefix} --num-workers 0"
+    (batches,) = read(1, f"{flags} --calculate-per-token-loss", steps=2)
+    assert all(batch["loss_mask"].all() for batch in batches)
+    batch = {"labels": torch.ones(1, 32), "loss_mask": torch.ones(1, 32)}
+    batch["loss_mask"][0, 5] = 0
+    iterator = MicrobatchIterator.__new__(MicrobatchIterator)
+    iterator.name, iterator.vocab_size = "training", 101
+    iterator.fields = [field for field in gpt_fields(arguments()) if field.name in batch]
+    iterator._check(batch, 8)
+    iterator.fields = [field for field in gpt_fields(arguments("--calculate-per-token-loss")) if field.name in batch]
+    with pytest.raises(
+        ValueError, match=r"the training data \(samples from 8\) .* leave out --calculate-per-token-loss"
+    ):
+        iterator._check(batch, 8)
+
+
+def test_cache_that_cannot_be_written(tmp_path):
+    """Sample indices that cannot be kept, where the flag says or beside the data, are an error with the remedy."""
+    prefix = write_dataset(tmp_path / "text")
+    (tmp_path / "text").write_text("")  # the default is a folder in this place
+    flags = f"--data-path {prefix} --num-workers 0"
+    for flag, message in (
+        (f"--data-cache-path {prefix}/new", "--data-cache-path .*text/new cannot be written: Not a directory"),
+        ("", "the sample indices cannot be written: .*Not a directory.* with --data-cache-path"),
+    ):
+        with pytest.raises(workers.WorkerError, match=f"ValueError: {message}"):
+            read(1, f"{flags} {flag}", steps=1)
+
+
+def test_a_split_without_documents(tmp_path):
+    """Three documents leave none for validation: the run goes on without; no training document is an error."""
+    prefix = write_dataset(tmp_path / "text", documents=3)
+    read(1, f"--data-path {prefix} --num-workers 0", steps=1)
+    with pytest.raises(workers.WorkerError, match="the training split has no documents"):
+        read(1, f"--data-path {prefix} --num-workers 0 --split 0,1,1", steps=1)
+
+
+def test_blend_without_weights_that_is_too_short(tmp_path):
+    """A blend without weights is one epoch; a longer run is told so at the start."""
+    one, two = (write_dataset(tmp_path / name, documents=12) for name in ("one", "two"))
+    with pytest.raises(workers.WorkerError, match=r"the training data holds .* give the parts of the blend weights"):
+        read(1, f"--data-path {one} {two} --split 1,1,1 --num-workers 0 --train-iters 1000", steps=1)
+    read(1, f"--data-path 0.5 {one} 0.5 {two} --split 1,1,1 --num-workers 0 --train-iters 1000", steps=1)
+
+
+def test_loss_is_a_mean_over_the_tokens_that_count():
+    """Masked tokens count neither in the sum nor in the number of tokens."""
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    total, tokens, report = language_model_loss(mask, torch.tensor([[1.0, 100.0, 2.0]]))
+    assert total.item() == 3.0 and tokens.item() == 2
+    assert report["lm loss"].tolist() == [3.0, 2.0]

@@ -1,0 +1,255 @@
+"""`--dry-run`: a job for a cluster is checked by one process, and refused for what would stop it there."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from megatron.planner import estimate_memory
+from megatron.trainer.arguments import parse_args
+from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.dry_run.dry_run import check_job, prove, run_dry
+from megatron.trainer.models.core_config import transformer_config
+from megatron.trainer.plan import from_flags
+from tests.trainer.arguments.command_line import arguments, words
+from tests.trainer.data.small_data import write_dataset
+from tests.trainer.run.run_case import BASE, train
+
+ROOT = Path(__file__).parents[3]
+GPT3_96B = (
+    "--num-layers 80 --hidden-size 9984 --num-attention-heads 104 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 2 --global-batch-size 128 --vocab-size 51199 --tensor-model-parallel-size 4 "
+    "--pipeline-model-parallel-size 8 --sequence-parallel --recompute-activations --fp16 --use-distributed-optimizer "
+    "--dry-run 32"
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No launcher's environment, as on a laptop."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def dry(capsys, tmp_path):
+    """Run a command line (SMALL and more) dry; returns exit status, standard output, error output, and the JSON."""
+
+    def run(extra: str, without: str = "") -> tuple[int, str, str, dict]:
+        file = tmp_path / "dry.json"
+        file.unlink(missing_ok=True)
+        args = parse_args([*words(extra, without), "--dry-run-json", str(file)])
+        status = run_dry(args, "pretrain_gpt.py")
+        out, err = capsys.readouterr()
+        return status, out, err, json.loads(file.read_text()) if file.exists() else {}
+
+    return run
+
+
+def test_job_that_is_right(dry):
+    """Program, memory and rank map of a job for 32 GPUs are printed, in plain text where it is no terminal."""
+    status, out, err, found = dry(f"{GPT3_96B} --pipeline-schedule bpipe --rank-mapping pair-adjacent")
+    assert (status, err) == (0, "")
+    assert "32 GPUs on 4 nodes, tensor 4 x pipeline 8 x data 1" in out and "proved for any number of batches" in out
+    assert "0 of 12 pairs that move activations cross a node" in out and "pairs move 3.48 GB" in out
+    assert "\x1b" not in out and "─" not in out
+    assert found["world_size"] == 32 and found["verdict"] is None and found["num_microbatches"] == [64]
+    assert max(rank["saved_microbatches"] for rank in found["memory"]) == 5
+    assert found["placement"]["ranks_by_slot"][:8] == [0, 1, 2, 3, 28, 29, 30, 31]
+    assert found["program"]["num_ranks"] == 8 and any(found["program"]["evicted_microbatches"])
+    assert sum(rank["num_parameters"] for rank in found["memory"]) * 4 == pytest.approx(96.8e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "schedule, gpu, status, said",
+    [
+        ("flush", "A100-80", 1, "error: stage 0 misses 5.7 GiB of the 79.25 GiB of --dry-run-gpu A100-80; recompute"),
+        ("flush", "H200", 0, "H200: fits; stage 0 leaves 54."),
+        ("flush", "86", 0, "86: borderline; stage 0 leaves 1."),
+        ("bpipe", "A100-80", 0, "A100-80: "),
+    ],
+)
+def test_verdict_on_a_gpu(dry, schedule, gpu, status, said):
+    """A job that does not fit the named GPU is refused with the stage and what is missing; near the limit it warns."""
+    found, out, err, _ = dry(f"{GPT3_96B} --pipeline-schedule {schedule} --dry-run-gpu {gpu}")
+    assert found == status and said in (err if status else out)
+    assert ("warning: so near the limit" in out) == ("borderline" in out)
+
+
+def test_communicators_of_nccl_are_counted(dry):
+    """Their buffers have a column, and are part of the total; over gloo there are none."""
+    flags = "--dry-run 4 --pipeline-model-parallel-size 4"
+    _, out, _, nccl = dry(flags)
+    gloo = dry(f"{flags} --distributed-backend gloo")[3]
+    assert "transfers communicators total" in " ".join(out.split())
+    for ours, theirs in zip(nccl["memory"], gloo["memory"], strict=True):
+        assert ours["communicators_bytes"] > 0 and theirs["communicators_bytes"] == 0
+        assert ours["total_bytes"] - ours["communicators_bytes"] == pytest.approx(theirs["total_bytes"])
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ("--dry-run 6 --pipeline-model-parallel-size 4", "6 processes cannot be divided"),
+        ("--dry-run 4 --pipeline-model-parallel-size 4 --pipeline-schedule 2bw --global-batch-size 2", "at least 4"),
+        ("--dry-run 2 --pipeline-model-parallel-size 2 --dry-run-gpu P100", "--dry-run-gpu: 'P100' is no GPU"),
+        (
+            "--dry-run 32 --global-batch-size 32 --rank-topology examples/topology.yaml",
+            "--dry-run 32 needs more GPUs than the 16 of",
+        ),
+        ("--dry-run 2 --rank-topology nowhere.yaml", "nowhere.yaml"),
+        ("--dry-run 1 --use-checkpoint-args --load ./nowhere", "nowhere"),
+        ("--dry-run 1 --num-attention-heads 3 --kv-channels 8 --apply-layernorm-1p --transformer-impl local", "needs"),
+    ],
+)
+def test_job_that_is_wrong(dry, monkeypatch, extra, message):
+    """What a run would refuse, for any reason that is known before, is one sentence with status 1."""
+    monkeypatch.chdir(ROOT)
+    status, _, err, _ = dry(extra)
+    assert status == 1
+    assert err.startswith("pretrain_gpt.py: error: ") and message in err and len(err.splitlines()) == 1
+
+
+def test_flags_of_a_dry_run_need_it():
+    """--dry-run-gpu and the like say nothing by themselves."""
+    with pytest.raises(ValueError, match="--dry-run-gpu needs --dry-run, the number of GPUs"):
+        arguments("--dry-run-gpu H100")
+
+
+@pytest.mark.parametrize("heads", ["", "--group-query-attention --num-query-groups 2"])
+def test_rotary_models_need_no_kernel_here(dry, heads):
+    """A model of Llama's shape passes where Transformer Engine is missing: its kernels are the cluster's."""
+    model = (
+        "--dry-run 8 --pipeline-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm "
+        f"--disable-bias-linear --untie-embeddings-and-output-weights --bf16 {heads}"
+    )
+    status, out, err, _ = dry(model)
+    assert (status, err) == (0, "") and "GiB" in out
+
+
+def test_what_is_only_on_the_cluster_is_a_warning(dry):
+    """Data, tokenizer and checkpoints that are not here are named, and taken as there."""
+    status, out, err, found = dry(
+        "--dry-run 2 --pipeline-model-parallel-size 2 --data-path 0.5 /data/one 0.5 /data/two --load /ckpt "
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt",
+        without="--mock-data --tokenizer-type --vocab-size",
+    )
+    assert (status, err) == (0, "")
+    assert [line.split(" ")[0] for line in found["warnings"]] == ["--load", "data", "data", "--vocab-file"]
+    assert "warning: data file /data/one.idx and /data/one.bin is not on this machine" in out
+    assert "the embedding is taken to have 50304 rows, as GPT-2's" in out
+
+
+def test_data_that_are_here_are_checked(dry, tmp_path):
+    """A damaged file on this machine is an error, as in a run; a sound one is not mentioned."""
+    prefix = write_dataset(tmp_path / "text", documents=20, vocab=60)
+    status, _, _, found = dry(f"--dry-run 1 --data-path {prefix}", without="--mock-data")
+    assert status == 0 and not found["warnings"]
+    with open(f"{prefix}.bin", "ab") as stream:
+        stream.write(b"more")
+    status, _, err, _ = dry(f"--dry-run 1 --data-path {prefix}", without="--mock-data")
+    assert status == 1 and "longer than its index says" in err
+
+
+def test_topology_gives_nodes_and_bandwidths(dry, monkeypatch):
+    """With a topology the pairs' transfers are compared with what appendix B needs; half a topology may be filled."""
+    monkeypatch.chdir(ROOT)
+    model = GPT3_96B.replace("--dry-run 32", "--dry-run 16").replace("--num-layers 80", "--num-layers 40")
+    model = model.replace("--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size 4")
+    status, out, err, found = dry(f"{model} --pipeline-schedule bpipe --rank-topology examples/topology.yaml")
+    assert (status, err) == (0, "")
+    assert "4 of 4 pairs that move activations cross a node" in out and "to fit under a forward of" in out
+    assert {slot["node"] for slot in found["placement"]["slots"]} == {"node0", "node1"}
+    status, _, _, found = dry("--dry-run 8 --pipeline-model-parallel-size 4 --rank-topology examples/topology.yaml")
+    assert status == 0 and {slot["node"] for slot in found["placement"]["slots"]} == {"node0"}
+
+
+def test_every_batch_size_is_proved(dry):
+    """A ramp-up's sizes, and the way from each to the next, are proved under 2bw; one that is too small is refused."""
+    model = "--dry-run 4 --pipeline-model-parallel-size 4 --pipeline-schedule 2bw --global-batch-size 12"
+    status, out, _, found = dry(f"{model} --rampup-batch-size 4 4 100")
+    assert status == 0 and found["num_microbatches"] == [4, 8, 12] and "4 to 12 (3 sizes)" in out
+    status, _, err, _ = dry(f"{model} --rampup-batch-size 2 2 100")
+    assert status == 1 and "2bw with 4 stages needs batches of at least 4" in err
+
+
+def test_schedules_that_stash(dry):
+    """pipedream's versions are in the weights: four on the first of four stages."""
+    status, _, _, found = dry(
+        "--dry-run 4 --pipeline-model-parallel-size 4 --pipeline-schedule pipedream --clip-grad 0 "
+        "--global-batch-size 1 --untie-embeddings-and-output-weights"
+    )
+    assert status == 0
+    assert [rank["weights_bytes"] / rank["num_parameters"] for rank in found["memory"]] == [16, 12, 8, 4]
+
+
+def test_predicted_weights(dry):
+    """In FP32 without the distributed optimizer the true weights are a copy more; what is held is counted."""
+    common = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8 --pipeline-schedule 2bw "
+    common += "--dry-run 2 --untie-embeddings-and-output-weights"
+    plain, stage, uniform = (
+        dry(f"{common} {mode}")[3]["memory"]
+        for mode in ("", "--2bw-provisional stage", "--2bw-provisional uniform --2bw-provisional-microbatches 7")
+    )
+    for rank in range(2):
+        weights = [each[rank]["weights_bytes"] for each in (plain, stage, uniform)]
+        assert weights[1] == weights[2] == weights[0] / 2 * 3
+        gradients = [each[rank]["gradients_bytes"] for each in (plain, stage, uniform)]
+        assert gradients == [gradients[0], gradients[0], gradients[0] / 2 * (2 + rank)]
+    half = [dry(f"{common} --bf16 {mode}")[3]["memory"][0] for mode in ("", "--2bw-provisional stage")]
+    assert all(half[0][f"{part}_bytes"] == half[1][f"{part}_bytes"] for part in ("weights", "gradients", "optimizer"))
+
+
+def test_many_nodes_are_cut_short(dry):
+    """A thousand GPUs do not print a thousand places; the JSON has them."""
+    status, out, _, found = dry("--dry-run 1024 --pipeline-model-parallel-size 4 --global-batch-size 1024")
+    assert status == 0 and "... and 112 more nodes" in out and len(out.splitlines()) < 60
+    assert len(found["placement"]["slots"]) == 1024
+
+
+def test_under_a_launcher_it_is_refused(monkeypatch):
+    """Many processes would each check the whole job."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start it without torchrun or srun"):
+        check_job(parse_args(words("--dry-run 2")))
+
+
+def test_program_of_its_own_process(tmp_path):
+    """As users start it: status 0 and the tables; an unknown flag is a usage error, with status 2."""
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words("--dry-run 8 --pipeline-model-parallel-size 4")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    assert done.returncode == 0 and "memory of a GPU, estimated" in done.stdout and "PP 3 DP 1" in done.stdout
+    done = subprocess.run([*command, "--no-such-flag"], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw", "bpipe"])
+def test_estimate_of_a_real_run(schedule):
+    """The activations of every stage are within 10% of what a real run of four stages counts, also where they move."""
+    flags = f"--pipeline-model-parallel-size 4 --pipeline-schedule {schedule} --global-batch-size 8 --train-iters 2"
+    measured = train(4, f"{flags} --log-saved-activations")[-1]["records"][-1]["saved_activation_bytes"]
+    args = arguments(f"{BASE} {flags}", world_size=4)
+    args.padded_vocab_size = 128
+    config, setting = transformer_config(args), from_flags.activation_setting(args)
+    memory = estimate_memory(
+        from_flags.architecture(args), replace(setting, mask_bytes=setting.element_bytes),
+        from_flags.training_state(args),
+        prove(args, pipeline_schedule(args))[1], layers=from_flags.layers_of_stages(config),
+    )  # fmt: skip
+    for rank, num_bytes in zip(memory, measured, strict=True):
+        assert num_bytes == pytest.approx(rank.parts.activations, rel=0.1), rank.rank
+
+
+def test_provisional_weights_are_named(dry):
+    """With what each stage reads of the smallest batch."""
+    _, out, _, _ = dry("--pipeline-schedule 2bw --2bw-provisional stage --pipeline-model-parallel-size 2 --dry-run 2")
+    assert "2bw with provisional weights: stages read 7, 8 of 8 microbatches" in out

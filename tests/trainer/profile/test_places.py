@@ -1,0 +1,95 @@
+"""Stages measured without their pipeline are those of the pipeline."""
+
+import statistics
+
+import pytest
+
+from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
+from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.time.profile import Place
+from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.profile.tasks import StagePlan
+from tests import workers
+from tests.trainer.run.run_case import BASE, data_flags, program_parts
+
+NUM_MICROBATCHES, NUM_BATCHES, LAYERS = 2, 3, 2
+
+
+def stage_plan(place: Place = Place.MIDDLE, flags: str = "", **changes) -> StagePlan:
+    words = model_words(f"{BASE} {data_flags()} {flags}".split(), architecture="gpt")
+    values = dict(
+        architecture="gpt", words=words, place=place, num_layers=LAYERS,
+        tensor=1, micro_batch_size=2, recompute=RecomputeScope.NONE, weights=FLUSH,
+        sequence_parallel=False, num_microbatches=NUM_MICROBATCHES, num_batches=NUM_BATCHES, num_warmup=1,
+    )  # fmt: skip
+    return StagePlan(**values | changes)
+
+
+def time_case(plans: list[StagePlan]) -> list[dict]:
+    """What each plan yields on this rank, which is one of a job of tensor ranks."""
+    from megatron.core import parallel_state
+    from megatron.trainer.plan import from_flags as planner_records
+    from megatron.trainer.profile.places import Program, build_place
+    from megatron.trainer.profile.stage_times import time_stage
+    from megatron.trainer.profile.tasks import prepare
+
+    found = []
+    for plan in plans:
+        parts, args, starts = program_parts("pretrain_gpt")[1], plan.arguments(), []
+        prepare(args, None, world_size=plan.tensor)
+        placed = build_place(args, Program(**parts), plan.place, plan.weights)
+        samples = time_stage(
+            placed, num_microbatches=plan.num_microbatches, num_batches=plan.num_batches, num_warmup=plan.num_warmup,
+            start=lambda starts=starts: starts.append(1),
+        )  # fmt: skip
+        placed.close()
+        from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
+
+        args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
+        found.append(
+            {
+                "samples": samples,
+                "num_parameters": placed.num_parameters,
+                "num_starts": len(starts),
+                "num_saved": placed.stage.num_saved,
+                "model": planner_records.architecture(args),
+            }
+        )
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def run(plans: list[StagePlan]) -> list[dict]:
+    return workers.run(plans[0].tensor, "tests.trainer.profile.test_places:time_case", plans=plans)[0]
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_every_place_is_that_of_a_pipeline(tensor):
+    """A stage has the parameters that the planner counts for its place (the last with an embedding of its own), every
+    batch after the warm-up is timed once, and nothing is left saved."""
+    plans = [stage_plan(place, tensor=tensor) for place in Place]
+    plans += [stage_plan(weights=TWO_BW, tensor=tensor)]
+    results = run(plans)
+    first, middle, last = stage_parameters(results[0]["model"], tensor, (LAYERS,) * 3)
+    (only,) = stage_parameters(results[0]["model"], tensor, (LAYERS,))
+    expected = {Place.ONLY: only, Place.FIRST: first, Place.MIDDLE: middle, Place.LAST: last}
+    for plan, result in zip(plans, results, strict=True):
+        assert result["num_parameters"] == expected[plan.place], plan
+        counts = {name: len(values) for name, values in result["samples"].items()}
+        assert counts == dict.fromkeys(("forward", "backward", "zero", "norm", "step"), NUM_BATCHES), plan
+        assert all(value > 0 for values in result["samples"].values() for value in values)
+        assert (result["num_starts"], result["num_saved"]) == (1, 0)
+
+
+@pytest.mark.full
+def test_more_work_takes_longer():
+    """Layers and recompute: forward with the number of layers, backward with the scope."""
+    wide = "--hidden-size 128 --seq-length 64 --max-position-embeddings 64"
+    plans = [stage_plan(flags=wide, num_layers=layers, num_batches=20) for layers in (1, 6)]
+    plans += [stage_plan(flags=wide, num_layers=6, num_batches=20, recompute=RecomputeScope.LAYER)]
+    few, many, again = [
+        {name: statistics.median(values) for name, values in result["samples"].items()} for result in run(plans)
+    ]
+    assert many["forward"] > 2 * few["forward"] and many["backward"] > 2 * few["backward"]
+    assert again["backward"] > 1.2 * many["backward"]

@@ -1,0 +1,89 @@
+"""--pipeline-timeline: which batches are shown, and that the plan shows the same ones."""
+
+from megatron import backend
+
+backend.install()
+
+import json
+
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.timeline import Timeline
+from megatron.trainer.report.timeline_picture import last_stretch, measured_costs, planned_timeline
+from tests.trainer.run.run_case import train
+
+SCHEDULE = Schedule.preset("2bw", num_stages=2)
+COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 2.5], step=0.25)
+
+
+def measured(batches=(3, 3, 3, 3)):
+    """A timeline as a run would measure it, of batches 4 to 7."""
+    return simulate(SCHEDULE.build(batches, first_batch=4, first_microbatch=12), COSTS)
+
+
+def test_a_drain_is_not_shown():
+    """The longest stretch between drains is shown, its last batches, and of equal ones the later."""
+    assert last_stretch(measured(), [], most=8) == range(4, 8)
+    assert last_stretch(measured(), [8], most=2) == range(6, 8)
+    assert last_stretch(measured(), [2, 7], most=8) == range(4, 7)
+    assert last_stretch(measured(), [6], most=8) == range(6, 8)
+
+
+def test_plan_shows_the_same_batches_with_the_measured_times():
+    """Costs are the measured means, and a noiseless measurement equals its plan."""
+    timeline = measured()
+    costs = measured_costs(timeline)
+    assert (list(costs.forward), list(costs.backward), list(costs.step)) == ([1.0, 1.5], [2.0, 2.5], [0.25, 0.25])
+    plan = planned_timeline(SCHEDULE, timeline, range(5, 7), [4, 8])
+    assert plan.batches == (3, 3) and plan.first_batch == 5 and plan.first_microbatch == 15
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
+def test_plan_and_measurement_agree_on_predictions():
+    """What predicting and keeping gradients took is in the plan, stage by stage, and so the two are as long."""
+    schedule = Schedule.preset("2bw", num_stages=2, predict=True, provisional_microbatches=1)
+    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 2.5], step=0.25, predict=[0.5, 0.75], hold=[0.125, 0.0625])
+    timeline = simulate(schedule.build((3, 3, 3, 3), first_batch=4, first_microbatch=12), costs)
+    found = measured_costs(timeline)
+    assert (list(found.predict), list(found.hold), list(found.step)) == ([0.5, 0.75], [0.125, 0.0625], [0.25, 0.25])
+    plan = planned_timeline(schedule, timeline, range(5, 7), [4, 8])
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
+def test_plan_and_measurement_agree_on_the_lanes():
+    """What weights, gradients, inputs and updates took on their way is in the plan of a relay, stage by stage."""
+    schedule = Schedule.preset("l2l", num_stages=4, num_virtual_stages=4, residency=Residency(2, "deferred", "host"))
+    costs = Costs(fetch=[1.0, 2.0, 1.5, 1.0], store=[2.5, 0.5, 1.0, 1.5], update=[3.0, 1.0, 2.0, 5.0], offload=0.25,
+                  reload=0.5)  # fmt: skip
+    timeline = simulate(schedule.build((3, 3, 3, 3), first_batch=4, first_microbatch=12), costs)
+    found = measured_costs(timeline)
+    assert [list(each) for each in (found.fetch, found.store, found.update)] == [
+        list(each) for each in (costs.fetch, costs.store, costs.update)
+    ]
+    assert (max(found.offload), max(found.reload)) == (0.25, 0.5)
+    plan = planned_timeline(schedule, timeline, range(5, 7), [4, 8])
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
+def test_files_of_a_run(tmp_path):
+    """A run with an evaluation and predicted weights leaves picture, trace and timeline."""
+    folder = tmp_path / "timeline"
+    train(
+        2,
+        "--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 --eval-iters 1 "
+        f"--eval-interval 4 --pipeline-timeline {folder}",
+    )
+    assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    costs = measured_costs(Timeline.load(folder / "measured.json"))
+    assert min(costs.predict) > 0 and min(costs.hold) > 0

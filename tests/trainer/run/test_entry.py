@@ -1,0 +1,138 @@
+"""How a job ends: status, one sentence, signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, agree_to_start
+from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.run import entry
+from tests.trainer.arguments.command_line import words
+
+PROGRAM = str(Path(__file__).parents[3] / "pretrain_gpt.py")
+
+
+def run(*extra: str, rank: str | None = None) -> tuple[subprocess.CompletedProcess, float]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if rank is not None:
+        environment.update(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *words(), *extra], capture_output=True, text=True, timeout=120, env=environment
+    )
+    return done, time.monotonic() - start
+
+
+def test_wrong_command_line_is_printed_by_rank_0_only():
+    """Status 2 on every rank, the sentence on rank 0 alone, before torch is imported."""
+    with ThreadPoolExecutor() as both:  # at once
+        (first, seconds), (other, _) = both.map(lambda rank: run("--num-layer", "3", rank=rank), "01")
+    assert first.returncode == 2 and seconds < 20
+    assert first.stderr == "pretrain_gpt.py: error: --num-layer is not a known flag; did you mean --num-layers?\n"
+    assert (other.returncode, other.stderr) == (2, "")
+
+
+def test_missing_data_is_one_sentence():
+    """What is found after start-up is one sentence with status 2, too, without a traceback."""
+    done, _ = run("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "./none")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "pretrain_gpt.py: error: --tokenizer-model ./none does not exist"
+    assert "Traceback" not in done.stderr
+
+
+def test_no_group_outlives_the_program(tmp_path):
+    """Threads of a process group abort the interpreter's end now and then, and status 2 becomes 134."""
+    told = "atexit.register(lambda: print('groups:', torch.distributed.is_initialized()))"
+    code = f"import atexit, runpy, sys, torch; {told}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"import sys; sys.argv.pop(0); {code}"
+    wrong = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "none")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, PROGRAM, *words(), *wrong], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(PROGRAM).parent)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "groups: False\n"), done.stderr
+
+
+def verdicts(*problems: str | None, absent: int = 0) -> list[Exception | None]:
+    """What `agree_to_start` says on each rank; `absent` more ranks never come."""
+    from torch.distributed import HashStore
+
+    store, found = HashStore(), [None] * len(problems)
+
+    def rank(index: int) -> None:
+        try:
+            agree_to_start(
+                store, rank=index, world_size=len(problems) + absent, problem=problems[index],
+                timeout=timedelta(seconds=1 if absent else 30),
+            )  # fmt: skip
+        except (SameEverywhere, OnThisRank) as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_agree_before_they_form_a_group():
+    """One rank's problem is known to all with its rank; the same problem of all is told without ranks."""
+    assert verdicts(None, None, None) == [None] * 3
+    single = verdicts(None, "no file", None)
+    assert [str(error) for error in single] == ["rank 1: no file"] * 3
+    assert all(isinstance(error, SameEverywhere) for error in single)
+    assert [str(error) for error in verdicts("no file", "no file")] == ["no file"] * 2
+    assert [str(error) for error in verdicts("a", None, "b")] == ["rank 0: a; rank 2: b"] * 3
+
+
+def test_rank_that_does_not_start_is_named():
+    """The others do not wait for ever, and say who is missing; a rank with a problem of its own tells that."""
+    one, two = verdicts(None, "no file", absent=1)
+    assert isinstance(one, OnThisRank) and "rank 2 did not start within" in str(one)
+    assert str(two) == "no file"
+
+
+def test_error_of_a_rank_that_finds_no_others_is_told(capsys, monkeypatch):
+    """Every such rank tells its own, unless the launcher has ended the job because rank 0 told it."""
+    stop = StopSignal()
+    monkeypatch.setattr(entry, "_PATIENCE", 0.1)
+    monkeypatch.setenv("RANK", "5")
+    assert entry._end_alone("prog", OnThisRank("no job"), stop) == 2
+    assert capsys.readouterr().err == "prog: error: rank 5: no job\n"
+    stop.received = True
+    assert entry._end_alone("prog", OnThisRank("no job"), stop) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_signal_is_a_wish():
+    """SIGTERM is noted and passed on; the process lives."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stop, told = StopSignal().install(), []
+        stop.on_receipt = lambda: told.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received and told == [True]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_is_freed_is_kept_before_training_begins(monkeypatch):
+    """The C library is told so before anything is built."""
+    from megatron import backend
+
+    happened = []
+    monkeypatch.setattr(backend, "keep_freed_memory", lambda: happened.append("kept"))
+    monkeypatch.setattr(sys, "argv", [PROGRAM, *words()])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert entry.run("pretrain_gpt.py", lambda args, stop, started: happened.append("trained")) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert happened == ["kept", "trained"]

@@ -1,0 +1,32 @@
+"""What another tensor parallel size changes, as docs/design.md says under "What equals what"."""
+
+import pytest
+
+from tests.trainer.run.run_case import BASE, train
+
+SAME = (
+    f"{BASE} --pipeline-model-parallel-size 1 --global-batch-size 4 --train-iters 3 --make-vocab-size-divisible-by 64 "
+    "--lr 1e-3"
+)
+
+
+def losses(num_ranks: int, flags: str) -> list[float]:
+    """Of each batch at that tensor parallel size."""
+    records = train(num_ranks, f"{SAME} --tensor-model-parallel-size {num_ranks} {flags}")[-1]["records"]
+    return [record["lm_loss"] for record in records]
+
+
+@pytest.mark.parametrize(
+    ("flags", "agree"),
+    [
+        ("--attention-dropout 0 --hidden-dropout 0.1", True),
+        ("--attention-dropout 0 --hidden-dropout 0 --sequence-parallel", True),
+        ("--attention-dropout 0.1 --hidden-dropout 0", False),
+        ("--attention-dropout 0 --hidden-dropout 0.1 --sequence-parallel", False),
+    ],
+)
+def test_losses_at_another_tensor_parallel_size(flags, agree):
+    """They agree to rounding, but for dropout that each tensor rank draws for itself."""
+    one, two = losses(1, flags), losses(2, flags)
+    assert (one == pytest.approx(two, rel=1e-5)) is agree
+    assert one == pytest.approx(two, rel=0.05)

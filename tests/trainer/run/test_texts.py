@@ -1,0 +1,249 @@
+"""finetune_bert.py from flags to losses: one result however the job is cut, from a BERT of pretrain_bert.py."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from megatron import backend
+
+backend.install()
+
+from megatron.trainer.checkpoint.arguments import check_same_model
+from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from tests.trainer.arguments.bert_command_line import data_flags as pretraining_data
+from tests.trainer.run.run_case import joined_weights, train
+from tests.trainer.run.text_helper import (
+    NUM_VALIDATION,
+    SHAPE,
+    text_arguments,
+    texts,
+    train_texts,
+    write_texts,
+)
+from tests.trainer.run.vision_helper import norms, numbers
+
+PRETRAINING = (
+    f"{SHAPE} --num-workers 0 --eval-iters 0 --train-iters 2 --lr 1e-2 --micro-batch-size 2 --global-batch-size 8 "
+    "--log-interval 1"
+)
+
+
+@functools.cache
+def alone(schedule: str = "flush") -> list[dict]:
+    """A single process, with dropout, under a schedule without delay or with one."""
+    return train_texts(1, f"--pipeline-schedule {schedule}")
+
+
+@pytest.mark.parametrize(
+    "stages, schedule",
+    [
+        (2, "flush"),
+        (4, "2bw"),
+        pytest.param(2, "interleaved --num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.full),
+        pytest.param(4, "bpipe", marks=pytest.mark.full),
+        pytest.param(2, "2bw", marks=pytest.mark.full),
+        pytest.param(2, "gpipe", marks=pytest.mark.full),
+        pytest.param(2, "l2l", marks=pytest.mark.full),
+    ],
+)
+def test_the_pipeline_changes_nothing(stages, schedule):
+    """Losses, hits and weights of p stages, with dropout and evaluations, are bit-equal to a single process's; squares
+    of norms are added in another order."""
+    reference = alone("2bw" if schedule == "2bw" else "flush")
+    found = train_texts(stages, f"--pipeline-schedule {schedule}")
+    assert numbers(found) == numbers(reference)
+    assert norms(found) == pytest.approx(norms(reference), rel=1e-12)
+    weights = joined_weights(reference)
+    assert {name.split(".")[0] for name in weights} == {"embedding", "encoder", "pooler", "classification_head"}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in joined_weights(found).items())
+    validations = [each["validation_accuracy"] for each in reference[0]["records"] if "validation_accuracy" in each]
+    assert all(each * NUM_VALIDATION == pytest.approx(round(each * NUM_VALIDATION)) for each in validations)
+
+
+def test_a_resumed_run_goes_on(tmp_path):
+    """Saved in the middle of an epoch and started anew: all bits are the same; at other degrees nearly."""
+    whole = train_texts(2, f"--save {tmp_path} --save-interval 3")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    expected = [record for record in numbers(whole) if record[0] > 3]
+    resumed = train_texts(2, f"--load {tmp_path}")
+    assert numbers(resumed) == expected
+    replicas = train_texts(2, f"--load {tmp_path} --pipeline-model-parallel-size 1")
+    for ours, theirs in zip(numbers(replicas), expected, strict=True):
+        assert [each or 0.0 for each in ours] == pytest.approx([each or 0.0 for each in theirs], rel=1e-4)
+
+
+@pytest.mark.parametrize("head", ["", pytest.param("--bert-no-binary-head", marks=pytest.mark.full)])
+def test_the_body_is_the_pretrained_one(tmp_path, head):
+    """At other degrees: embedding, layers, final norm, the pooler where there is one, bit by bit. The head is new."""
+    learned = joined_weights(
+        train(2, f"{pretraining_data()} {head} --save {tmp_path}", program="pretrain_bert", base=PRETRAINING)
+    )
+    flags = f"--pretrained-checkpoint {tmp_path} --skip-train {head} --pipeline-schedule 2bw"
+    found = joined_weights(train_texts(4, f"{flags} --pipeline-model-parallel-size 4"))
+    drawn = joined_weights(train_texts(1, f"--skip-train {head}"))
+    new = {name for name in found if name.startswith("classification_head.") or (head and name.startswith("pooler."))}
+    assert new and found.keys() - new == {
+        name for name in learned if name.split(".")[0] in ("embedding", "encoder", "pooler")
+    }
+    for name, tensor in found.items():
+        assert torch.equal(tensor, drawn[name] if name in new else learned[name]), name
+    assert any(not torch.equal(drawn[name], learned[name]) for name in found.keys() - new)
+
+
+def test_it_learns_what_the_texts_say():
+    """Two words tell the class: after 40 batches all validation samples are right."""
+    records = train_texts(1, "--train-iters 40 --eval-interval 40 --lr 3e-3 --hidden-dropout 0")[0]["records"]
+    assert records[-1]["validation_accuracy"] == 1.0
+
+
+def test_padding_changes_nothing():
+    """The same texts with more padding have the same logits, and another token behind the end is not seen."""
+    from tests import workers
+
+    (difference,) = workers.run(1, "tests.trainer.run.test_texts:padding_case")
+    assert 0 <= difference < 1e-6
+
+
+def padding_case() -> float:
+    """The largest difference of logits between samples with and without more padding."""
+    from megatron.core import parallel_state
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.bert_classifier import bert_classifier
+
+    parallel_state.initialize_model_parallel()
+    try:
+        args = text_arguments()
+        text = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(1))
+        mask = (torch.arange(12) < torch.tensor([4, 7, 5])[:, None]).long()
+        model = bert_classifier(args, core_config.transformer_config(args)).eval()
+        with torch.no_grad():
+            long, short = model(text, mask), model(text[:, :7], mask[:, :7])
+            other = model(torch.where(mask == 1, text, 9), mask)
+        return max((long - short).abs().max().item(), (long - other).abs().max().item())
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        pytest.param("--recompute-activations", marks=pytest.mark.full),
+        pytest.param("--pipeline-recompute", marks=pytest.mark.full),
+    ],
+)
+def test_recomputing_changes_nothing(flags):
+    """Two stages that recompute, the head's dropout included, are bit-equal to one that keeps all."""
+    assert numbers(train_texts(2, flags)) == numbers(alone())
+
+
+FEATURES = {
+    "bf16": "--bf16 --pipeline-schedule 2bw",
+    "fp16": "--fp16 --initial-loss-scale 1024",
+    "tensor and sequence": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-schedule 2bw",
+    "distributed optimizer": "--use-distributed-optimizer --pipeline-schedule 2bw --pipeline-model-parallel-size 1",
+    "rotary": "--position-embedding-type rope --swiglu --disable-bias-linear",
+    "loading workers": "--num-workers 1 --micro-batch-size 2 --clip-grad 1.0 --bert-no-binary-head",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "tensor and sequence" else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
+)
+def test_feature_trains_on_two_stages(name):
+    """p=2 (or d=2): every loss is finite, and the mean of the last three lies below the first."""
+    flags = f"--lr 3e-3 --hidden-dropout 0 --attention-dropout 0 {FEATURES[name]}"
+    degrees = "" if "--pipeline-model-parallel-size" in flags else "--pipeline-model-parallel-size 2"
+    losses = train_texts(4 if "tensor" in name else 2, f"{degrees} {flags}")[-1]["losses"]
+    assert len(losses) == 6 and all(map(math.isfinite, losses.values()))
+    assert sum(losses[iteration] for iteration in (4, 5, 6)) / 3 < losses[1]
+
+
+SIXTEEN_BITS = (
+    pytest.param("--bf16", marks=pytest.mark.full),
+    pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.full),
+)
+
+
+@pytest.mark.parametrize("flags", SIXTEEN_BITS)
+def test_stages_on_the_last_rank_that_are_not_the_last(flags):
+    """In 16 bits, what a frozen stage beside the last one puts out, or one of several that are trained, stays so: two
+    ranks have the numbers of one.
+    """
+    freezes = (
+        f"{flags} --untie-embeddings-and-output-weights --freeze-training --freeze-interval 2 --freeze-schedule 1,3"
+    )
+    assert numbers(train_texts(2, freezes)) == numbers(train_texts(1, freezes))
+    turns = train_texts(2, f"{flags} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule interleaved")
+    assert numbers(turns) == numbers(train_texts(1, flags))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--num-classes 1", r"--num-classes 1 is less than the 2 classes of .*: bad, good; give at least 2"),
+        ("--seq-length 2", r"--seq-length 2 has no room for \[CLS\]"),
+        ("--normalization RMSNorm", r"--normalization RMSNorm: the head of megatron.core's BERT"),
+        ("--mask-prob 0.1", r"--mask-prob belongs to pretrain_bert.py"),
+        ("--img-h 8", r"--img-h belongs to pretrain_vision_classify.py"),
+        ("--data-path a", r"--data-path and --train-data-path exclude each other"),
+        ("--train-data none.jsonl", r"file none.jsonl does not exist"),
+    ],
+)
+def test_what_does_not_fit_is_refused(flags, message):
+    """In a sentence, before anything is built."""
+    with pytest.raises(ValueError, match=message) as caught:
+        text_arguments(flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_classes_come_from_the_training_data(tmp_path):
+    """One class is none to tell apart; one that only the validation data have is named on all ranks."""
+    assert text_arguments().class_names == ["bad", "good"]
+    assert text_arguments("--num-classes 5").num_classes == 5
+    one = write_texts(tmp_path / "one.jsonl", [{"text": "w1", "label": "x"}])
+    with pytest.raises(ValueError, match=r"one\.jsonl has one class, x, so there is nothing to tell apart"):
+        text_arguments(f"--train-data {one}")
+    with pytest.raises(Exception, match=r"one\.jsonl has the class x, which the training data have not"):
+        train_texts(4, f"--valid-data {one}")
+
+
+def test_checkpoints_say_which_classes_they_tell():
+    """A run goes on with its own classes only; a new head may have others. A BERT without a head is no such model."""
+    here, there = text_arguments(), text_arguments()
+    check_same_model(here, there, "DIR")
+    there.class_names = ["bad", "better"]
+    with pytest.raises(CheckpointError, match=r"DIR tells other classes: class_names is \['bad', 'better'\] there"):
+        check_same_model(here, there, "DIR")
+    there.class_names, there.num_classes = ["a", "b", "c"], 3
+    check_same_model(here, there, "DIR", body_only=True)
+    there.architecture, there.untie_embeddings_and_output_weights = "bert", False
+    check_same_model(here, there, "DIR", body_only=True)
+    with pytest.raises(CheckpointError, match=r"holds a BERT, and this .* BERT that tells classes.*--pretrained-check"):
+        check_same_model(here, there, "DIR")
+    there.bert_binary_head = False
+    with pytest.raises(CheckpointError, match=r"bert_binary_head is False there and True here\. Pass --bert-no-binary"):
+        check_same_model(here, there, "DIR", body_only=True)
+    there.architecture = "vit"
+    with pytest.raises(CheckpointError, match=r"holds a ViT"):
+        check_same_model(here, there, "DIR", body_only=True)
+
+
+def test_samples_have_identities():
+    """The number of a sample is its line, and it stands for the same tokens in every epoch."""
+    from megatron.trainer.data.epochs import EpochSamples
+    from megatron.trainer.data.labelled_texts import TextSamples
+    from megatron.trainer.data.tokenizer import build_tokenizer
+
+    args = text_arguments()
+    tokenizer, samples = build_tokenizer(args), [(each["text"], each["label"]) for each in texts(5)]
+    data = EpochSamples(TextSamples(samples, tokenizer, length=12, classes=["bad", "good"]), seed=1, length=10)
+    assert sorted(data.sample_id(index) for index in range(5)) == list(range(5))
+    for index in range(10):
+        number = data.sample_id(index)
+        words = tokenizer.tokenize(samples[number][0])[:10]
+        found = data[index]
+        assert found["text"].tolist() == ([tokenizer.cls, *words, tokenizer.sep] + [tokenizer.pad] * 12)[:12]
+        assert found["padding_mask"].sum() == len(words) + 2 and found["labels"] == (samples[number][1] == "good")
