@@ -1,4 +1,4 @@
-"""The BERT model, with weights that do not depend on how many stages hold it (see models.py)."""
+"""The BERT model, with weights that do not depend on how many stages hold it (see gpt.py)."""
 
 import argparse
 import dataclasses

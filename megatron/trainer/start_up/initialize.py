@@ -1,7 +1,7 @@
 """Start-up of a rank: machine, process groups, seeds.
 
 Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); between `meet`
-and `join` placement.py may give them anew. A single process needs no launcher and opens no port.
+and `join` plan/rank_mapping.py may give them anew. A single process needs no launcher and opens no port.
 """
 
 import argparse

@@ -127,5 +127,5 @@ def _own_line() -> str:
         if "/megatron/" in path and __file__ != path:
             lines.append(f"{path.rsplit('/megatron/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    own = [line for line in lines if line.startswith(("pipeline/", "backend/", "training/"))]
+    own = [line for line in lines if line.startswith(("pipeline/", "backend/", "trainer/"))]
     return " under ".join(dict.fromkeys((*lines[:1], *own[:1]))) or "outside of the project"

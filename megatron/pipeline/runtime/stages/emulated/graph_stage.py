@@ -1,4 +1,4 @@
-"""Stages of a graph that sleep instead of computing, and their updates: see `emulated_stage`."""
+"""Stages of a graph that sleep instead of computing, and their updates: see `stage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BERT through the engine equals a single process, as GPT does in test_megatron_update.py: every stage has its mask.
+"""BERT through the engine equals a single process, as GPT does in test_update.py: every stage has its mask.
 
 Samples differ in length and in the number of masked tokens, so a stage that took another microbatch's padding, or a
 batch that weighed its microbatches otherwise, would show.

@@ -1,7 +1,7 @@
 """Training through the engine equals a single process: losses, gradient norms, weights and both weight versions.
 
 The cases are data: a name, the options, the layouts (p, t, d) and how exact they must be; more of them are in
-test_megatron_update_full.py. The references are plain torch in one process, see `megatron_reference`.
+test_update_full.py. The references are plain torch in one process, see `megatron_reference`.
 """
 
 from collections.abc import Collection

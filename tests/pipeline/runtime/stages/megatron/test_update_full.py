@@ -1,4 +1,4 @@
-"""The wide grid of `test_megatron_update`: every option with every schedule and layout that it goes with."""
+"""The wide grid of `test_update`: every option with every schedule and layout that it goes with."""
 
 import pytest
 
