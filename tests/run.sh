@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests:  bash tests/run.sh [--full] [further arguments of pytest]
+# Runs the tests:  bash tests/run.sh [--fast | --full] [further arguments of pytest]
 #
-# Without --full: the selection that takes less than 15 minutes on 2 cores, which is every test not marked `full`.
-# With --full: every test. Uses the active virtual environment, else .venv, and installs only what it lacks.
+# Without either: the selection that takes less than 15 minutes on 2 cores, which is every test not marked `full`.
+# With --fast: of these the rooms without torch, and one real run: less than two minutes. With --full: every test.
+# Uses the active virtual environment, else .venv, and installs only what it lacks.
 # Where there is a GPU, the tests that need none run first, with the GPUs hidden, then those marked `gpu`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +14,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 share=(-n 2 --dist loadfile --no-loadscope-reorder)
 selection="not full"
 name="the usual selection (everything: bash tests/run.sh --full)"
-if [ "${1:-}" = "--full" ]; then
+rooms=()
+if [ "${1:-}" = "--fast" ]; then
+    shift
+    rooms=(tests/test_imports.py tests/pipeline/program tests/pipeline/schedules tests/pipeline/check tests/pipeline/simulate
+        tests/placement tests/planner tests/partition tests/trainer/run/test_virtual_stages.py)
+    name="the rooms without torch and one real run"
+elif [ "${1:-}" = "--full" ]; then
     shift
     share=() # jobs of eight ranks, and hours of memory and time that are watched
     selection="full or not full"
@@ -26,9 +33,9 @@ unset PYTHONDONTWRITEBYTECODE # jobs start hundreds of processes, which need not
 
 echo "Running $name with $(command -v python)"
 if ! nvidia-smi -L >/dev/null 2>&1; then
-    exec python -m pytest "${share[@]}" -m "$selection" "$@" </dev/null
+    exec python -m pytest "${share[@]}" -m "$selection" "${rooms[@]}" "$@" </dev/null
 fi
 status=0
-CUDA_VISIBLE_DEVICES="" python -m pytest "${share[@]}" -m "($selection) and not gpu" "$@" </dev/null || status=$?
-python -m pytest -m "($selection) and gpu" "$@" </dev/null || [ $? -eq 5 ] || status=$? # 5: the arguments name no such test
+CUDA_VISIBLE_DEVICES="" python -m pytest "${share[@]}" -m "($selection) and not gpu" "${rooms[@]}" "$@" </dev/null || status=$?
+python -m pytest -m "($selection) and gpu" "${rooms[@]}" "$@" </dev/null || [ $? -eq 5 ] || status=$? # 5: the arguments name no such test
 exit "$status"
