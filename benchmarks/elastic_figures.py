@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median, median_low
 
 from benchmarks.elastic_plan import ARMS, STATIC, Arm, Phase, Setting, depths, plan, seconds_of_arm
-from megatron.elastic.pipelines import Pipeline
+from megatron.elastic.pipelines import PipelineOption
 
 ALPHAS = (1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
 SHOWN = ("freeze only", "freeze + AutoPipe + AutoDP", "all")
@@ -94,7 +94,7 @@ def best_microbatches(setting: Setting, overhead: float) -> list[Chunks]:
     for num_ranks in range(setting.num_stages, 0, -1):
         if setting.num_stages % num_ranks:
             continue
-        tried: dict[int, tuple[Setting, Pipeline]] = {}
+        tried: dict[int, tuple[Setting, PipelineOption]] = {}
         for count in range(num_ranks, MOST_CHUNKS * num_ranks + 1):
             share = overhead + (1 - overhead) * setting.num_microbatches / count
             layers = replace(
@@ -153,7 +153,7 @@ def least_static(setting: Setting) -> float:
         now = replace(setting, limit=limit * (1 - 1e-6))
 
 
-def _busiest(setting: Setting, pipeline: Pipeline) -> float:
+def _busiest(setting: Setting, pipeline: PipelineOption) -> float:
     layers, begin, most = setting.layers, 0, 0.0
     for count in pipeline.layers_of_rank:
         end = begin + count

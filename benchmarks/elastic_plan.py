@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 
 from megatron.elastic.freeze_rule import ByGradients
-from megatron.elastic.pipelines import Layers, Pipeline, pipelines, seconds_of_prefix
+from megatron.elastic.pipelines import Layers, PipelineOption, pipelines, seconds_of_prefix
 
 _ROUNDING = 1 + 1e-9
 
@@ -87,7 +87,7 @@ class Setting:
     move_layer: float = 0.0
     is_forced: bool = False
 
-    def static(self) -> Pipeline:
+    def static(self) -> PipelineOption:
         """The pipeline that a run begins with.
 
         Raises:
@@ -113,7 +113,7 @@ class Setting:
     def of_shape(
         self, shape: Shape, num_frozen: int, num_stored: int | None = None,
         layers_of_rank: tuple[int, ...] | None = None,
-    ) -> Pipeline | None:  # fmt: skip
+    ) -> PipelineOption | None:  # fmt: skip
         """The pipeline of a shape, if there is one. `num_stored`: layers of which a cache has the output, if there is
         one; `layers_of_rank`: its cut, where that is given.
         """
@@ -141,13 +141,13 @@ class Setting:
         mean = (num_microbatches * (prefix + trained) + reduced) / num_ranks
         return max(mean, num_microbatches * of_one)
 
-    def fits(self, pipeline: Pipeline) -> bool:
+    def fits(self, pipeline: PipelineOption) -> bool:
         return pipeline.num_bytes <= self.limit * _ROUNDING
 
     def most_move(self) -> float:
         return max(self.move, self.move_layer * len(self.layers.forward))
 
-    def seconds_of_move(self, before: Pipeline, behind: Pipeline) -> float:
+    def seconds_of_move(self, before: PipelineOption, behind: PipelineOption) -> float:
         """Of what ranks get that they have not got, over links that all carry at once; what is frozen is its weights
         alone. Nothing moves where none gets anything: a prefix stays where it is when its cache is turned on or off.
         """
@@ -175,7 +175,7 @@ class Phase:
     """
 
     layers: Layers
-    pipeline: Pipeline
+    pipeline: PipelineOption
     interval: int
     intervals: float
     transition: float = 0.0
@@ -194,13 +194,13 @@ def depths(num_layers: int, alpha: float, num_intervals: int) -> tuple[int, ...]
     return tuple(found)
 
 
-def places(pipeline: Pipeline) -> tuple[int, ...]:
+def places(pipeline: PipelineOption) -> tuple[int, ...]:
     """How many layers each rank of a pipeline has, a cached prefix on the first one included."""
     first, *others = pipeline.layers_of_rank
     return (first + (pipeline.num_frozen if pipeline.cached else 0), *others)
 
 
-def _held(pipeline: Pipeline) -> list[range]:
+def _held(pipeline: PipelineOption) -> list[range]:
     """The layers of each rank of all replicas."""
     return [range(*ends) for ends in pairwise(accumulate(places(pipeline), initial=0))] * pipeline.num_replicas
 
@@ -253,14 +253,14 @@ class _Way:
     seconds: float
 
     @property
-    def now(self) -> Pipeline:
+    def now(self) -> PipelineOption:
         return self.phases[-1].pipeline
 
     @property
     def shape(self) -> Shape:
         return self.now.num_ranks, self.now.num_replicas
 
-    def on(self, setting: Setting, pipeline: Pipeline, intervals: float) -> _Way:
+    def on(self, setting: Setting, pipeline: PipelineOption, intervals: float) -> _Way:
         """The same with one more phase."""
         begin = math.floor(sum(each.intervals for each in self.phases) + 1e-9)
         moves = transition = 0.0
@@ -353,7 +353,7 @@ def _go_on_from(found: _Found, way: _Way, shapes: Sequence[Shape], num_frozen: i
 
 def _cut(
     setting: Setting, shape: Shape, num_frozen: int, parts: Parts, cut: tuple[int, ...] | None
-) -> Iterator[list[Pipeline]]:
+) -> Iterator[list[PipelineOption]]:
     """A pipeline for each part, all with one cut, if they fit: as given, or the most even one of some part."""
     like = [setting.of_shape(shape, num_frozen, each) for each, _ in parts] if cut is None else []
     for layers_of_rank in [cut] if cut else dict.fromkeys(each.layers_of_rank for each in like if each):
@@ -363,7 +363,7 @@ def _cut(
             yield fitting
 
 
-def _kept_cut(now: Pipeline, num_frozen: int, *, cached: bool) -> tuple[int, ...] | None:
+def _kept_cut(now: PipelineOption, num_frozen: int, *, cached: bool) -> tuple[int, ...] | None:
     """Nothing moves: what is cached has to be on the first rank, which has to have one layer more."""
     first, *others = places(now)
     if not cached:

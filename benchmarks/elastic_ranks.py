@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.elastic_plan import Phase
 from benchmarks.emulated_ranks import TIMEOUT, Job, Rank, gathered
 from benchmarks.paced_links import PacedLink
-from megatron.elastic.pipelines import Layers, Pipeline, schedule_of, stages_of
+from megatron.elastic.pipelines import Layers, PipelineOption, schedule_of, stages_of
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.emulated.stage import (
     EmulatedReduction,
@@ -44,7 +44,7 @@ class ElasticJob(Job):
     """
 
     arms: dict[str, tuple[Phase, ...]]
-    trial: tuple[Pipeline, ...] = ()
+    trial: tuple[PipelineOption, ...] = ()
     layers: Layers | None = None
 
 
@@ -114,7 +114,7 @@ class ElasticRank(Rank):
             "busy": sum(gathered(time.process_time() - cpu)) / run / len(os.sched_getaffinity(0)),
         }
 
-    def _run_batches(self, pipeline: Pipeline, count: int) -> tuple[list[float], float]:
+    def _run_batches(self, pipeline: PipelineOption, count: int) -> tuple[list[float], float]:
         """Seconds from the end of one batch to that of the next, of the slowest replica, and from drained to drained.
 
         The last rank of a pipeline has the last step of each batch; ranks with frozen layers alone are ahead.
@@ -198,7 +198,7 @@ class ElasticRank(Rank):
         return [EmulatedTimes(each.forward, each.backward) for each in stages if each.rank == place]
 
 
-def _is_same_place(one: Pipeline, other: Pipeline) -> bool:
+def _is_same_place(one: PipelineOption, other: PipelineOption) -> bool:
     """Whether only what the cache has differs, and with it what stages take."""
     unlike = {"num_stored": 0, "seconds": 0.0, "num_bytes": 0.0}
     return replace(one, **unlike) == replace(other, **unlike)

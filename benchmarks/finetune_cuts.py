@@ -12,7 +12,7 @@ from megatron import backend
 
 def main() -> None:
     from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
-    from megatron.finetuning.partitioning import Machine, cut_model
+    from megatron.finetuning.partitioning import PlannedMachine, cut_model
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
 
@@ -27,7 +27,7 @@ def main() -> None:
     settle_precision(args)
     args.do_train, args.do_eval, args.seed, args.max_stages_per_device = True, False, 0, 3
     captured, batch, _ = captured_model(args, read_data(args))
-    _, candidates, _, _ = cut_model(captured, batch, Machine(args.devices, 2.0**36, args.bandwidth), args)
+    _, candidates, _, _ = cut_model(captured, batch, PlannedMachine(args.devices, 2.0**36, args.bandwidth), args)
     simulated = {}
     for name in ("sequential", "mixed"):
         best = min(

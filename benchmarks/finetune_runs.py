@@ -10,10 +10,10 @@ import torch
 from megatron.capture.profile import profile
 from megatron.finetuning import job
 from megatron.finetuning.arguments import parse_args
-from megatron.finetuning.partitioning import Machine, candidate_of, graph_of
+from megatron.finetuning.partitioning import PlannedMachine, candidate_of, graph_of
 from megatron.finetuning.plan import captured_model
 from megatron.finetuning.samples import read_data
-from megatron.partition import Partition, Result, evaluate
+from megatron.partition import CompeteResult, Partition, evaluate
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.start_up import initialize
@@ -23,7 +23,7 @@ def in_turn(command: list[str], num_stages: int, path: Path) -> None:
     """Write a partition of so many stages in a row, each with about as much work, dealt out in turn to the ranks."""
     args = parse_args(command)
     captured, batch, _ = captured_model(args, read_data(args))
-    machine = Machine(args.world_size, 2.0**40, 10.0)
+    machine = PlannedMachine(args.world_size, 2.0**40, 10.0)
     costs = profile(captured, batch)
     work = list(accumulate(each.forward_ms + each.recorded_forward_ms + each.backward_ms for each in costs))
     first = len(captured.inputs)
@@ -38,7 +38,7 @@ def in_turn(command: list[str], num_stages: int, path: Path) -> None:
         stage_of_node[first + place] = stage
     partition = Partition(stage_of_node, tuple(stage % args.world_size for stage in range(num_stages)))
     value = evaluate(graph_of(captured, costs, machine, args), partition)
-    candidate = candidate_of(captured, costs, batch, Result("in turn", partition, value, 0.0), machine, args)
+    candidate = candidate_of(captured, costs, batch, CompeteResult("in turn", partition, value, 0.0), machine, args)
     candidate.file.write(path)
     print(f"{num_stages} stages, depth {candidate.depth}, {candidate.simulated_ms:.1f} ms a microbatch simulated")
 

@@ -41,11 +41,11 @@ from benchmarks.partition_units_graphs import (
     Estimated,
     estimated,
 )  # fmt: skip
-from megatron.partition import Graph, Partition, Result, compete, evaluate
+from megatron.partition import CompeteResult, Graph, Partition, compete, evaluate
 from megatron.partition.balance import merge_stages
 from megatron.partition.objective import stage_edges
 from megatron.partition.refine import Budget, refine
-from megatron.partition.state import State
+from megatron.partition.state import PartitionState
 from megatron.partition.units import compiled, partition_of
 
 METHODS = ("sequential", "mixed")
@@ -93,7 +93,7 @@ class Measured:
     rows: tuple[Row, ...]
     failures: dict[str, str]
     memory_needs: tuple[MemoryNeed, ...]
-    results: dict[tuple[str, str], Result]
+    results: dict[tuple[str, str], CompeteResult]
 
 
 def measure(
@@ -121,7 +121,7 @@ def measure(
     return Measured(tuple(rows), failures, needs, best)
 
 
-def _compete(graph: Graph, method: str, effort: float) -> list[Result]:
+def _compete(graph: Graph, method: str, effort: float) -> list[CompeteResult]:
     """Their seconds are those of the method, all its rounds together."""
     started = time.perf_counter()
     found = compete(graph, methods=[method], max_stages_per_device=PER_DEVICE, effort=effort).results
@@ -135,7 +135,7 @@ def _bound(graph: Graph) -> tuple[float, int]:
     return max(sum(least) / graph.num_devices, *least), len(plain)
 
 
-def _inherited(graph: Graph, method: str, best: dict[tuple[str, str], Result]) -> Iterator[Result]:
+def _inherited(graph: Graph, method: str, best: dict[tuple[str, str], CompeteResult]) -> Iterator[CompeteResult]:
     """What coarser units gave: as it is, and refined where stages may be mixed."""
     for (kind, its_method), result in best.items():
         if its_method == method:
@@ -150,7 +150,7 @@ def _inherited(graph: Graph, method: str, best: dict[tuple[str, str], Result]) -
                     continue
                 if partition.most_stages_on_a_device() <= PER_DEVICE:
                     seconds = time.perf_counter() - started
-                    yield Result(result.method, partition, value, seconds, f"{kind}, {result.method}")
+                    yield CompeteResult(result.method, partition, value, seconds, f"{kind}, {result.method}")
 
 
 def _refined(graph: Graph, partition: Partition) -> Partition:
@@ -159,7 +159,7 @@ def _refined(graph: Graph, partition: Partition) -> Partition:
     number = {stage: place for place, stage in enumerate(networkx.lexicographical_topological_sort(quotient))}
     units = compiled(graph, [node for node, stage in partition.stage_of_node.items() if not quotient.out_degree(stage)])
     stage_of = [number[partition.stage_of_node[nodes[0]]] for nodes in units.nodes]
-    state = State(units, stage_of, [partition.device_of_stage[stage] for stage in number])
+    state = PartitionState(units, stage_of, [partition.device_of_stage[stage] for stage in number])
     refine(state, Budget(20_000))
     found = partition_of(units, state.stage_of, state.device_of)
     try:
@@ -168,7 +168,7 @@ def _refined(graph: Graph, partition: Partition) -> Partition:
         return found
 
 
-def _row(kind: str, count: int, method: str, result: Result, bound: float) -> Row:
+def _row(kind: str, count: int, method: str, result: CompeteResult, bound: float) -> Row:
     value = result.value
     return Row(
         kind, count, method, value.objective_ms, bound, result.partition.num_stages, value.depth,
@@ -195,7 +195,7 @@ def _memory_needs(graph: Graph, effort: float, progress: Callable[[str], None]) 
     return tuple(found)
 
 
-def _fastest(graph: Graph, method: str, effort: float) -> Result:
+def _fastest(graph: Graph, method: str, effort: float) -> CompeteResult:
     return min(_compete(graph, method, effort), key=lambda each: each.value.objective_ms)
 
 

@@ -34,7 +34,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.records import Entry, Status
+from megatron.planner.trial.records import Status, TrialEntry
 from megatron.planner.trial.runs import Runs
 from megatron.trainer.plan.model_argv import model_words
 from megatron.trainer.profile.session import Session
@@ -158,7 +158,7 @@ def predictions(cases: list[Case], words: tuple[str, ...], args: argparse.Namesp
 def measure(case: Case, runs: Runs) -> float:
     """Seconds of an iteration of training."""
     others = Others()
-    result = runs.run(Entry(configuration=case.configuration))
+    result = runs.run(TrialEntry(configuration=case.configuration))
     if result.status is not Status.DONE:
         raise SystemExit(f"{result.name}: {result.status.value}: {result.sentence}")
     case.others.append(others.share())

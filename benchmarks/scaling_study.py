@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.placement.bandwidth import ModelShape, RecomputeScope
-from megatron.placement.counts import Counts, count_transfers
+from megatron.placement.counts import MessageCounts, count_transfers
 from megatron.placement.traffic import estimate_traffic, ring_bytes
 from megatron.planner import GIB, Architecture, Cluster, Configuration
 from megatron.planner.job.estimate import Estimate
@@ -184,7 +184,7 @@ def sent(model: Model, configuration: Configuration, schedule: Schedule) -> dict
     }
 
 
-def counted(schedule: Schedule, num_microbatches: int) -> Counts:
+def counted(schedule: Schedule, num_microbatches: int) -> MessageCounts:
     """Transfers of a batch; of a long one by what p more microbatches add, once the pipeline is full."""
     p = schedule.num_ranks
     most = max(6 * p, _COUNTED // schedule.num_stages // p * p) + num_microbatches % p

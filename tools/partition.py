@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
-from megatron.partition import METHODS, Competition, Graph, Result, compete, read_graph
+from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
 from megatron.placement.whole_files import write_whole
 
 GIB = 2**30
@@ -94,12 +94,12 @@ def _run_model(options: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(options.threads)
-    from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
+    from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
 
     options.model_name_or_path, options.do_train, options.do_eval = options.model, True, False
-    machine = Machine(options.devices, num_bytes(options.memory or "16GiB"), options.bandwidth or 10.0)
+    machine = PlannedMachine(options.devices, num_bytes(options.memory or "16GiB"), options.bandwidth or 10.0)
     with _progress() as progress:
         progress("reading data")
         data = read_data(options)
@@ -181,7 +181,7 @@ class Lines:
             print(text, file=sys.stderr, flush=True)
 
 
-def _draw(graph: Graph, choice: Result, options: argparse.Namespace) -> None:
+def _draw(graph: Graph, choice: CompeteResult, options: argparse.Namespace) -> None:
     if options.picture:
         from megatron.partition.draw import draw
 
@@ -189,7 +189,7 @@ def _draw(graph: Graph, choice: Result, options: argparse.Namespace) -> None:
         print(f"Picture: {options.picture}")
 
 
-def _content(result: Result) -> dict:
+def _content(result: CompeteResult) -> dict:
     partition = result.partition
     return {
         "method": result.method,
@@ -199,7 +199,7 @@ def _content(result: Result) -> dict:
     }
 
 
-def _show(graph: Graph, competition: Competition, choice: Result, simulated: Mapping[int, float]) -> None:
+def _show(graph: Graph, competition: Competition, choice: CompeteResult, simulated: Mapping[int, float]) -> None:
     """`simulated`: milliseconds of a microbatch, by the id of a result."""
     console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
     bound = graph.bound_ms

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron.capture.export import Captured
-from megatron.capture.profile import BlockCost, Profiler
+from megatron.capture.profile import BlockCost, GraphProfiler
 from megatron.capture.randomness import seeded_dropout
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def estimate(captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline
         return _Estimator(captured, {name: mode.from_tensor(each) for name, each in batch.items()}, roofline).run(None)
 
 
-class _Estimator(Profiler):
+class _Estimator(GraphProfiler):
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline) -> None:
         super().__init__(captured, batch, repeats=1)
         self._roofline = roofline

@@ -66,10 +66,10 @@ def profile(
     `batch`: a microbatch of the size that is to be trained, on the device that is to be measured; parameters without
     memory get it there. Times are the least of `repeats`. `progress(done, blocks)` is called after each block.
     """
-    return Profiler(captured, batch, repeats).run(progress)
+    return GraphProfiler(captured, batch, repeats).run(progress)
 
 
-class Profiler:
+class GraphProfiler:
     """Runs the blocks of a capture in turn. `estimate.py` has another `timed` and `apply`."""
 
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], repeats: int) -> None:

@@ -118,7 +118,7 @@ class ByHand:
 
 
 @dataclass(frozen=True)
-class Settings:
+class FreezeSettings:
     """What a rule is made of.
 
     Attributes:
@@ -132,7 +132,7 @@ class Settings:
     counts: tuple[int, ...] = ()
 
 
-RULES: dict[str, Callable[[Settings], FreezeRule]] = {
+RULES: dict[str, Callable[[FreezeSettings], FreezeRule]] = {
     "gradients": lambda settings: ByGradients(settings.num_layers, settings.alpha),
     "schedule": lambda settings: ByHand(settings.num_layers, settings.counts),
 }

@@ -62,7 +62,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineOption:
     """One way to go on.
 
     Attributes:
@@ -90,7 +90,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageWork:
     """One stage of a pipeline: its rank, seconds of a microbatch, and of how many layers the rank holds the weights."""
 
     rank: int
@@ -104,7 +104,7 @@ def pipelines(
     layers: Layers, num_frozen: int, *, world: int, num_microbatches: int, preset: str = "flush",
     ranks: Sequence[int] | None = None, cached: bool = False, num_stored: int | None = None, on_host: bool = False,
     most_bytes: float = math.inf, layers_of_rank: tuple[int, ...] | None = None,
-) -> list[Pipeline]:  # fmt: skip
+) -> list[PipelineOption]:  # fmt: skip
     """Each number of pipeline ranks that `world` can be divided into, or of `ranks`, the most ranks first.
 
     Args:
@@ -164,7 +164,7 @@ def seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float
     return read + (sum(layers.forward[num_stored:num_frozen]) + layers.write if num_stored < num_frozen else 0.0)
 
 
-def stages_of(layers: Layers, pipeline: Pipeline) -> list[Stage]:
+def stages_of(layers: Layers, pipeline: PipelineOption) -> list[StageWork]:
     """The stages, first to last, with what they take: no rank has more than one that is frozen and one that is
     trained.
     """
@@ -173,7 +173,7 @@ def stages_of(layers: Layers, pipeline: Pipeline) -> list[Stage]:
     )
 
 
-def schedule_of(layers: Layers, pipeline: Pipeline) -> tuple[Schedule, Costs]:
+def schedule_of(layers: Layers, pipeline: PipelineOption) -> tuple[Schedule, Costs]:
     """What it runs, and what that costs."""
     stages = stages_of(layers, pipeline)
     schedule = Schedule.preset(
@@ -216,19 +216,19 @@ def _cut(
 
 def _stages(
     layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, layers_of_rank: tuple[int, ...]
-) -> list[Stage]:
+) -> list[StageWork]:
     stages = []
     if cached:
         seconds = seconds_of_prefix(layers, num_frozen, num_stored)
-        stages.append(Stage(0, seconds, 0.0, 0, num_frozen - (num_stored if on_host else 0)))
+        stages.append(StageWork(0, seconds, 0.0, 0, num_frozen - (num_stored if on_host else 0)))
     in_front = num_frozen if cached else 0
     for rank, (begin, end) in enumerate(pairwise(accumulate(layers_of_rank, initial=in_front))):
         border = min(max(num_frozen, begin), end)
         if begin < border:
-            stages.append(Stage(rank, sum(layers.forward[begin:border]), 0.0, 0, border - begin))
+            stages.append(StageWork(rank, sum(layers.forward[begin:border]), 0.0, 0, border - begin))
         if border < end:
             trained = slice(border, end)
-            stages.append(Stage(rank, sum(layers.forward[trained]), sum(layers.backward[trained]), end - border, 0))
+            stages.append(StageWork(rank, sum(layers.forward[trained]), sum(layers.backward[trained]), end - border, 0))
     return stages
 
 
@@ -236,10 +236,10 @@ def _stages(
 def _simulated(
     layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, layers_of_rank: tuple[int, ...],
     num_replicas: int, num_microbatches: int, preset: str,
-) -> Pipeline | None:  # fmt: skip
+) -> PipelineOption | None:  # fmt: skip
     """None: the schedule does not run so few microbatches."""
     num_ranks = len(layers_of_rank)
-    pipeline = Pipeline(
+    pipeline = PipelineOption(
         num_frozen, cached, num_ranks, num_replicas, num_microbatches, layers_of_rank, 0.0, 0.0,
         num_stored=num_stored, on_host=on_host, preset=preset,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from megatron.capture.stage import CapturedStage, EdgeTensor
 from megatron.capture.tensors import load_stage
 from megatron.finetuning.feed import Feed
 from megatron.finetuning.optimizers import make_optimizer, make_scheduler
-from megatron.finetuning.plan import Plan
+from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.stage_module import Results, StageModule, Summary
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
@@ -36,7 +36,7 @@ from megatron.trainer.ranks.agreement import agreed
 
 
 @dataclass
-class Pipeline:
+class BuiltPipeline:
     """This rank's part. `modules`, `versions`: by stage; stages that step together share versions. `updates`: those
     that step, by the stage or, where the rank steps as one, under -1. `made`: names of tensors that the folder lacked.
     `exact`: with --bf16, the FP32 value of each floating tensor by its name: masters, and what is not trained.
@@ -57,7 +57,7 @@ TOGETHER = -1
 
 
 def assemble(
-    plan: Plan,
+    plan: RunPlan,
     args: argparse.Namespace,
     *,
     feed: Feed,
@@ -66,7 +66,7 @@ def assemble(
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
-) -> Pipeline:
+) -> BuiltPipeline:
     """Cut this rank's stages, load their tensors from `folder` and connect the ranks. Collective.
 
     Raises ValueError for tensors that the folder lacks, but those of a new head, which begin at random.
@@ -103,10 +103,10 @@ def assemble(
         backend=args.distributed_backend, device=device, tracer=tracer, first_batch=first_batch,
         first_microbatch=first_microbatch,
     )  # fmt: skip
-    return Pipeline(engine, modules, versions, updates, feed, results, tuple(made), exact)
+    return BuiltPipeline(engine, modules, versions, updates, feed, results, tuple(made), exact)
 
 
-def _versions(plan: Plan, of_stage, first_batch: int) -> dict[int, WeightVersions]:
+def _versions(plan: RunPlan, of_stage, first_batch: int) -> dict[int, WeightVersions]:
     weights, num_stages = plan.schedule.weights, plan.schedule.num_stages
     if weights.refreshes:
         plain = partial(WeightVersions, window=1)
@@ -117,7 +117,7 @@ def _versions(plan: Plan, of_stage, first_batch: int) -> dict[int, WeightVersion
     return dict.fromkeys(of_stage, WeightVersions(together, window=window, first_version=first_batch))
 
 
-def _updates(plan: Plan, args, of_stage, versions, exact, num_steps, job, device):
+def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, device):
     """(what the engine takes, the updates that step)."""
     common = {"num_grad_buffers": plan.schedule.weights.max_gradient_buffers, "device": device}
 
@@ -147,18 +147,18 @@ def _updates(plan: Plan, args, of_stage, versions, exact, num_steps, job, device
     return update, {TOGETHER: update}
 
 
-def _edges(plan: Plan, stage: CapturedStage) -> dict[int, EdgeTensors]:
+def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
     return {
         other: EdgeTensors([_spec(plan, tensor) for tensor in tensors], [tensor.owner for tensor in tensors])
         for other, tensors in (*stage.sources.items(), *stage.targets.items())
     }
 
 
-def _spec(plan: Plan, tensor: EdgeTensor) -> TensorSpec:
+def _spec(plan: RunPlan, tensor: EdgeTensor) -> TensorSpec:
     return TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype)
 
 
-def _initial(args: argparse.Namespace, plan: Plan) -> Callable[..., Tensor]:
+def _initial(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Tensor]:
     """Values of a new head: weights as the model's configuration says, biases 0, the same on every cut."""
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.capture.tensors import names_in_files, tensor_files
-from megatron.finetuning.assembly import Pipeline
+from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.model import first_line
 from megatron.placement.whole_files import write_whole
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
@@ -36,7 +36,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Progress:
+class SavedProgress:
     """Where a run stands: batches done, microbatches done, and what a resumed run must have alike. One that trains on
     must have the same number of samples, too, and the same `flags`: what they say is in the checkpoint.
     """
@@ -53,14 +53,14 @@ class Progress:
     flags: dict[str, float]
 
     @staticmethod
-    def read(folder: Path) -> Progress:
+    def read(folder: Path) -> SavedProgress:
         """Raises ValueError where there is none."""
         try:
-            return Progress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
+            return SavedProgress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{folder} is no checkpoint to go on from ({error}); give a checkpoint-N") from error
 
-    def require_same(self, other: Progress, folder: Path, *, trains: bool) -> None:
+    def require_same(self, other: SavedProgress, folder: Path, *, trains: bool) -> None:
         """Raises ValueError where a run like `other` cannot go on from `folder`, of which this is."""
         names = ("signature", "stages", "schedule", "seed", "optim", "softened")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
@@ -92,7 +92,7 @@ def _num_batches(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Origin:
+class CheckpointOrigin:
     """What a folder has beside the stages' tensors.
 
     `source`: the folder from which tensors that belong to no stage are copied. `unused`: the names under which each of
@@ -106,7 +106,7 @@ class Origin:
     save_rest: Callable[[Path], None]
 
 
-def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -> None:
+def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progress: SavedProgress) -> None:
     """Write the newest weights and what it takes to go on as `folder`. Drained, collective.
 
     Raises ValueError on all ranks where one cannot write.
@@ -123,7 +123,7 @@ def save(pipeline: Pipeline, folder: Path, origin: Origin, progress: Progress) -
             sync_directory(folder.parent)
 
 
-def save_model(pipeline: Pipeline, folder: Path, origin: Origin) -> None:
+def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) -> None:
     """Write the newest weights into `folder`, which may have other things in it. Drained, collective.
 
     The files of tensors have names of their own, so a model that was there is whole until the rest is renamed: the
@@ -163,7 +163,7 @@ def _all_write(folder: Path) -> Iterator[None]:
             ) from error
 
 
-def _write(pipeline: Pipeline, partial: Path, origin: Origin, progress: Progress | None) -> None:
+def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, progress: SavedProgress | None) -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
@@ -185,7 +185,11 @@ def _write(pipeline: Pipeline, partial: Path, origin: Origin, progress: Progress
 
 
 def _write_rest(
-    partial: Path, origin: Origin, progress: Progress | None, sizes: Sequence[Mapping[str, int]], token: str
+    partial: Path,
+    origin: CheckpointOrigin,
+    progress: SavedProgress | None,
+    sizes: Sequence[Mapping[str, int]],
+    token: str,
 ) -> None:
     """What no rank has: tensors of no stage, the index, configuration and tokenizer, and how far the run is."""
     rest = _rest(origin.source, origin.unused, origin.renamed)
@@ -235,7 +239,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def restore(pipeline: Pipeline, folder: Path) -> None:
+def restore(pipeline: BuiltPipeline, folder: Path) -> None:
     """Versions of the weights, optimizers and learning rates of this rank's stages, as `save` wrote them. Collective.
 
     Raises ValueError on all ranks where a file of one is missing or broken.
@@ -254,7 +258,7 @@ def restore(pipeline: Pipeline, folder: Path) -> None:
             update.scheduler.load_state_dict(state[key]["scheduler"])
 
 
-def _state_of(pipeline: Pipeline) -> dict[int, dict]:
+def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
     return {
         key: {
             "versions": {version: update.versions.tensors(version) for version in update.versions.live()},
@@ -265,7 +269,7 @@ def _state_of(pipeline: Pipeline) -> dict[int, dict]:
     }
 
 
-def _newest(pipeline: Pipeline) -> dict[str, Tensor]:
+def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
     """All tensors of this rank's stages that a checkpoint has, by the names of the model; masters for weights."""
     found: dict[str, Tensor] = {}
     for index, module in pipeline.modules.items():

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
-from megatron.finetuning.plan import Plan, make_plan
+from megatron.finetuning.plan import RunPlan, make_plan
 from megatron.finetuning.samples import read_data
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.trainer.ranks.shared_errors import SameEverywhere
@@ -40,7 +40,7 @@ def run_dry(args: argparse.Namespace) -> None:
     console.print(f"simulated: {1000 * _seconds(plan, args):.2f} ms a microbatch, {accumulation} of them a batch")
 
 
-def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
+def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     """What a run says first: stages per rank, depth, staleness, memory."""
     schedule = plan.schedule
     graph, accumulation = schedule.graph, args.gradient_accumulation_steps
@@ -83,7 +83,7 @@ def first_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
+def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
     """Of each: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of a
     microbatch.
     """
@@ -111,7 +111,7 @@ def of_devices(plan: Plan, args: argparse.Namespace) -> list[tuple[int, float, f
     return found
 
 
-def _gap_bytes(plan: Plan, args: argparse.Namespace, stage: int) -> int:
+def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
     """Of a parameter, under gap-aware steps: the average of the steps, the weights of each forward whose step is to
     come, and those before a step while it is taken.
     """
@@ -121,5 +121,5 @@ def _gap_bytes(plan: Plan, args: argparse.Namespace, stage: int) -> int:
     return (steps_behind + 2) * (4 if args.bf16 else plan.dtype.itemsize)
 
 
-def _seconds(plan: Plan, args: argparse.Namespace) -> float:
+def _seconds(plan: RunPlan, args: argparse.Namespace) -> float:
     return simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, args.gradient_accumulation_steps)

@@ -6,14 +6,14 @@ import math
 
 import torch
 
-from megatron.finetuning.assembly import Pipeline
+from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.data.rows import Rows
 
 CHUNK = 32
 """Microbatches that are under way together."""
 
 
-def evaluate(pipeline: Pipeline, rows: Rows, *, size: int) -> dict[str, float]:
+def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, float]:
     """Mean loss over all terms, perplexity where it is one of tokens, and the task's metrics; on every rank alike.
 
     Drained, collective. `size`: samples of a microbatch.

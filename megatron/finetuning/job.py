@@ -15,12 +15,12 @@ import torch
 from megatron import backend
 from megatron.finetuning import checkpoint, intervals
 from megatron.finetuning.arguments import SOFTENING
-from megatron.finetuning.assembly import Pipeline, assemble
-from megatron.finetuning.checkpoint import Origin, Progress
+from megatron.finetuning.assembly import BuiltPipeline, assemble
+from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.epochs import Epochs
 from megatron.finetuning.dry_run import first_lines
 from megatron.finetuning.feed import Feed
-from megatron.finetuning.plan import Plan, make_plan
+from megatron.finetuning.plan import RunPlan, make_plan
 from megatron.finetuning.report import Report, peak_memory
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Trainer, checkpoint_saver
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
-    origin = Origin(args.model_name_or_path, plan.unused, plan.renamed, plan.save_rest)
+    origin = CheckpointOrigin(args.model_name_or_path, plan.unused, plan.renamed, plan.save_rest)
     trainer = Trainer(
         pipeline, args, report, stop,
         batches=batches.batches(done.batches) if batches else iter(()), num_steps=num_steps,
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     report.close()
 
 
-def _batches(args: argparse.Namespace, data: Data, plan: Plan) -> Epochs:
+def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
     """The run's batches. Raises ValueError where the schedule cannot run one of them."""
     batches = Epochs(
         num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
@@ -164,8 +164,8 @@ def _batches(args: argparse.Namespace, data: Data, plan: Plan) -> Epochs:
     return batches
 
 
-def _facts(args: argparse.Namespace, plan: Plan, data: Data) -> dict[str, object]:
-    """What a resumed run must have alike; see `Progress`."""
+def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, object]:
+    """What a resumed run must have alike; see `SavedProgress`."""
     return {
         "signature": plan.partition.signature,
         "stages": plan.stages_digest,
@@ -178,7 +178,7 @@ def _facts(args: argparse.Namespace, plan: Plan, data: Data) -> dict[str, object
     }
 
 
-def _draw(plan: Plan, pipeline: Pipeline, trainer: Trainer, args: argparse.Namespace) -> None:
+def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argparse.Namespace) -> None:
     with ByProduct(f"--pipeline_timeline {args.pipeline_timeline}", consequence="without it").attempt():
         write_pictures(
             plan.schedule, gather_traces(pipeline.engine.trace()), Path(args.pipeline_timeline),
@@ -186,7 +186,7 @@ def _draw(plan: Plan, pipeline: Pipeline, trainer: Trainer, args: argparse.Names
         )  # fmt: skip
 
 
-def _check_size(plan: Plan, num_microbatches: int, args: argparse.Namespace) -> None:
+def _check_size(plan: RunPlan, num_microbatches: int, args: argparse.Namespace) -> None:
     """Raises ValueError where the schedule cannot run batches of this size, such as the last one of an epoch."""
     try:
         plan.schedule.validate(num_microbatches)
@@ -204,17 +204,17 @@ def _num_steps(args: argparse.Namespace, batches: Epochs | None) -> int:
     return -int(-args.num_train_epochs * batches.batches_per_epoch // 1)
 
 
-def _progress(args: argparse.Namespace, facts: dict) -> Progress:
+def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:
     """Where the run begins. Raises ValueError where a checkpoint is of another run."""
-    begin = Progress(0, 0, **facts)
+    begin = SavedProgress(0, 0, **facts)
     if args.resumed_from is None:
         return begin
-    found = Progress.read(args.resumed_from)
+    found = SavedProgress.read(args.resumed_from)
     found.require_same(begin, args.resumed_from, trains=args.do_train)
     return found
 
 
-def require_most(plan: Plan, new: Sequence[str], folder: str) -> None:
+def require_most(plan: RunPlan, new: Sequence[str], folder: str) -> None:
     """Raises ValueError where more is new than a head: the folder is of another model, or has other names."""
     sizes = {name: each.numel() for name, each in plan.captured.parameters.items()}
     part = sum(sizes.get(name, 0) for name in new) / sum(sizes.values())
@@ -225,7 +225,7 @@ def require_most(plan: Plan, new: Sequence[str], folder: str) -> None:
         )
 
 
-def _gathered_names(pipeline: Pipeline) -> list[str]:
+def _gathered_names(pipeline: BuiltPipeline) -> list[str]:
     found: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, pipeline.made)
     return sorted({name for names in found for name in names})

@@ -24,7 +24,7 @@ from megatron.capture.profile import BlockCost, parameters_of, profile
 from megatron.capture.signature import signature
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
-from megatron.partition import Competition, Graph, Partition, Result, compete, parse_graph
+from megatron.partition import CompeteResult, Competition, Graph, Partition, compete, parse_graph
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
@@ -37,7 +37,7 @@ _STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0}
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlannedMachine:
     """`memory_bytes`: of each device. `bandwidth`: between devices, 10^9 bytes per second."""
 
     num_devices: int
@@ -49,7 +49,7 @@ class Machine:
 class Candidate:
     """A result of the competition as a pipeline. `simulated_ms`: of a microbatch, in steady state."""
 
-    result: Result
+    result: CompeteResult
     file: PartitionFile
     simulated_ms: float
     depth: int
@@ -75,7 +75,7 @@ def num_bytes(text: str) -> float:
 def cut_model(
     captured: Captured,
     batch: Mapping[str, Tensor],
-    machine: Machine,
+    machine: PlannedMachine,
     args: argparse.Namespace,
     *,
     methods: Sequence[str] = ("sequential", "mixed"),
@@ -121,7 +121,9 @@ def cut_model(
     return choice, candidates, graph, competition
 
 
-def graph_of(captured: Captured, costs: Sequence[BlockCost], machine: Machine, args: argparse.Namespace) -> Graph:
+def graph_of(
+    captured: Captured, costs: Sequence[BlockCost], machine: PlannedMachine, args: argparse.Namespace
+) -> Graph:
     """What the methods cut."""
     content = graph_file(
         captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
@@ -136,8 +138,8 @@ def candidate_of(
     captured: Captured,
     costs: Sequence[BlockCost],
     batch: Mapping[str, Tensor],
-    result: Result,
-    machine: Machine,
+    result: CompeteResult,
+    machine: PlannedMachine,
     args: argparse.Namespace,
 ) -> Candidate:
     """A partition with its stages numbered as a pipeline has them, timed by the simulator."""

@@ -21,7 +21,7 @@ from megatron.capture.export import Captured
 from megatron.finetuning.model import capture_model, open_model, renaming
 from megatron.finetuning.optimizers import decaying
 from megatron.finetuning.partition_file import LENGTHS, PartitionFile
-from megatron.finetuning.partitioning import Machine, cut_model, num_bytes
+from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
 from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.pipeline.schedules import Schedule
@@ -32,7 +32,7 @@ EFFORT = 0.2
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """`stage_of_operator`: for `cut`. `sizes`: what decides the shapes of a microbatch. `base`: the name of the model
     inside the model. `decays`: names of the weights that decay. `unused`: names under which each tensor that belongs to
     no stage may lie in the model's folder, its own first. `edge_bytes`: by (source, target).
@@ -69,7 +69,7 @@ GENERATION = "generation_config.json"
 """How transformers generates text with a model: of no concern here, and kept."""
 
 
-def make_plan(args: argparse.Namespace, data: Data) -> Plan:
+def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     """Collective where ranks are connected: without --partition the first one profiles and cuts the model.
 
     Raises ValueError for a model that cannot be captured, or a partition that is not for it.
@@ -93,7 +93,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> Plan:
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
         predict=args.weight_prediction, provisional=args.provisional_steps,
     )  # fmt: skip
-    return Plan(
+    return RunPlan(
         captured=captured,
         partition=partition,
         schedule=schedule,
@@ -154,7 +154,7 @@ def num_positions(model: torch.nn.Module) -> int | None:
 
 def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
     def make() -> str:
-        machine = Machine(args.devices, num_bytes(args.memory), args.bandwidth)
+        machine = PlannedMachine(args.devices, num_bytes(args.memory), args.bandwidth)
         choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
         return choice.file.to_json()
 

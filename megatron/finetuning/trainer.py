@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.finetuning import checkpoint
-from megatron.finetuning.assembly import Pipeline
-from megatron.finetuning.checkpoint import Origin, Progress
+from megatron.finetuning.assembly import BuiltPipeline
+from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.rows import Rows
 from megatron.finetuning.evaluation import evaluate
 from megatron.finetuning.report import Report
@@ -37,7 +37,7 @@ class Trainer:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: BuiltPipeline,
         args: argparse.Namespace,
         report: Report,
         stop: StopSignal,
@@ -124,9 +124,9 @@ class Trainer:
 
 
 def checkpoint_saver(
-    pipeline: Pipeline, args: argparse.Namespace, origin: Origin, facts: dict
+    pipeline: BuiltPipeline, args: argparse.Namespace, origin: CheckpointOrigin, facts: dict
 ) -> Callable[[int, int], None]:
-    """What writes `checkpoint-N` into --output_dir. `facts`: of every `Progress`.
+    """What writes `checkpoint-N` into --output_dir. `facts`: of every `SavedProgress`.
 
     Once the first is there, those go that --overwrite_output_dir gives up.
     """
@@ -135,7 +135,7 @@ def checkpoint_saver(
     def save(batches: int, microbatches: int) -> None:
         nonlocal is_first
         folder = output / f"checkpoint-{batches}"
-        checkpoint.save(pipeline, folder, origin, Progress(batches, microbatches, **facts))
+        checkpoint.save(pipeline, folder, origin, SavedProgress(batches, microbatches, **facts))
         if args.rank == 0:
             if args.overwrite_output_dir and is_first:
                 checkpoint.drop_others(output, after=begun, but=folder)

@@ -3,19 +3,19 @@
 Pure Python: neither torch nor megatron.core.
 """
 
-from megatron.partition.compete import METHODS, Competition, Result, compete
-from megatron.partition.graph import Device, Graph, Node, SharedParameters, Together, parse_graph, read_graph
+from megatron.partition.compete import METHODS, CompeteResult, Competition, compete
+from megatron.partition.graph import Graph, GraphNode, PartitionDevice, SharedByNodes, Together, parse_graph, read_graph
 from megatron.partition.objective import Partition, Valuation, evaluate
 
 __all__ = [
     "METHODS",
+    "CompeteResult",
     "Competition",
-    "Device",
     "Graph",
-    "Node",
+    "GraphNode",
     "Partition",
-    "Result",
-    "SharedParameters",
+    "PartitionDevice",
+    "SharedByNodes",
     "Together",
     "Valuation",
     "compete",

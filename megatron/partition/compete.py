@@ -18,7 +18,7 @@ from megatron.partition.mixed import mix
 from megatron.partition.objective import Partition, Valuation, evaluate, stage_edges
 from megatron.partition.refine import Budget, refine
 from megatron.partition.sequential import cut_sequentially
-from megatron.partition.state import State
+from megatron.partition.state import PartitionState
 from megatron.partition.units import Units, compiled, partition_of
 
 METHODS = ("sequential", "mixed", "metis", "milp")
@@ -34,7 +34,7 @@ MOST_EFFORT_UNITS = 600
 
 
 @dataclass(frozen=True)
-class Result:
+class CompeteResult:
     """`note`: where it came from, in words."""
 
     method: str
@@ -48,9 +48,9 @@ class Result:
 class Competition:
     """`failures`: why a method has no result, by its name. `choice` is one of `results`."""
 
-    results: tuple[Result, ...]
+    results: tuple[CompeteResult, ...]
     failures: dict[str, str]
-    choice: Result
+    choice: CompeteResult
 
 
 def compete(
@@ -71,7 +71,7 @@ def compete(
         effort: of mixed's search after refinement, in proportion.
     """
     _check(methods, max_stages_per_device, milp_seconds)
-    results: list[Result] = []
+    results: list[CompeteResult] = []
     failures: dict[str, str] = {}
 
     def enter(name: str, find: Callable[[Units], tuple[Partition, str] | None]) -> None:
@@ -82,7 +82,7 @@ def compete(
         except ValueError as error:
             failures[name] = str(error)
             return
-        results.append(Result(name, found[0], found[1], time.perf_counter() - start, found[2]))
+        results.append(CompeteResult(name, found[0], found[1], time.perf_counter() - start, found[2]))
 
     effort *= min(1.0, MOST_EFFORT_UNITS / len(graph.nodes))
     if "sequential" in methods:
@@ -107,7 +107,7 @@ def compete(
     return Competition(tuple(results), failures, choose(results))
 
 
-def choose(results: Sequence[Result]) -> Result:
+def choose(results: Sequence[CompeteResult]) -> CompeteResult:
     least = min(result.value.objective_ms for result in results)
     near = [result for result in results if result.value.objective_ms <= least * ALIKE]
     return min(near, key=lambda each: (each.value.depth, each.value.crossing_bytes, each.value.objective_ms))
@@ -201,10 +201,10 @@ def _milp(units: Units, partition: Partition, seconds: float) -> tuple[Partition
     number = {stage: index for index, stage in enumerate(networkx.lexicographical_topological_sort(quotient))}
     stage_of = [number[partition.stage_of_node[nodes[0]]] for nodes in units.nodes]
     device_of = [partition.device_of_stage[stage] for stage in number]
-    found = improve(units, State(units, stage_of, device_of).placed(), seconds)
+    found = improve(units, PartitionState(units, stage_of, device_of).placed(), seconds)
     if found is None:
         raise ValueError(f"HiGHS found nothing in {seconds:g} s; give it more")
-    state = State(units, found.stage_of, found.device_of)
+    state = PartitionState(units, found.stage_of, found.device_of)
     refine(state, Budget(20_000))
     return partition_of(units, state.stage_of, state.device_of), "around the best of the others"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron.partition.compete import Result
+from megatron.partition.compete import CompeteResult
 from megatron.partition.graph import Graph
 
 GIB = 2**30
@@ -17,7 +17,7 @@ def check_form(path: Path) -> None:
         raise ValueError(f"{path} has no suffix of a picture; give one of {', '.join(sorted(known))}")
 
 
-def draw(graph: Graph, result: Result, path: Path) -> None:
+def draw(graph: Graph, result: CompeteResult, path: Path) -> None:
     """Above, nodes in the order of computation at the height of their device, with a line for each edge that crosses;
     below, a box for each device: its width is memory in use, what is filled is utilisation. The suffix chooses the
     format."""

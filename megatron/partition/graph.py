@@ -22,7 +22,7 @@ _record = dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 
 
 @_record
-class Node:
+class GraphNode:
     """An operator or a layer.
 
     Attributes:
@@ -69,7 +69,7 @@ class Node:
 
 
 @_record
-class Device:
+class PartitionDevice:
     """`speed`: times are divided by it."""
 
     memory_limit_bytes: _Positive
@@ -85,7 +85,7 @@ class Together:
 
 
 @_record
-class SharedParameters:
+class SharedByNodes:
     """Parameters that several nodes use.
 
     They count once on each device that has a user. The first user in the order of computation owns them: its stage
@@ -108,7 +108,7 @@ class Graph:
         devices: of unequal devices, one each; otherwise empty, and `memory_limit_bytes` holds for each.
     """
 
-    nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
+    nodes: Annotated[tuple[GraphNode, ...], Field(min_length=1)]
     edges: tuple[tuple[int, int], ...]
     num_devices: Annotated[int, Field(ge=1)]
     bandwidth_gigabytes_per_second: _Positive
@@ -116,9 +116,9 @@ class Graph:
     weight_bytes_per_parameter: _Number
     name: str = ""
     special_block: str = ""
-    devices: tuple[Device, ...] = ()
+    devices: tuple[PartitionDevice, ...] = ()
     together: tuple[Together, ...] = ()
-    shared_parameters: tuple[SharedParameters, ...] = ()
+    shared_parameters: tuple[SharedByNodes, ...] = ()
     unknown: tuple[str, ...] = field(default=())
     """Keys of the file that mean nothing here."""
 
@@ -182,13 +182,13 @@ class Graph:
         graph.add_edges_from(self.edges)
         return list(networkx.lexicographical_topological_sort(graph, key=position.__getitem__))
 
-    def owner(self, shared: SharedParameters) -> int:
+    def owner(self, shared: SharedByNodes) -> int:
         """The first user of shared parameters in the order of computation."""
         position = {node: index for index, node in enumerate(self.order())}
         return min(shared.nodes, key=position.__getitem__)
 
 
-_NAMES = {kind: {each.name for each in fields(kind)} for kind in (Node, Graph)}
+_NAMES = {kind: {each.name for each in fields(kind)} for kind in (GraphNode, Graph)}
 
 
 def parse_graph(content: Any) -> Graph:
@@ -197,7 +197,7 @@ def parse_graph(content: Any) -> Graph:
         raise ValueError("the file holds no graph; give an object with nodes, edges and the machine")
     unknown = sorted(set(content) - _NAMES[Graph] | {"unknown"} & set(content))
     known = {key: value for key, value in content.items() if key not in unknown}
-    strays = {key for node in known["nodes"] if isinstance(node, dict) for key in set(node) - _NAMES[Node]}
+    strays = {key for node in known["nodes"] if isinstance(node, dict) for key in set(node) - _NAMES[GraphNode]}
     known["nodes"] = [
         {key: value for key, value in node.items() if key not in strays} if isinstance(node, dict) else node
         for node in known["nodes"]

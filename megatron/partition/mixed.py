@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron.partition.balance import ORDERS, assign
 from megatron.partition.coarsen import COARSENINGS, without_trifles
 from megatron.partition.refine import Budget, kick, refine
-from megatron.partition.state import Placed, Score, State
+from megatron.partition.state import PartitionState, Placed, Score
 from megatron.partition.units import Units
 
 NEAR_ENOUGH = 1 + 2e-5
@@ -58,9 +58,9 @@ def mix(
             if placed in seen or _too_many(placed, most_stages):
                 continue
             seen.add(placed)
-            state = State(coarse, placed.stage_of, placed.device_of)
+            state = PartitionState(coarse, placed.stage_of, placed.device_of)
             refine(state, Budget(PRICES_PER_START), enough=enough)
-            fine = State(units, [state.stage_of[each] for each in coarse_of], state.device_of)
+            fine = PartitionState(units, [state.stage_of[each] for each in coarse_of], state.device_of)
             score = refine(fine, Budget(PRICES_PER_START), enough=enough)
             found.append(Found(score, fine.placed(), f"{name}, {order}"))
             if not score.excess and score.worst <= enough:
@@ -75,7 +75,7 @@ def mix(
 
 
 def _kicked(units: Units, start: Found, rng: random.Random, budget: Budget, enough: float) -> Found:
-    best, state = start, State(units, start.placed.stage_of, start.placed.device_of)
+    best, state = start, PartitionState(units, start.placed.stage_of, start.placed.device_of)
     while not budget.spent and (best.score.excess or best.score.worst > enough):
         kick(state, rng)
         budget.left -= 20

@@ -8,7 +8,7 @@ so it ends. Stages stay in their row (state.py), so no circle arises.
 import random
 from collections.abc import Iterator
 
-from megatron.partition.state import Score, State
+from megatron.partition.state import PartitionState, Score
 
 CHAIN = 16
 """Moves of a chain."""
@@ -28,7 +28,7 @@ class Budget:
         return self.left <= 0
 
 
-def refine(state: State, budget: Budget, *, enough: float = 0.0) -> Score:
+def refine(state: PartitionState, budget: Budget, *, enough: float = 0.0) -> Score:
     """Improve `state` in place; ends at a local optimum, when the budget is spent, or at `enough` picoseconds."""
     score = state.score()
     while not budget.spent and (score.excess or score.worst > enough):
@@ -42,7 +42,7 @@ def refine(state: State, budget: Budget, *, enough: float = 0.0) -> Score:
     return score
 
 
-def _busiest(state: State) -> int:
+def _busiest(state: PartitionState) -> int:
     """The device that has too much memory in use, or the one that takes longest."""
     over = [used - limit for used, limit in zip(state.memory, state.units.limits, strict=True)]
     if max(over) > 0:
@@ -51,13 +51,13 @@ def _busiest(state: State) -> int:
     return times.index(max(times))
 
 
-def _units_of(state: State, device: int) -> list[int]:
+def _units_of(state: PartitionState, device: int) -> list[int]:
     return [
         unit for stage, holds in enumerate(state.device_of) if holds == device for unit in sorted(state.members[stage])
     ]
 
 
-def _move(state: State, score: Score, budget: Budget) -> Score | None:
+def _move(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """The best move of one unit off the busiest device, or of one of its neighbours in traffic onto it."""
     device, best = _busiest(state), (score, -1, -1)
     for unit, stage in _moves_off(state, device):
@@ -74,7 +74,7 @@ def _move(state: State, score: Score, budget: Budget) -> Score | None:
     return best[0]
 
 
-def _moves_off(state: State, device: int) -> Iterator[tuple[int, int]]:
+def _moves_off(state: PartitionState, device: int) -> Iterator[tuple[int, int]]:
     for unit in _units_of(state, device):
         low, high = state.window(unit)
         for stage in range(low, high + 1):
@@ -91,7 +91,7 @@ def _moves_off(state: State, device: int) -> Iterator[tuple[int, int]]:
                         yield reader, stage
 
 
-def _slide(state: State, score: Score, budget: Budget) -> Score | None:
+def _slide(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """The first or the last units of a stage of the busiest device, one after another, to a stage before or behind, or
     the other way round; what is best on the way is kept."""
     device = _busiest(state)
@@ -108,7 +108,7 @@ def _slide(state: State, score: Score, budget: Budget) -> Score | None:
     return None
 
 
-def _slide_between(state: State, score: Score, budget: Budget, source: int, target: int) -> Score | None:
+def _slide_between(state: PartitionState, score: Score, budget: Budget, source: int, target: int) -> Score | None:
     moved: list[int] = []
     best, length = score, 0
     for unit in sorted(state.members[source], reverse=target > source):
@@ -127,7 +127,7 @@ def _slide_between(state: State, score: Score, budget: Budget, source: int, targ
     return best if length else None
 
 
-def _swap_devices(state: State, score: Score, budget: Budget) -> Score | None:
+def _swap_devices(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """Exchange the devices of a stage of the busiest device and of another."""
     device, holds = _busiest(state), list(state.device_of)
     best: tuple[Score, list[int]] = (score, holds)
@@ -152,7 +152,7 @@ def _swap_devices(state: State, score: Score, budget: Budget) -> Score | None:
     return best[0]
 
 
-def _promises(state: State, one: int, other: int, score: Score) -> bool:
+def _promises(state: PartitionState, one: int, other: int, score: Score) -> bool:
     """Compute alone would not already be worse than now."""
     if score.excess:
         return True
@@ -163,7 +163,7 @@ def _promises(state: State, one: int, other: int, score: Score) -> bool:
     return after <= score.worst
 
 
-def _swap(state: State, score: Score, budget: Budget) -> Score | None:
+def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """Exchange a unit of the busiest device with one of another; those that would balance the two best come first."""
     device, units = _busiest(state), state.units
     choices = []
@@ -204,12 +204,12 @@ Steps = list[tuple[int, int, int]]
 """Of units that moved: unit, stage before, stage after."""
 
 
-def _undo(state: State, steps: Steps) -> None:
+def _undo(state: PartitionState, steps: Steps) -> None:
     for unit, back, _ in reversed(steps):
         state.move(unit, back)
 
 
-def _passes(state: State, stage: int, direction: int) -> Iterator[Steps]:
+def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps]:
     """Pass work from stage to stage, each giving on about as much as it was given; yields all steps so far at each
     stage that it reaches. In a chain of layers nothing else brings work from one end to the other."""
     steps: Steps = []
@@ -239,7 +239,7 @@ def _passes(state: State, stage: int, direction: int) -> Iterator[Steps]:
         target += direction
 
 
-def _pass_on(state: State, score: Score, budget: Budget) -> Score | None:
+def _pass_on(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """The best way to pass work on from a stage of the busiest device."""
     device, best, chosen = _busiest(state), score, None
     for stage, holds in enumerate(state.device_of):
@@ -260,7 +260,7 @@ def _pass_on(state: State, score: Score, budget: Budget) -> Score | None:
     return best
 
 
-def _chain(state: State, score: Score, budget: Budget) -> Score | None:
+def _chain(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """Steps in a row, each the best for whichever device is then the busiest, though it may be worse than before.
 
     No unit moves twice. What is best on the way is kept, where it is better than the start. So one long unit can be
@@ -285,7 +285,7 @@ def _chain(state: State, score: Score, budget: Budget) -> Score | None:
     return best if length else None
 
 
-def _least_bad(state: State, locked: set[int], budget: Budget) -> tuple[Score | None, Steps | None]:
+def _least_bad(state: PartitionState, locked: set[int], budget: Budget) -> tuple[Score | None, Steps | None]:
     device = _busiest(state)
     best: tuple[Score | None, Steps | None] = (None, None)
     for unit, stage in _moves_off(state, device):
@@ -311,7 +311,7 @@ def _least_bad(state: State, locked: set[int], budget: Budget) -> tuple[Score | 
     return best
 
 
-def kick(state: State, rng: random.Random) -> None:
+def kick(state: PartitionState, rng: random.Random) -> None:
     """Disturb: exchange the devices of two stages, or slide some units of a stage to one beside it."""
     num_stages = len(state.device_of)
     for _ in range(rng.randint(1, 3)):

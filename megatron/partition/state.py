@@ -36,7 +36,7 @@ class Placed:
     device_of: tuple[int, ...]
 
 
-class State:
+class PartitionState:
     """Units in stages on devices, with the sums that the objective needs.
 
     Args:

@@ -19,7 +19,7 @@ PICOSECONDS = 10**9
 
 
 @dataclass(frozen=True)
-class Tensor:
+class UnitTensor:
     """What `source` sends once to each stage with a consumer; the units are indices."""
 
     source: int
@@ -43,7 +43,7 @@ class Units:
     nodes: tuple[tuple[int, ...], ...]
     time: tuple[int, ...]
     memory: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[UnitTensor, ...]
     shared: tuple[tuple[int, tuple[int, ...]], ...]
     on_one_device: tuple[tuple[int, ...], ...]
 
@@ -105,7 +105,7 @@ class Units:
             consumers = {group_of[unit] for unit in tensor.consumers} - {source}
             assert all(unit > source for unit in consumers)
             if consumers:
-                crossing.append(Tensor(source, tensor.num_bytes, tuple(sorted(consumers))))
+                crossing.append(UnitTensor(source, tensor.num_bytes, tuple(sorted(consumers))))
         shared = tuple((size, tuple(sorted({group_of[u] for u in users}))) for size, users in self.shared)
         together = [tuple(sorted({group_of[u] for u in each})) for each in self.on_one_device]
         return Units(
@@ -133,7 +133,7 @@ def compiled(graph: Graph, plain: Iterable[int] = ()) -> Units:
         tuple(round(nodes[node].milliseconds(plain=node in plain) * PICOSECONDS) for node in order),
         tuple(_whole(nodes[node].saved_bytes(plain=node in plain) + weight * nodes[node].params) for node in order),
         tuple(
-            Tensor(index[source], _whole(size), tuple(sorted(index[node] for node in consumers)))
+            UnitTensor(index[source], _whole(size), tuple(sorted(index[node] for node in consumers)))
             for source, size, consumers in tensors(graph)
         ),
         tuple((_whole(weight * each.params), tuple(index[n] for n in each.nodes)) for each in graph.shared_parameters),

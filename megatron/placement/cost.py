@@ -17,7 +17,7 @@ from enum import Enum
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import inverse
 from megatron.placement.topology import Topology
-from megatron.placement.traffic import Kind, Traffic, point_to_point, ring_bytes
+from megatron.placement.traffic import Traffic, TrafficKind, point_to_point, ring_bytes
 
 
 class Level(str, Enum):
@@ -51,9 +51,9 @@ NOTHING = LevelCost(num_transfers=0, total_bytes=0.0, busiest_seconds=0.0, total
 class PlacementCost:
     """Costs by kind and level; `at` gives zeros where nothing is sent."""
 
-    by_kind_and_level: dict[tuple[Kind, Level], LevelCost]
+    by_kind_and_level: dict[tuple[TrafficKind, Level], LevelCost]
 
-    def at(self, kind: Kind, level: Level) -> LevelCost:
+    def at(self, kind: TrafficKind, level: Level) -> LevelCost:
         return self.by_kind_and_level.get((kind, level), NOTHING)
 
     @property
@@ -77,10 +77,10 @@ def placement_cost(mapping: Sequence[int], degrees: Degrees, traffic: Traffic, t
     for stage in stages:
         for tensor in shards:
             members = [degrees.rank(tensor=tensor, data=data, stage=stage) for data in replicas]
-            counter.all_reduce(Kind.DATA, members, traffic.data[stage])
+            counter.all_reduce(TrafficKind.DATA, members, traffic.data[stage])
         for data in replicas:
             members = [degrees.rank(tensor=tensor, data=data, stage=stage) for tensor in shards]
-            counter.all_reduce(Kind.TENSOR, members, traffic.tensor[stage])
+            counter.all_reduce(TrafficKind.TENSOR, members, traffic.tensor[stage])
     return counter.result()
 
 
@@ -89,10 +89,10 @@ class _Counter:
 
     def __init__(self, slots: Sequence[int], topology: Topology) -> None:
         self._slots, self._topology = slots, topology
-        self._links: dict[tuple[Kind, Level], dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self._num_transfers: dict[tuple[Kind, Level], int] = defaultdict(int)
+        self._links: dict[tuple[TrafficKind, Level], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._num_transfers: dict[tuple[TrafficKind, Level], int] = defaultdict(int)
 
-    def send(self, kind: Kind, sender: int, receiver: int, num_bytes: float) -> None:
+    def send(self, kind: TrafficKind, sender: int, receiver: int, num_bytes: float) -> None:
         slot = self._slots[sender]
         node, target = self._topology.node_of_slot[slot], self._topology.node_of_slot[self._slots[receiver]]
         key, link = (kind, Level.WITHIN_NODE), slot
@@ -101,7 +101,7 @@ class _Counter:
         self._links[key][link] += num_bytes
         self._num_transfers[key] += 1
 
-    def all_reduce(self, kind: Kind, members: list[int], num_bytes: float) -> None:
+    def all_reduce(self, kind: TrafficKind, members: list[int], num_bytes: float) -> None:
         if len(members) == 1 or not num_bytes:
             return
         ring = sorted(members, key=self._slots.__getitem__)  # slots are counted node by node

@@ -15,7 +15,7 @@ from megatron.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class MessageCounts:
     """By rank of the pipeline, in one batch.
 
     Attributes:
@@ -41,7 +41,7 @@ class Counts:
         return tuple(rank for rank, count in enumerate(self.evictions) if count)
 
 
-def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
+def count_transfers(schedule: Schedule, num_microbatches: int) -> MessageCounts:
     """What the ranks of `schedule` send in a batch.
 
     Raises:
@@ -59,7 +59,7 @@ def count_transfers(schedule: Schedule, num_microbatches: int) -> Counts:
             sends[placement[first], placement[first + 1]] += 0.5
     if schedule.num_frozen and schedule.balance:
         pairs = tuple(map(Pairs(placement, schedule.num_frozen).of_rank, range(schedule.num_ranks)))
-    return Counts(
+    return MessageCounts(
         num_microbatches=num_microbatches,
         num_virtual_stages=1 if schedule.num_frozen else schedule.num_virtual_stages,
         activations=exchanged(sends, schedule.num_ranks),

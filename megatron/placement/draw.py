@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.placement.cost import Level
 from megatron.placement.mapping import inverse
 from megatron.placement.report import PlacementReport
-from megatron.placement.traffic import Kind
+from megatron.placement.traffic import TrafficKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +114,7 @@ def _draw_pairs(axes: "Axes", report: PlacementReport, places: list[tuple[float,
 def _draw_bars(axes: "Axes", report: PlacementReport) -> None:
     """Milliseconds of an iteration, by kind of traffic and level."""
     cost = report.costs[report.name]
-    kinds = [kind for kind in Kind if any(cost.at(kind, level).total_bytes for level in Level)]
+    kinds = [kind for kind in TrafficKind if any(cost.at(kind, level).total_bytes for level in Level)]
     for index, kind in enumerate(kinds):
         for level, colour, offset in ((Level.WITHIN_NODE, _WITHIN, -0.2), (Level.BETWEEN_NODES, _CROSSING, 0.2)):
             found = cost.at(kind, level)

@@ -9,7 +9,7 @@ from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping
 from megatron.placement.pairs import pair_places
 from megatron.placement.topology import Topology
-from megatron.placement.traffic import Kind, Traffic
+from megatron.placement.traffic import Traffic, TrafficKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class PlacementReport:
             "traffic_per_iteration": [
                 {"kind": kind.value, "level": level.value, **vars(cost.at(kind, level))}
                 for cost in list(self.costs.values())[:1]
-                for kind in Kind
+                for kind in TrafficKind
                 for level in Level
             ],
             "total_transfer_seconds": {name: cost.total_seconds for name, cost in self.costs.items()},

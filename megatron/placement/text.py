@@ -6,7 +6,7 @@ from megatron.placement.cost import Level
 from megatron.placement.degrees import Degrees
 from megatron.placement.pairs import pair_places
 from megatron.placement.report import PlacementReport
-from megatron.placement.traffic import Kind
+from megatron.placement.traffic import TrafficKind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +76,7 @@ def _traffic(report: PlacementReport, table) -> "Table":
         justify="right",
     )  # fmt: skip
     cost = report.costs[report.name]
-    for kind in Kind:
+    for kind in TrafficKind:
         within, between = cost.at(kind, Level.WITHIN_NODE), cost.at(kind, Level.BETWEEN_NODES)
         made.add_row(
             kind.value,

@@ -21,11 +21,11 @@ from enum import Enum
 
 from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.bandwidth import ModelShape, RecomputeScope, saved_activation_bytes
-from megatron.placement.counts import Counts
+from megatron.placement.counts import MessageCounts
 from megatron.placement.degrees import Degrees
 
 
-class Kind(str, Enum):
+class TrafficKind(str, Enum):
     """Kinds of traffic, as in the table above."""
 
     PIPELINE = "pipeline"
@@ -63,7 +63,7 @@ class Traffic:
 class PointToPoint:
     """Two places of a replica's pipeline that send each other `bytes_each_way` from every tensor rank."""
 
-    kind: Kind
+    kind: TrafficKind
     first_stage: int
     second_stage: int
     bytes_each_way: float
@@ -75,15 +75,20 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
     for stage, num_bytes in enumerate(traffic.pipeline):
         if num_bytes:
             yield PointToPoint(
-                kind=Kind.PIPELINE, first_stage=stage, second_stage=(stage + 1) % num_stages, bytes_each_way=num_bytes
+                kind=TrafficKind.PIPELINE,
+                first_stage=stage,
+                second_stage=(stage + 1) % num_stages,
+                bytes_each_way=num_bytes,
             )
     for stage, num_bytes in enumerate(traffic.pair):
         if num_bytes:
             pair = pair_of(stage, num_stages) if traffic.pair_of_rank is None else traffic.pair_of_rank[stage]
-            yield PointToPoint(kind=Kind.PAIR, first_stage=stage, second_stage=pair, bytes_each_way=num_bytes)
+            yield PointToPoint(kind=TrafficKind.PAIR, first_stage=stage, second_stage=pair, bytes_each_way=num_bytes)
     first, last = (0, num_stages - 1) if traffic.ends is None else traffic.ends
     if traffic.embedding and first != last:  # an all-reduce of two: each sends 2(2-1)/2 of the bytes
-        yield PointToPoint(kind=Kind.EMBEDDING, first_stage=first, second_stage=last, bytes_each_way=traffic.embedding)
+        yield PointToPoint(
+            kind=TrafficKind.EMBEDDING, first_stage=first, second_stage=last, bytes_each_way=traffic.embedding
+        )
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:
@@ -94,7 +99,7 @@ def ring_bytes(num_bytes: float, num_members: int) -> float:
 def estimate_traffic(
     shape: ModelShape,
     degrees: Degrees,
-    counts: Counts,
+    counts: MessageCounts,
     *,
     vocabulary_size: int,
     scope: RecomputeScope = RecomputeScope.NONE,

@@ -10,7 +10,7 @@ from megatron import backend
 backend.install()
 
 from megatron.finetuning import checkpoint
-from megatron.finetuning.checkpoint import Progress
+from megatron.finetuning.checkpoint import SavedProgress
 from megatron.finetuning.job import check_output_dir
 from tests.finetuning import tiny
 
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_what_a_resumed_run_must_have_alike(tmp_path):
     """All that decides how it goes on; an evaluation needs no flags of training."""
-    made = Progress(3, 6, "graph", "stages", "flush", 42, "adamw", "", 20, {"learning_rate": 0.1})
+    made = SavedProgress(3, 6, "graph", "stages", "flush", 42, "adamw", "", 20, {"learning_rate": 0.1})
     made.require_same(dataclasses.replace(made, batches=0), tmp_path, trains=True)
     for changes, sentence in (
         ({"seed": 7}, r"was made with another seed \(42\) than this run's \(7\)"),
@@ -115,4 +115,4 @@ def test_what_a_resumed_run_must_have_alike(tmp_path):
 def test_what_is_no_checkpoint(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
     with pytest.raises(ValueError, match=r"is no checkpoint to go on from .*; give a checkpoint-N"):
-        Progress.read(tmp_path)
+        SavedProgress.read(tmp_path)

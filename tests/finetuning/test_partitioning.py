@@ -6,7 +6,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.finetuning.partitioning import Machine, cut_model, num_bytes, simulated_seconds
+from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes, simulated_seconds
 from megatron.finetuning.plan import captured_model, make_plan
 from megatron.finetuning.samples import read_data
 from tests import workers
@@ -20,7 +20,7 @@ def test_a_model_is_cut_and_the_simulator_chooses(tmp_path):
     captured, batch, _ = captured_model(args, read_data(args))
     said = []
     choice, candidates, _, competition = cut_model(
-        captured, batch, Machine(2, 2.0**34, 10.0), args, effort=0.02, progress=said.append
+        captured, batch, PlannedMachine(2, 2.0**34, 10.0), args, effort=0.02, progress=said.append
     )
     assert {each.method for each in competition.results} >= {"sequential", "mixed L=2", "mixed L=4"}
     assert choice.simulated_ms <= 1.005 * min(each.simulated_ms for each in candidates)
@@ -52,7 +52,7 @@ def test_nothing_fits_says_why(tmp_path):
     args = tiny.arguments(tmp_path, CLASSES)
     captured, batch, _ = captured_model(args, read_data(args))
     with pytest.raises(ValueError, match=r"nothing fits: the nodes need .* GiB .* add devices, memory or stages"):
-        cut_model(captured, batch, Machine(2, 20_000.0, 10.0), args, effort=0.02)
+        cut_model(captured, batch, PlannedMachine(2, 20_000.0, 10.0), args, effort=0.02)
 
 
 def test_amounts_of_memory():

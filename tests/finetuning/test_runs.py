@@ -10,7 +10,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.finetuning.checkpoint import Progress
+from megatron.finetuning.checkpoint import SavedProgress
 from megatron.finetuning.samples import read_data
 from tests import workers
 from tests.finetuning import cases, tiny
@@ -124,7 +124,7 @@ def test_a_resumed_run_is_the_run(folder, schedule, ranks, precision):
     assert rest.losses == whole.losses[3:] and len(rest.losses) >= 3
     same(whole, rest)
     assert cases.weights_of(checkpoint, CLASSES).keys() == whole.weights.keys()
-    assert Progress.read(checkpoint).optim.endswith("with FP32 masters") == ("--bf16" in precision)
+    assert SavedProgress.read(checkpoint).optim.endswith("with FP32 masters") == ("--bf16" in precision)
 
 
 def test_an_evaluation_is_the_models(folder):

@@ -8,7 +8,7 @@ from megatron.partition import compete, evaluate, parse_graph
 from megatron.partition.coarsen import COARSENINGS
 from megatron.partition.metis import adjacency
 from megatron.partition.refine import Budget, refine
-from megatron.partition.state import State
+from megatron.partition.state import PartitionState
 from megatron.partition.units import compiled
 from tests.partition import graphs
 
@@ -108,10 +108,10 @@ def test_coarsening_makes_no_circle(name):
         for tensor in units.tensors:
             assert all(stages[tensor.source] <= stages[unit] for unit in tensor.consumers)
         assert sorted(set(stages)) == list(range(1 + max(stages))) and max(stages) >= 1
-        state = State(units, stages, [stage % units.num_devices for stage in range(1 + max(stages))])
+        state = PartitionState(units, stages, [stage % units.num_devices for stage in range(1 + max(stages))])
         before = state.score()
         after = refine(state, Budget(2000))
-        assert not before.better_than(after) and after == State(units, state.stage_of, state.device_of).score()
+        assert not before.better_than(after) and after == PartitionState(units, state.stage_of, state.device_of).score()
 
 
 def test_what_metis_is_given():

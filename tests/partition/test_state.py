@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron.partition import Partition, evaluate, parse_graph
-from megatron.partition.state import Score, State
+from megatron.partition.state import PartitionState, Score
 from megatron.partition.units import PICOSECONDS, compiled, partition_of
 from tests.partition import graphs
 
@@ -28,7 +28,7 @@ def test_moves_are_exact(graph):
     """After any legal moves, and moves back, sums and score are those of a new State, and of evaluate()."""
     rng, units = random.Random(0), compiled(graph)
     stages = sorted(rng.randrange(9) for _ in range(len(units)))
-    state = State(units, stages, [rng.randrange(units.num_devices) for _ in range(9)])
+    state = PartitionState(units, stages, [rng.randrange(units.num_devices) for _ in range(9)])
     moved = 0
     for _ in range(400):
         unit, stage = rng.randrange(len(units)), rng.randrange(9)
@@ -40,7 +40,7 @@ def test_moves_are_exact(graph):
             state.move(unit, stage)
             moved += back != stage
     assert moved > 20
-    fresh = State(units, state.stage_of, state.device_of)
+    fresh = PartitionState(units, state.stage_of, state.device_of)
     for name in ("time", "memory", "sent", "members", "_readers", "_users"):
         assert getattr(state, name) == getattr(fresh, name)
     value = evaluate(graph, partition_of(units, state.stage_of, state.device_of))
@@ -62,7 +62,7 @@ def test_what_must_stay_together_does():
     made["together"] = [{"nodes": [1, 3]}, {"nodes": [0, 5], "where": "device"}]
     units = compiled(parse_graph(made))
     assert units.nodes == ((0,), (1, 2, 3), (4,), (5,)) and units.on_one_device == ((0, 3),)
-    state = State(units, [0, 1, 2, 2], [0, 1, 0])
+    state = PartitionState(units, [0, 1, 2, 2], [0, 1, 0])
     assert not state.may_move(0, 1) and state.may_move(1, 0) and not state.may_change_device(2)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.placement import Degrees, Kind, Level, Traffic, pair_adjacent, placement_cost, standard
+from megatron.placement import Degrees, Level, Traffic, TrafficKind, pair_adjacent, placement_cost, standard
 from megatron.placement.cost import NOTHING
 from tests.placement.examples import machine, traffic_of
 
@@ -21,14 +21,14 @@ def test_pairs_of_figure_5():
     degrees, topology = Degrees(tensor=1, pipeline=16, data=1), machine(8, 8)
     traffic = only(16, pair=(6e9,) * 7 + (0.0,) * 9)
     crossing = placement_cost(standard(degrees), degrees, traffic, topology)
-    assert crossing.at(Kind.PAIR, WITHIN) == NOTHING
-    found = crossing.at(Kind.PAIR, BETWEEN)
+    assert crossing.at(TrafficKind.PAIR, WITHIN) == NOTHING
+    found = crossing.at(TrafficKind.PAIR, BETWEEN)
     assert (found.num_transfers, found.total_bytes) == (14, 84e9)
     assert found.busiest_seconds == pytest.approx(7 * 6 / 100)
     assert found.total_seconds == crossing.total_seconds == pytest.approx(14 * 6 / 12.5)
     inside = placement_cost(pair_adjacent(degrees), degrees, traffic, topology)
-    assert inside.at(Kind.PAIR, BETWEEN) == NOTHING
-    assert inside.at(Kind.PAIR, WITHIN).busiest_seconds == pytest.approx(6 / 300)
+    assert inside.at(TrafficKind.PAIR, BETWEEN) == NOTHING
+    assert inside.at(TrafficKind.PAIR, WITHIN).busiest_seconds == pytest.approx(6 / 300)
     assert inside.total_seconds == pytest.approx(14 * 6 / 300)
 
 
@@ -36,9 +36,12 @@ def test_pipeline_edges():
     """Four stages on two nodes of two: the edge in the middle crosses, both ways."""
     degrees = Degrees(tensor=1, pipeline=4, data=1)
     cost = placement_cost(standard(degrees), degrees, only(4, pipeline=(3e9,) * 3 + (0.0,)), machine(2, 2))
-    assert (cost.at(Kind.PIPELINE, WITHIN).num_transfers, cost.at(Kind.PIPELINE, BETWEEN).num_transfers) == (4, 2)
-    assert cost.at(Kind.PIPELINE, WITHIN).busiest_seconds == pytest.approx(3 / 300)
-    assert cost.at(Kind.PIPELINE, BETWEEN).busiest_seconds == pytest.approx(3 / 100)
+    assert (
+        cost.at(TrafficKind.PIPELINE, WITHIN).num_transfers,
+        cost.at(TrafficKind.PIPELINE, BETWEEN).num_transfers,
+    ) == (4, 2)
+    assert cost.at(TrafficKind.PIPELINE, WITHIN).busiest_seconds == pytest.approx(3 / 300)
+    assert cost.at(TrafficKind.PIPELINE, BETWEEN).busiest_seconds == pytest.approx(3 / 100)
     assert cost.total_seconds == pytest.approx(4 * 3 / 300 + 2 * 3 / 50)
 
 
@@ -46,7 +49,7 @@ def test_last_rank_sends_to_the_first():
     """Several stages on each rank: the edge from rank 3 to rank 0 crosses too, both ways."""
     degrees = Degrees(tensor=1, pipeline=4, data=1)
     cost = placement_cost(standard(degrees), degrees, only(4, pipeline=(3e9,) * 3 + (2e9,)), machine(2, 2))
-    found = cost.at(Kind.PIPELINE, BETWEEN)
+    found = cost.at(TrafficKind.PIPELINE, BETWEEN)
     assert (found.num_transfers, found.total_bytes) == (4, 2 * (3e9 + 2e9))
 
 
@@ -55,8 +58,8 @@ def test_ring_enters_and_leaves_a_node_once():
     degrees = Degrees(tensor=1, pipeline=1, data=8)
     mapping = (0, 2, 4, 6, 1, 3, 5, 7)  # the order of ranks would cross eight times
     cost = placement_cost(mapping, degrees, only(1, data=(8e9,)), machine(4, 4))
-    assert cost.at(Kind.DATA, WITHIN).num_transfers == 6
-    between = cost.at(Kind.DATA, BETWEEN)
+    assert cost.at(TrafficKind.DATA, WITHIN).num_transfers == 6
+    between = cost.at(TrafficKind.DATA, BETWEEN)
     assert (between.num_transfers, between.total_bytes) == (2, pytest.approx(28e9))
     assert between.busiest_seconds == pytest.approx(14 / 100)
 
@@ -66,10 +69,10 @@ def test_tensor_and_embedding():
     degrees = Degrees(tensor=2, pipeline=2, data=1)
     traffic = only(2, tensor=(5e9, 7e9), embedding=2e9)
     cost = placement_cost(standard(degrees), degrees, traffic, machine(1, 1, 1, 1))
-    assert cost.at(Kind.TENSOR, BETWEEN).busiest_seconds == pytest.approx(7 / 100)
-    assert cost.at(Kind.EMBEDDING, BETWEEN).total_bytes == 4 * 2e9
+    assert cost.at(TrafficKind.TENSOR, BETWEEN).busiest_seconds == pytest.approx(7 / 100)
+    assert cost.at(TrafficKind.EMBEDDING, BETWEEN).total_bytes == 4 * 2e9
     one_node = placement_cost(standard(degrees), degrees, traffic, machine(4))
-    assert one_node.at(Kind.TENSOR, WITHIN).total_seconds == pytest.approx((2 * 5 + 2 * 7) / 300)
+    assert one_node.at(TrafficKind.TENSOR, WITHIN).total_seconds == pytest.approx((2 * 5 + 2 * 7) / 300)
 
 
 def test_bytes_do_not_depend_on_the_placement():
@@ -79,7 +82,7 @@ def test_bytes_do_not_depend_on_the_placement():
     totals = []
     for mapping in (standard(degrees), pair_adjacent(degrees), tuple(reversed(range(24)))):
         cost = placement_cost(mapping, degrees, traffic, topology)
-        totals.append([sum(cost.at(kind, level).total_bytes for level in Level) for kind in Kind])
+        totals.append([sum(cost.at(kind, level).total_bytes for level in Level) for kind in TrafficKind])
     assert totals[1] == pytest.approx(totals[0])
     assert totals[2] == pytest.approx(totals[0])
     assert all(total > 0 for total in totals[0])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.placement import Degrees, Kind, Level, pair_adjacent, standard
+from megatron.placement import Degrees, Level, TrafficKind, pair_adjacent, standard
 from megatron.placement.draw import draw_placement
 from megatron.placement.report import make_report
 from megatron.placement.text import label
@@ -37,9 +37,11 @@ def test_bars_are_as_long_as_the_transfers_take():
     bars = {bar.get_gid(): bar.get_width() for bar in draw_placement(report).axes[1].patches}
     cost = report.costs["standard"]
     assert set(bars) == {
-        f"{kind.value}, {level.value}" for kind in (Kind.PIPELINE, Kind.PAIR, Kind.EMBEDDING) for level in Level
+        f"{kind.value}, {level.value}"
+        for kind in (TrafficKind.PIPELINE, TrafficKind.PAIR, TrafficKind.EMBEDDING)
+        for level in Level
     }
-    for kind in (Kind.PIPELINE, Kind.PAIR, Kind.EMBEDDING):
+    for kind in (TrafficKind.PIPELINE, TrafficKind.PAIR, TrafficKind.EMBEDDING):
         for level in Level:
             assert bars[f"{kind.value}, {level.value}"] == pytest.approx(1e3 * cost.at(kind, level).busiest_seconds)
     assert bars["pair, between nodes"] > 0 == bars["pair, within a node"]

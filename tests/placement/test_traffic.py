@@ -4,25 +4,27 @@ from collections import Counter
 
 import pytest
 
-from megatron.pipeline.program.instruction import Kind as Instruction
+from megatron.pipeline.program.instruction import TrafficKind as Instruction
 from megatron.pipeline.schedules import Schedule
-from megatron.placement import Degrees, Kind, ModelShape, RecomputeScope, count_transfers, estimate_traffic
+from megatron.placement import Degrees, ModelShape, RecomputeScope, TrafficKind, count_transfers, estimate_traffic
 from megatron.placement.bandwidth import saved_activation_bytes
-from megatron.placement.counts import Counts
+from megatron.placement.counts import MessageCounts
 from megatron.placement.traffic import point_to_point
 
 SHAPE = ModelShape(
     num_layers=8, num_attention_heads=4, hidden_size=16, sequence_length=32, micro_batch_size=2, pipeline=4, tensor=2
 )  # fmt: skip
 DEGREES = Degrees(tensor=2, pipeline=4, data=3)
-COUNTS = Counts(num_microbatches=5, num_virtual_stages=1, activations=(5, 5, 5, 0), evictions=(2, 0, 0, 0))
+COUNTS = MessageCounts(num_microbatches=5, num_virtual_stages=1, activations=(5, 5, 5, 0), evictions=(2, 0, 0, 0))
 ACTIVATION = 2 * 32 * 2 * 16
 
 
 def test_figure_4():
     """p=4, m=8: stage 0 evicts three microbatches, and each boundary is crossed by eight."""
     counts = count_transfers(Schedule.preset("bpipe", num_stages=4), 8)
-    assert counts == Counts(num_microbatches=8, num_virtual_stages=1, activations=(8, 8, 8, 0), evictions=(3, 0, 0, 0))
+    assert counts == MessageCounts(
+        num_microbatches=8, num_virtual_stages=1, activations=(8, 8, 8, 0), evictions=(3, 0, 0, 0)
+    )
     assert counts.evictors == (0,)
 
 
@@ -50,16 +52,16 @@ def test_bytes_are_what_the_program_sends(preset, p, v, m, balance):
     expected = Counter()
     num_batches = 6
     one, more = schedule.build((m,) * num_batches), schedule.build((m,) * (num_batches + 1))
-    sizes = {Kind.PIPELINE: ACTIVATION / 2, Kind.PAIR: saved_activation_bytes(shape, RecomputeScope.NONE)}
+    sizes = {TrafficKind.PIPELINE: ACTIVATION / 2, TrafficKind.PAIR: saved_activation_bytes(shape, RecomputeScope.NONE)}
     step = {Instruction.SEND_F: 1, Instruction.SEND_B: -1}
     for program, sign in ((more, 1), (one, -1)):
         for rank, row in enumerate(program.rows):
             for instruction in row:
                 if instruction.kind in step:
                     target = program.rank_of_stage[instruction.stage + step[instruction.kind]]
-                    expected[Kind.PIPELINE, rank, target] += sign * sizes[Kind.PIPELINE]
+                    expected[TrafficKind.PIPELINE, rank, target] += sign * sizes[TrafficKind.PIPELINE]
                 elif instruction.kind in (Instruction.EVICT, Instruction.RETURN):
-                    expected[Kind.PAIR, rank, p - 1 - rank] += sign * sizes[Kind.PAIR]
+                    expected[TrafficKind.PAIR, rank, p - 1 - rank] += sign * sizes[TrafficKind.PAIR]
     found = Counter()
     for edge in point_to_point(traffic):
         if edge.kind in sizes:
@@ -67,7 +69,7 @@ def test_bytes_are_what_the_program_sends(preset, p, v, m, balance):
             found[edge.kind, edge.second_stage, edge.first_stage] += edge.bytes_each_way
     assert found == {key: pytest.approx(value) for key, value in expected.items() if value}
     assert counts.evictors == schedule.evicting_ranks((m,))
-    assert ((Kind.PIPELINE, p - 1, 0) in found) == (v > 1 or p == 2)
+    assert ((TrafficKind.PIPELINE, p - 1, 0) in found) == (v > 1 or p == 2)
 
 
 def test_counts_by_hand():
@@ -127,6 +129,6 @@ def test_behind_a_frozen_prefix():
     traffic = estimate_traffic(shape, degrees, counts, vocabulary_size=100, trained_layers=trained)
     a_layer = saved_activation_bytes(shape, RecomputeScope.NONE) / 2
     assert [(edge.first_stage, edge.second_stage, edge.bytes_each_way) for edge in point_to_point(traffic)
-            if edge.kind is Kind.PAIR] == [(1, 5, counts.evictions[1] * a_layer)]  # fmt: skip
+            if edge.kind is TrafficKind.PAIR] == [(1, 5, counts.evictions[1] * a_layer)]  # fmt: skip
     weights = (12 * 16**2 + 13 * 16) / 2
     assert traffic.data == (*(4 * layers * weights for layers in trained[:-1]), 4 * (2 * weights + 800))

@@ -27,7 +27,7 @@ from grid_search_commands.search_inputs import add_model_arguments, read_words
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.records import Entry, Result, ResultsFile, Status, read_entries
+from megatron.planner.trial.records import Result, ResultsFile, Status, TrialEntry, read_entries
 from megatron.planner.trial.report import draw, table_of
 from megatron.planner.trial.runs import Runs, collect, measure
 from megatron.planner.trial.settings import differences
@@ -134,8 +134,8 @@ def _configuration(text: str) -> Configuration:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
-def _entries(options: argparse.Namespace, runs: Runs) -> list[Entry]:
-    entries = [Entry(configuration=each) for each in options.configuration]
+def _entries(options: argparse.Namespace, runs: Runs) -> list[TrialEntry]:
+    entries = [TrialEntry(configuration=each) for each in options.configuration]
     if options.search is not None:
         found = read_entries(options.search)
         entries = (found if options.all else found[: options.best]) + entries
@@ -150,7 +150,7 @@ def _entries(options: argparse.Namespace, runs: Runs) -> list[Entry]:
     return [_predicted(entry, profile, num_layers) for entry in entries]
 
 
-def _predicted(entry: Entry, profile: Profile, num_layers: int) -> Entry:
+def _predicted(entry: TrialEntry, profile: Profile, num_layers: int) -> TrialEntry:
     try:
         seconds = predicted_seconds(profile, entry.configuration, num_layers=num_layers)
     except ValueError as error:
@@ -191,7 +191,7 @@ def _num_places() -> int:
     return os.cpu_count() or 1
 
 
-def _refuse_too_large(entries: list[Entry], places: int) -> None:
+def _refuse_too_large(entries: list[TrialEntry], places: int) -> None:
     for entry in entries:
         if entry.configuration.num_gpus > places:
             raise ValueError(
@@ -201,7 +201,7 @@ def _refuse_too_large(entries: list[Entry], places: int) -> None:
 
 
 def _say(total: int):
-    def said(number: int, entry: Entry, result: Result | None) -> None:
+    def said(number: int, entry: TrialEntry, result: Result | None) -> None:
         if result is None:
             text = "running"
         elif result.status is Status.DONE:

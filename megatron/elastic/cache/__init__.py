@@ -15,15 +15,15 @@ measured          counts, medians, and whether reading pays
 from megatron.elastic.cache.activation_cache import ActivationCache
 from megatron.elastic.cache.folder import require_usable
 from megatron.elastic.cache.generation import Generation, weights_digest
-from megatron.elastic.cache.measured import Counts, Measured, reading_pays
-from megatron.elastic.cache.probe import Seconds, measure
+from megatron.elastic.cache.measured import CacheCounts, Measured, reading_pays
+from megatron.elastic.cache.probe import CacheSeconds, measure
 
 __all__ = [
     "ActivationCache",
-    "Counts",
+    "CacheCounts",
+    "CacheSeconds",
     "Generation",
     "Measured",
-    "Seconds",
     "measure",
     "reading_pays",
     "require_usable",

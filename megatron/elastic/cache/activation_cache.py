@@ -20,7 +20,7 @@ from megatron.elastic.cache.file_lock import FileLock
 from megatron.elastic.cache.folder import PATIENCE, close_folder, lock_generation, open_folder
 from megatron.elastic.cache.generation import Generation
 from megatron.elastic.cache.measured import Measured
-from megatron.elastic.cache.store import Entry, Store
+from megatron.elastic.cache.store import CacheEntry, CacheStore
 from megatron.elastic.cache.value import Layout
 from megatron.elastic.cache.window import Window
 from megatron.elastic.cache.writer import Writer
@@ -37,7 +37,7 @@ class _Here:
     """What this process, and no fork of it, has open."""
 
     environment: Environment
-    store: Store
+    store: CacheStore
     writer: Writer
     window: Window
     locks: dict[bytes, FileLock] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class ActivationCache:
         for (key, older_key), tensor in zip(keys, tensors, strict=True):
             value, place = layout.new_value(streams)
             place.copy_(tensor.detach(), non_blocking=True)
-            entries.append(Entry(key, older_key, value))
+            entries.append(CacheEntry(key, older_key, value))
         copied = streams.record()
 
         def write() -> None:
@@ -239,7 +239,7 @@ class ActivationCache:
             found[index] = tensor
         return found
 
-    def _read_ahead(self, store: Store, keys: Sequence[bytes]) -> dict[bytes, Tensor]:
+    def _read_ahead(self, store: CacheStore, keys: Sequence[bytes]) -> dict[bytes, Tensor]:
         found: dict[bytes, Tensor] = {}
         for layout in self._layouts():
             mine = [layout.prefix + key[len(layout.prefix) :] for key in keys]
@@ -279,7 +279,7 @@ class ActivationCache:
                 self._off = True
                 self._warn("off", f"the cache in {self.folder} cannot be opened ({error}); all is computed")
                 return None
-            store = Store(environment, self.measured, self._warn)
+            store = CacheStore(environment, self.measured, self._warn)
             writer = Writer(self._options["most_waiting"])
             window = Window(partial(self._read_ahead, store), self._options["window"])
             self._here = _Here(environment, store, writer, window)

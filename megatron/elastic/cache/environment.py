@@ -61,7 +61,7 @@ class _Gate:
             self._changed.notify_all()
 
 
-class Held(Protocol):
+class HeldOpen(Protocol):
     """What is open together with an environment, such as a lock."""
 
     def abandon(self) -> None: ...
@@ -76,7 +76,7 @@ class Environment:
     written is not zeroed before (`meminit`), for nobody else reads it.
     """
 
-    def __init__(self, path: Path, most_bytes: int, held: Held) -> None:
+    def __init__(self, path: Path, most_bytes: int, held: HeldOpen) -> None:
         import lmdb
 
         self.path, self.held = path, held

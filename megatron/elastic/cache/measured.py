@@ -11,7 +11,7 @@ _MOST_TIMES = 256
 
 
 @dataclass(frozen=True)
-class Counts:
+class CacheCounts:
     """Since the cache was opened in this process.
 
     Attributes:
@@ -40,7 +40,7 @@ class Measured:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = Counts()
+        self._counts = CacheCounts()
         self._reads: deque[float] = deque(maxlen=_MOST_TIMES)
         self._writes: deque[float] = deque(maxlen=_MOST_TIMES)
 
@@ -64,7 +64,7 @@ class Measured:
                 self._writes.append(seconds / num_samples)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> CacheCounts:
         return self._counts
 
     @property

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Seconds:
+class CacheSeconds:
     """Of one sample. What is read is still in memory: a cache that does not fit there reads as fast as its disk.
 
     Attributes:
@@ -34,10 +34,10 @@ class Seconds:
     put: float
 
 
-_NEVER = Seconds(math.inf, math.inf, math.inf)
+_NEVER = CacheSeconds(math.inf, math.inf, math.inf)
 
 
-def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num_microbatches: int = 4) -> Seconds:
+def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num_microbatches: int = 4) -> CacheSeconds:
     """Medians of a few microbatches of samples of `num_bytes`, in a folder of its own in `folder` that is removed. All
     are infinite, with a warning, where it cannot be written.
 
@@ -69,7 +69,9 @@ def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num
         return _NEVER
 
 
-def _measured(folder: str, generation: Generation, values: Tensor, most_bytes: int, num_microbatches: int) -> Seconds:
+def _measured(
+    folder: str, generation: Generation, values: Tensor, most_bytes: int, num_microbatches: int
+) -> CacheSeconds:
     puts, microbatch_rows = [], generation.microbatch_rows
     with ActivationCache(folder, generation, most_bytes=most_bytes) as cache:
         for first in range(0, num_microbatches * microbatch_rows, microbatch_rows):
@@ -82,4 +84,4 @@ def _measured(folder: str, generation: Generation, values: Tensor, most_bytes: i
         measured = cache.measured
         if measured.read_seconds is None or measured.write_seconds is None:
             return _NEVER
-        return Seconds(measured.read_seconds, measured.write_seconds, sorted(puts)[len(puts) // 2])
+        return CacheSeconds(measured.read_seconds, measured.write_seconds, sorted(puts)[len(puts) // 2])

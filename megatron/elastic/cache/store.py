@@ -37,7 +37,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One sample's value, sealed when it is written; `older` is the key of the value that makes way for it where there
     is no room for both."""
 
@@ -46,7 +46,7 @@ class Entry:
     value: Tensor
 
 
-class Store:
+class CacheStore:
     """The values of one environment."""
 
     def __init__(self, environment: Environment, measured: Measured, warn: Warn) -> None:
@@ -78,7 +78,7 @@ class Store:
         self._measured.add_read(time.perf_counter() - begin, count, count * layout.num_bytes)
         return found
 
-    def write(self, layout: Layout, entries: Sequence[Entry], needed: Collection[bytes]) -> None:
+    def write(self, layout: Layout, entries: Sequence[CacheEntry], needed: Collection[bytes]) -> None:
         """Those for which there is room, in one transaction. `needed`: prefixes of keys that may not make way."""
         begin = time.perf_counter()
         left = list(entries)
@@ -120,7 +120,7 @@ class Store:
                 lock.release()
         return more
 
-    def _put(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
+    def _put(self, entries: list[CacheEntry]) -> tuple[list[CacheEntry], bool]:
         """Those that were not written, and whether LMDB said so."""
         import lmdb
 
@@ -143,14 +143,14 @@ class Store:
             return entries, True
         return left, False
 
-    def _put_behind_deletion(self, entries: list[Entry]) -> list[Entry]:
+    def _put_behind_deletion(self, entries: list[CacheEntry]) -> list[CacheEntry]:
         with self._environment.writing() as transaction:
             for each in entries:
                 if each.older is not None:
                     transaction.delete(each.older)
         return self._put_again(entries)[0]
 
-    def _put_again(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
+    def _put_again(self, entries: list[CacheEntry]) -> tuple[list[CacheEntry], bool]:
         """As `_put`, behind a deletion whose pages may not be free at once: a reader may still be looking at them."""
         self._environment.forget_the_dead()
         left, map_is_full = entries, True

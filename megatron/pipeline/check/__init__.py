@@ -40,7 +40,7 @@ from megatron.pipeline.check.error import ProgramError
 from megatron.pipeline.check.horizons import prove_horizons
 from megatron.pipeline.check.host_updates import prove_host_updates
 from megatron.pipeline.check.memory import prove_memory
-from megatron.pipeline.check.periods import Origin, Periodic, prove_periods, prove_repetition
+from megatron.pipeline.check.periods import Periodic, PeriodOrigin, prove_periods, prove_repetition
 from megatron.pipeline.check.predictions import prove_predictions
 from megatron.pipeline.check.progress import prove_progress
 from megatron.pipeline.check.report import CheckReport
@@ -143,7 +143,9 @@ def check_periodic(
     """
     one, two = periodic.unroll(1), periodic.unroll(2)
     fill, period = [len(row) for row in periodic.fill], [len(row) for row in periodic.period]
-    shift = Origin(microbatch=two.num_microbatches - one.num_microbatches, batch=len(two.batches) - len(one.batches))
+    shift = PeriodOrigin(
+        microbatch=two.num_microbatches - one.num_microbatches, batch=len(two.batches) - len(one.batches)
+    )
     compacted = compact(one)
     report = _prove(compacted, max_saved, max_saved_on_rank)
     prove_repetition(one, two, fill=fill, period=period, shift=shift)

@@ -40,7 +40,7 @@ from megatron.pipeline.check.device_operations import (
 )
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """A rank of the job, by its place in each degree."""
 
     pipeline: int
@@ -48,13 +48,13 @@ class Place(NamedTuple):
     data: int
 
 
-IsEarly = Callable[[Place], bool]
+IsEarly = Callable[[RankPlace], bool]
 
 
-class Device:
+class QueueingDevice:
     """One rank: its threads, its device, and where all of them have come."""
 
-    def __init__(self, place: Place, operations: RankOperations, *, is_early: bool, shares: bool) -> None:
+    def __init__(self, place: RankPlace, operations: RankOperations, *, is_early: bool, shares: bool) -> None:
         self.place, self.operations, self.is_early = place, operations, is_early
         self.complete = bytearray(len(operations.stream))
         self.queue_of_stream = [0 if shares else stream for stream in range(operations.num_streams)]
@@ -67,7 +67,7 @@ class Device:
         self.waits_of_threads: list[tuple[int, int]] = []  # (thread awaited, thread that waits)
 
 
-class Execution:
+class QueueExecution:
     """One execution of the whole job under one interleaving."""
 
     def __init__(
@@ -84,17 +84,19 @@ class Execution:
         """
         self.degrees = tensor, data
         self.devices = {
-            place: Device(place, operations, is_early=is_early is not None and is_early(place), shares=shares[rank])
+            place: QueueingDevice(
+                place, operations, is_early=is_early is not None and is_early(place), shares=shares[rank]
+            )
             for rank, operations in enumerate(ranks)
-            for place in (Place(rank, i, k) for i in range(tensor) for k in range(data))
+            for place in (RankPlace(rank, i, k) for i in range(tensor) for k in range(data))
         }
         self._is_free = is_early is None
-        self._joined: dict[tuple, list[tuple[Device, int]]] = {}
-        self._met: dict[tuple, list[Device]] = {}
-        self._issue: list[tuple[Device, int]] = []
-        self._soon: deque[tuple[Device, int]] = deque()
-        self._later: deque[tuple[Device, int]] = deque()  # other threads of ranks where these are late
-        self._last: deque[tuple[Device, int]] = deque()  # main threads of ranks where the others are early
+        self._joined: dict[tuple, list[tuple[QueueingDevice, int]]] = {}
+        self._met: dict[tuple, list[QueueingDevice]] = {}
+        self._issue: list[tuple[QueueingDevice, int]] = []
+        self._soon: deque[tuple[QueueingDevice, int]] = deque()
+        self._later: deque[tuple[QueueingDevice, int]] = deque()  # other threads of ranks where these are late
+        self._last: deque[tuple[QueueingDevice, int]] = deque()  # main threads of ranks where the others are early
 
     def run(self) -> bool:
         """Whether every thread comes to its end and every operation completes."""
@@ -113,19 +115,19 @@ class Execution:
             else:
                 return all(self._has_ended(device) for device in self.devices.values())
 
-    def _has_ended(self, device: Device) -> bool:
+    def _has_ended(self, device: QueueingDevice) -> bool:
         steps = device.operations.steps
         return all(device.step[thread] == len(steps[thread]) for thread in range(len(THREADS))) and all(device.complete)
 
     # --- hosts
 
-    def _wake(self, device: Device, thread: int) -> None:
+    def _wake(self, device: QueueingDevice, thread: int) -> None:
         if self._is_free or (thread == MAIN) != device.is_early:
             self._soon.append((device, thread))
         else:
             (self._last if thread == MAIN else self._later).append((device, thread))
 
-    def _go_on(self, device: Device, thread: int, *, one: bool) -> None:
+    def _go_on(self, device: QueueingDevice, thread: int, *, one: bool) -> None:
         """Let a thread go on until it waits or ends, or by one step."""
         steps, position = device.operations.steps[thread], device.step[thread]
         while position < len(steps):
@@ -140,7 +142,7 @@ class Execution:
                 break
         device.step[thread] = position
 
-    def _can_pass(self, device: Device, thread: int, action: int, argument) -> bool:
+    def _can_pass(self, device: QueueingDevice, thread: int, action: int, argument) -> bool:
         """Whether a thread need not wait here; if it has to, it is woken when that may have changed."""
         if action == HOST_WAIT:
             if not device.complete[argument]:
@@ -168,7 +170,7 @@ class Execution:
             return self._meet(device, thread, (*argument, *device.place[1:]))
         return True
 
-    def _meet(self, device: Device, thread: int, key: tuple) -> bool:
+    def _meet(self, device: QueueingDevice, thread: int, key: tuple) -> bool:
         hosts = self._met.setdefault(key, [])
         if device not in hosts:
             hosts.append(device)
@@ -176,7 +178,7 @@ class Execution:
                 self._wake(hosts[0], thread)
         return len(hosts) == 2
 
-    def _launch(self, device: Device, operation: int) -> None:
+    def _launch(self, device: QueueingDevice, operation: int) -> None:
         queue = device.queue_of_stream[device.operations.stream[operation]]
         device.queues[queue].append(operation)
         if device.head[queue] == len(device.queues[queue]) - 1:
@@ -184,7 +186,7 @@ class Execution:
 
     # --- devices
 
-    def blocked_by(self, device: Device, queue: int) -> int:
+    def blocked_by(self, device: QueueingDevice, queue: int) -> int:
         """The operation that the head of a queue waits for; NONE where the queue is empty or its head can be issued."""
         if device.head[queue] == len(device.queues[queue]):
             return NONE
@@ -194,7 +196,7 @@ class Execution:
                 return needed
         return NONE
 
-    def _advance(self, device: Device, queue: int) -> None:
+    def _advance(self, device: QueueingDevice, queue: int) -> None:
         """Issue what can be issued."""
         launched, operations, complete = device.queues[queue], device.operations, device.complete
         before, after, joint = operations.before, operations.after, operations.joint
@@ -210,7 +212,7 @@ class Execution:
             else:
                 self._join(device, operation)
 
-    def _join(self, device: Device, operation: int) -> None:
+    def _join(self, device: QueueingDevice, operation: int) -> None:
         members, _, num_ranks = device.operations.joint[operation]
         joined = self._joined.setdefault(self.key(device, operation), [])
         joined.append((device, operation))
@@ -218,7 +220,7 @@ class Execution:
             for member, its_operation in joined:
                 self._complete(member, its_operation)
 
-    def key(self, device: Device, operation: int) -> tuple:
+    def key(self, device: QueueingDevice, operation: int) -> tuple:
         """What the members of a collective have in common, and nobody else."""
         members, which, _ = device.operations.joint[operation]
         _, i, k = device.place
@@ -232,11 +234,11 @@ class Execution:
             return num_ranks
         return num_ranks * (1 if members == DATA else tensor) * (1 if members == TENSOR else data)
 
-    def joined(self, device: Device, operation: int) -> list[Device]:
+    def joined(self, device: QueueingDevice, operation: int) -> list[QueueingDevice]:
         """Who has issued a collective."""
         return [member for member, _ in self._joined.get(self.key(device, operation), [])]
 
-    def _complete(self, device: Device, operation: int) -> None:
+    def _complete(self, device: QueueingDevice, operation: int) -> None:
         device.complete[operation] = True
         for waiter in device.waiting.pop(operation, ()):
             if waiter < 0:

@@ -25,7 +25,7 @@ from itertools import product
 
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.device_operations import AWAIT, LAUNCH, MAIN, POST, RankOperations, lower
-from megatron.pipeline.check.device_queues import Execution, IsEarly, Place
+from megatron.pipeline.check.device_queues import IsEarly, QueueExecution, RankPlace
 from megatron.pipeline.check.queue_deadlock import explain_queue_deadlock
 from megatron.pipeline.program.program import Program
 
@@ -146,9 +146,9 @@ class _Job:
     def _is_open(self, rank: int, shares: list[bool]) -> bool:
         return shares[rank] and not _launches_alone(self.ranks[rank])
 
-    def execution(self, shares: list[bool], is_early: IsEarly | None) -> Execution:
+    def execution(self, shares: list[bool], is_early: IsEarly | None) -> QueueExecution:
         tensor, data = (1, 1) if is_early is None else self._degrees
-        return Execution(self.ranks, tensor=tensor, data=data, shares=shares, is_early=is_early)
+        return QueueExecution(self.ranks, tensor=tensor, data=data, shares=shares, is_early=is_early)
 
     def interleavings(self, shares: list[bool]) -> Iterator[IsEarly | None]:
         """What is executed: nothing to choose, all choices where these are few, else some that have a pattern."""
@@ -157,7 +157,7 @@ class _Job:
         if not open_ranks:
             yield None
         elif len(open_ranks) * tensor * data <= _MOST_EXHAUSTIVE:
-            places = [Place(rank, i, k) for rank in open_ranks for i in range(tensor) for k in range(data)]
+            places = [RankPlace(rank, i, k) for rank in open_ranks for i in range(tensor) for k in range(data)]
             for choice in product((False, True), repeat=len(places)):
                 early = dict(zip(places, choice, strict=True))
                 yield lambda place, early=early: early.get(place, False)

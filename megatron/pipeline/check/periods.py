@@ -67,7 +67,7 @@ class Periodic(Protocol):
     def unroll(self, count: int, /) -> Program: ...
 
 
-class Origin(NamedTuple):
+class PeriodOrigin(NamedTuple):
     """What the numbers of a state are counted from."""
 
     microbatch: int
@@ -78,7 +78,7 @@ class Origin(NamedTuple):
 _RankState = dict[str, Any]
 
 
-def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Sequence[int], shift: Origin) -> None:
+def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Sequence[int], shift: PeriodOrigin) -> None:
     """Prove steps 2 and 3.
 
     Args:
@@ -93,7 +93,7 @@ def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Seque
     after_period = [first + second for first, second in zip(fill, period, strict=True)]
     execution = Execution(compact)
     execution.run(after_fill)
-    before = _state(compact, execution, after_fill, Origin(0, 0))
+    before = _state(compact, execution, after_fill, PeriodOrigin(0, 0))
     execution.run(after_period)
     after = _state(compact, execution, after_period, shift)
     for rank, (first, second) in enumerate(zip(before, after, strict=True)):
@@ -104,7 +104,9 @@ def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Seque
                 raise compact.error(rank, after_period[rank], reason)
 
 
-def prove_repetition(one: Program, two: Program, *, fill: Sequence[int], period: Sequence[int], shift: Origin) -> None:
+def prove_repetition(
+    one: Program, two: Program, *, fill: Sequence[int], period: Sequence[int], shift: PeriodOrigin
+) -> None:
     """Prove that the second period of `two` is its first one shifted, and so its drain: what the induction is about is
     what is unrolled.
 
@@ -125,7 +127,7 @@ def prove_repetition(one: Program, two: Program, *, fill: Sequence[int], period:
             raise error_at(two, rank, position, f"in the second of two periods {wanted} is due here")
 
 
-def _state(compact: CompactProgram, execution: Execution, ends: list[int], origin: Origin) -> list[_RankState]:
+def _state(compact: CompactProgram, execution: Execution, ends: list[int], origin: PeriodOrigin) -> list[_RankState]:
     """The state when every rank has executed `ends[rank]` instructions, counted from `origin`, rank by rank."""
     known = Facts(compact)
     states = [_rows_state(compact, known, rank, ends[rank], origin) for rank in range(len(ends))]
@@ -153,7 +155,7 @@ def _state(compact: CompactProgram, execution: Execution, ends: list[int], origi
     return states
 
 
-def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, origin: Origin) -> _RankState:
+def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, origin: PeriodOrigin) -> _RankState:
     """What follows from the first `end` instructions of one row alone."""
     width = compact.num_microbatches
     stages = compact.stages_of(rank)
@@ -200,7 +202,7 @@ def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, orig
     return state
 
 
-def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, origin: Origin) -> _RankState:
+def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, origin: PeriodOrigin) -> _RankState:
     """What a rank's words to and from the host before a cut leave to those after it."""
     row = compact.program.rows[rank]
     resident: dict[int, int] = {}
@@ -238,13 +240,13 @@ def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, 
     return state
 
 
-def _number(instruction: Instruction, origin: Origin) -> int:
+def _number(instruction: Instruction, origin: PeriodOrigin) -> int:
     if instruction.microbatch is None:
         return instruction.version - origin.batch
     return instruction.microbatch - origin.microbatch
 
 
-def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Origin) -> _RankState:
+def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: PeriodOrigin) -> _RankState:
     """What a rank's moves before a cut leave to those after it."""
     row, partner = compact.program.rows[rank], compact.partners[rank]
     own = [row[position] for position in moves_of_rank(compact, rank, ends[rank])]

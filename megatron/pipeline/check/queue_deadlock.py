@@ -24,14 +24,14 @@ from megatron.pipeline.check.device_operations import (
 
 if TYPE_CHECKING:
     from megatron.pipeline.check.compact import CompactProgram
-    from megatron.pipeline.check.device_queues import Device, Execution
+    from megatron.pipeline.check.device_queues import QueueExecution, QueueingDevice
     from megatron.pipeline.check.error import ProgramError
 
 _QUEUE, _THREAD = "queue", "thread"
-_Node = tuple[str, "Device", int]  # the head of a queue, or a thread
+_Node = tuple[str, "QueueingDevice", int]  # the head of a queue, or a thread
 
 
-def explain_queue_deadlock(compact: CompactProgram, execution: Execution, where: str) -> ProgramError:
+def explain_queue_deadlock(compact: CompactProgram, execution: QueueExecution, where: str) -> ProgramError:
     """The error that names the circle of queues and threads. `where`: on which devices."""
     story = _Story(compact, execution)
     path: list[_Node] = []
@@ -50,7 +50,7 @@ def explain_queue_deadlock(compact: CompactProgram, execution: Execution, where:
 class _Story:
     """Tells of an execution that is stuck."""
 
-    def __init__(self, compact: CompactProgram, execution: Execution) -> None:
+    def __init__(self, compact: CompactProgram, execution: QueueExecution) -> None:
         self._rows = compact.program.rows
         self._execution = execution
 
@@ -68,7 +68,7 @@ class _Story:
             if device.step[thread] < len(device.operations.steps[thread])
         )
 
-    def where(self, node: _Node) -> tuple[Device, int]:
+    def where(self, node: _Node) -> tuple[QueueingDevice, int]:
         """The rank, and the position in its row that the node is about."""
         what, device, index = node
         if what == _QUEUE:
@@ -82,7 +82,7 @@ class _Story:
         what, device, index = node
         return self._queue_waits_for(device, index) if what == _QUEUE else self._thread_waits_for(device, index)
 
-    def _queue_waits_for(self, device: Device, queue: int) -> tuple[str, _Node | None]:
+    def _queue_waits_for(self, device: QueueingDevice, queue: int) -> tuple[str, _Node | None]:
         head = device.queues[queue][device.head[queue]]
         needed = self._execution.blocked_by(device, queue)
         sentence = (
@@ -96,7 +96,7 @@ class _Story:
             sentence += f", which {_name(member)} has not joined"
         return sentence, self._holder(member, device, needed)
 
-    def _missing_member(self, device: Device, operation: int) -> Device | None:
+    def _missing_member(self, device: QueueingDevice, operation: int) -> QueueingDevice | None:
         """Who has not issued the operation: the rank itself, or a member of its collective."""
         execution, joint = self._execution, device.operations.joint[operation]
         if joint is None or device not in execution.joined(device, operation):
@@ -107,13 +107,13 @@ class _Story:
                 return member
         return None
 
-    def _counterpart(self, member: Device, device: Device, operation: int) -> int | None:
+    def _counterpart(self, member: QueueingDevice, device: QueueingDevice, operation: int) -> int | None:
         """A member's own part in the collective of another."""
         key = self._execution.key(device, operation)
         parts = enumerate(member.operations.joint)
         return next((each for each, joint in parts if joint and self._execution.key(member, each) == key), None)
 
-    def _holder(self, member: Device, device: Device, operation: int) -> _Node | None:
+    def _holder(self, member: QueueingDevice, device: QueueingDevice, operation: int) -> _Node | None:
         """The queue behind whose head a member's part stands, or the thread that has not launched it."""
         own = operation if member is device else self._counterpart(member, device, operation)
         for queue, launched in enumerate(member.queues):
@@ -124,7 +124,7 @@ class _Story:
                 return _THREAD, member, thread
         raise AssertionError("every operation is launched by a thread")
 
-    def _thread_waits_for(self, device: Device, thread: int) -> tuple[str, _Node | None]:
+    def _thread_waits_for(self, device: QueueingDevice, thread: int) -> tuple[str, _Node | None]:
         action, argument = device.operations.steps[thread][device.step[thread]]
         here = f"{_name(device)} has its {THREADS[thread]} thread wait"
         if action == HOST_WAIT:
@@ -145,7 +145,7 @@ class _Story:
         partner = self._partner(device, argument)
         return f"{here} for the host of {_name(partner)}", (_THREAD, partner, thread)
 
-    def _partner(self, device: Device, meeting: tuple) -> Device:
+    def _partner(self, device: QueueingDevice, meeting: tuple) -> QueueingDevice:
         """The other host of a meeting."""
         others = (
             other
@@ -154,13 +154,13 @@ class _Story:
         )
         return next(other for other in others if (MEET, meeting) in other.operations.steps[MOVES])
 
-    def _word(self, device: Device, operation: int) -> str:
+    def _word(self, device: QueueingDevice, operation: int) -> str:
         """`0F4@1 (tensor group)`."""
         operations = device.operations
         instruction = self._rows[device.place.pipeline][operations.position[operation]]
         return f"{instruction} ({operations.stream_names[operations.stream[operation]]})"
 
 
-def _name(device: Device) -> str:
+def _name(device: QueueingDevice) -> str:
     pipeline, tensor, data = device.place
     return f"rank {pipeline} (tensor {tensor}, data {data})"

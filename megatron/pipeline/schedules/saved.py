@@ -13,7 +13,7 @@ _OFFLOADED = RELOADED_AHEAD + 1  # of a stage whose inputs leave, the most that 
 
 
 @dataclass(frozen=True)
-class SavedActivations:
+class SavedBounds:
     """The bounds of a schedule. `balance`: activations move; `drains`: each batch ends before the next begins;
     `offloads`: inputs of a relay are stashed on the host.
     """

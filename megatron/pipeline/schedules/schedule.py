@@ -23,7 +23,7 @@ from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.rules import validate_choices, validate_frozen, validate_predictions
-from megatron.pipeline.schedules.saved import SavedActivations
+from megatron.pipeline.schedules.saved import SavedBounds
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.schedules.unread import unread
 
@@ -312,9 +312,9 @@ class Schedule:
         )  # fmt: skip
 
     @property
-    def _saved(self) -> SavedActivations:
+    def _saved(self) -> SavedBounds:
         offloads = self.residency is not None and self.residency.stashes_on_host
-        return SavedActivations(self._order, self.rank_of_stage, self.balance, self.weights.drains, offloads)
+        return SavedBounds(self._order, self.rank_of_stage, self.balance, self.weights.drains, offloads)
 
 
 @lru_cache(maxsize=256)

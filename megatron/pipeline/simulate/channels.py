@@ -4,7 +4,7 @@ from collections import deque
 
 from megatron.pipeline.program.instruction import RECEIVE_OF, RECEIVES, SEND_OF, SENDS, Instruction, Kind, Tensor
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.simulate.state import UNKNOWN, State
+from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 NOBODY = -1
 
@@ -26,7 +26,14 @@ class Channel:
     )  # fmt: skip
 
     def __init__(
-        self, sender: int, receiver: int, *, occupation: float, latency: float, num_microbatches: int, state: State
+        self,
+        sender: int,
+        receiver: int,
+        *,
+        occupation: float,
+        latency: float,
+        num_microbatches: int,
+        state: SimulationState,
     ) -> None:
         self.sender, self.receiver = sender, receiver  # ranks
         self.occupation, self.latency = occupation, latency
@@ -69,7 +76,7 @@ class Channel:
         return start
 
 
-class Channels:
+class SimulatedChannels:
     """All channels, by what they mean to the instructions of each stage.
 
     Attributes:
@@ -79,7 +86,7 @@ class Channels:
             within a rank, and in a program without transfers.
     """
 
-    def __init__(self, state: State, costs: Costs) -> None:
+    def __init__(self, state: SimulationState, costs: Costs) -> None:
         program = state.program
         graph, ranks, num_stages = program.graph, program.rank_of_stage, len(program.rank_of_stage)
         self.needed: dict[Tensor, list[tuple[Channel, ...]]] = {tensor: [()] * num_stages for tensor in Tensor}

@@ -9,7 +9,7 @@ from collections import deque
 
 from megatron.pipeline.program.instruction import HOST_WORDS, Kind, Lane
 from megatron.pipeline.program.lane_order import awaited_in_lanes
-from megatron.pipeline.simulate.state import UNKNOWN, State
+from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 
 class _Queue:
@@ -22,10 +22,10 @@ class _Queue:
         self.free_at = 0.0
 
 
-class Lanes:
+class SimulatedLanes:
     """The lanes of all ranks. `awaited`: by rank and position, the positions of the row that have to be complete."""
 
-    def __init__(self, state: State, seconds: dict[Kind, list[float]]) -> None:
+    def __init__(self, state: SimulationState, seconds: dict[Kind, list[float]]) -> None:
         program = state.program
         self._state, self._seconds = state, seconds
         self.awaited = [

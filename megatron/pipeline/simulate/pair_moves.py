@@ -4,7 +4,7 @@ from operator import attrgetter
 
 from megatron.pipeline.program.instruction import MOVES, OWN_MOVES, Instruction, Kind
 from megatron.pipeline.program.move_order import awaited_moves
-from megatron.pipeline.simulate.state import UNKNOWN, State
+from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 
 class _Queue:
@@ -25,7 +25,7 @@ class _Queue:
 class PairMoves:
     """The queues of all ranks. `awaited`: by rank and position, how many of the rank's moves have to be complete."""
 
-    def __init__(self, state: State, seconds: dict[Kind, list[float]], *, synchronous: bool) -> None:
+    def __init__(self, state: SimulationState, seconds: dict[Kind, list[float]], *, synchronous: bool) -> None:
         self._state, self._seconds = state, seconds
         self._queues = [_Queue() for _ in state.rows]
         self._pairs = state.program.pairs

@@ -12,12 +12,12 @@ from megatron.pipeline.program.instruction import (
     Subject,
 )
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.simulate.channels import Channels
+from megatron.pipeline.simulate.channels import SimulatedChannels
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.simulate.lanes import Lanes
+from megatron.pipeline.simulate.lanes import SimulatedLanes
 from megatron.pipeline.simulate.pair_moves import PairMoves
-from megatron.pipeline.simulate.reductions import Reductions
-from megatron.pipeline.simulate.state import UNKNOWN, SimulationError, State
+from megatron.pipeline.simulate.reductions import SimulatedReductions
+from megatron.pipeline.simulate.state import UNKNOWN, SimulationError, SimulationState
 from megatron.pipeline.simulate.timeline import Timeline
 
 _COMPUTE, _SEND, _RECEIVE, _MOVE, _STEP, _REDUCE, _CARRY = range(7)
@@ -42,7 +42,7 @@ class Simulation:
     """One execution of a program."""
 
     def __init__(self, program: Program, costs: Costs, *, synchronous_moves: bool) -> None:
-        self.state = State(program)
+        self.state = SimulationState(program)
         num_stages = len(program.rank_of_stage)
         seconds = costs.seconds(num_stages)
         of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
@@ -55,10 +55,10 @@ class Simulation:
             seconds[kind] = [math.fsum(times[each] for each in trained[rank]) for rank in program.rank_of_stage]
         self.overlap = costs.overlap
         self.num_microbatches = sum(program.batches)
-        self.channels = Channels(self.state, costs)
+        self.channels = SimulatedChannels(self.state, costs)
         self.moves = PairMoves(self.state, seconds, synchronous=synchronous_moves)
-        self.lanes = Lanes(self.state, seconds)
-        self.reductions = Reductions(self.state, seconds, self.lanes)
+        self.lanes = SimulatedLanes(self.state, seconds)
+        self.reductions = SimulatedReductions(self.state, seconds, self.lanes)
         awaited = zip(self.moves.awaited, self.lanes.awaited, strict=True)
         self.held = [moves.keys() | lanes.keys() for moves, lanes in awaited]  # positions that wait for any of them
         self.clock = [0.0] * len(program.rows)

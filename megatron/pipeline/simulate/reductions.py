@@ -9,8 +9,8 @@ no later STEP waits for it. Tied embeddings on the host are added up once the ra
 from collections import Counter, deque
 
 from megatron.pipeline.program.instruction import SHARED_REDUCTIONS, Kind
-from megatron.pipeline.simulate.lanes import Lanes
-from megatron.pipeline.simulate.state import UNKNOWN, State
+from megatron.pipeline.simulate.lanes import SimulatedLanes
+from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 
 class _Queue:
@@ -36,10 +36,10 @@ class _Reduction:
         self.duration = 0.0
 
 
-class Reductions:
+class SimulatedReductions:
     """The reductions of all ranks, and for which version's each rank waits."""
 
-    def __init__(self, state: State, seconds: dict[Kind, list[float]], lanes: Lanes) -> None:
+    def __init__(self, state: SimulationState, seconds: dict[Kind, list[float]], lanes: SimulatedLanes) -> None:
         num_ranks = len(state.rows)
         self._state, self._seconds, self._lanes = state, seconds, lanes
         self._chains = [_Queue(rank) for rank in range(num_ranks)]

@@ -9,7 +9,7 @@ class SimulationError(ValueError):
     """A program cannot be executed to its end."""
 
 
-class State:
+class SimulationState:
     """Of one simulation.
 
     Attributes:

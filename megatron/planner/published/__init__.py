@@ -2,16 +2,16 @@
 
 from megatron.planner.published.errors import FEWEST_OTHERS, RowError, row_errors
 from megatron.planner.published.feasibility import Fact, Judged, judge_facts, load_facts
-from megatron.planner.published.report import Outcome, validate
-from megatron.planner.published.selection import Choice, choices
+from megatron.planner.published.report import ValidationOutcome, validate
+from megatron.planner.published.selection import TableChoice, choices
 
 __all__ = [
     "FEWEST_OTHERS",
-    "Choice",
     "Fact",
     "Judged",
-    "Outcome",
     "RowError",
+    "TableChoice",
+    "ValidationOutcome",
     "choices",
     "judge_facts",
     "load_facts",

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from megatron.planner.published.entries import Entry
 from megatron.planner.published.errors import RowError
 from megatron.planner.published.feasibility import Judged
-from megatron.planner.published.selection import TOP, Choice
+from megatron.planner.published.selection import TOP, TableChoice
 
 PRESSURE = "allocator"  # what the note of an entry says where its authors saw memory pressure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ValidationOutcome:
     """A line of the table.
 
     Attributes:
@@ -77,10 +77,10 @@ _MOST_WRONG = 1
 def validate(
     rows: Sequence[RowError],
     judged: Sequence[Judged],
-    tables: Sequence[Choice],
+    tables: Sequence[TableChoice],
     ranked: Sequence[Entry],
     throughput: Callable[[Entry], float],
-) -> list[Outcome]:
+) -> list[ValidationOutcome]:
     """The whole table.
 
     Args:
@@ -107,7 +107,7 @@ def _title(entry: Entry) -> str:
     return f"{entry.source}: {entry.model_name}" if entry.model_name and "Table" in entry.source else entry.source
 
 
-def _error(test: str, rows: Sequence[RowError], group: _Group) -> Outcome:
+def _error(test: str, rows: Sequence[RowError], group: _Group) -> ValidationOutcome:
     chosen = [row for row in rows if group.has(row.entry)]
     errors = [abs(error) for row in chosen for error in row.prediction.published_errors.values()]
     of_time = [abs(error) for row in chosen for error in row.errors.values()]
@@ -128,7 +128,7 @@ def _error(test: str, rows: Sequence[RowError], group: _Group) -> Outcome:
     limits = [
         (kind, limit, numbers[f"{kind}_error"]) for kind, limit in (("mean", group.mean), ("max", group.worst)) if limit
     ]
-    return Outcome(
+    return ValidationOutcome(
         test=test,
         bar=", ".join(f"{kind} <= {_percent(limit)}" for kind, limit, _ in limits),
         found=text,
@@ -137,21 +137,21 @@ def _error(test: str, rows: Sequence[RowError], group: _Group) -> Outcome:
     )
 
 
-def _flags(rows: Sequence[RowError], pressed: Sequence[RowError]) -> Outcome:
+def _flags(rows: Sequence[RowError], pressed: Sequence[RowError]) -> ValidationOutcome:
     flagged = sum(row.prediction.estimate.under_pressure for row in pressed)
     calm = [row for row in rows if row.left_out and PRESSURE not in row.entry.note]
     false = sum(row.prediction.estimate.under_pressure for row in calm)
-    return Outcome(
+    return ValidationOutcome(
         test="runs noted as slowed by the allocator are flagged",
         found=f"{flagged} of {len(pressed)}; of the {len(calm)} others that were fitted {false}",
         numbers={"num_pressed": len(pressed), "num_flagged": flagged, "num_calm": len(calm), "num_false": false},
     )
 
 
-def _choice(choice: Choice) -> Outcome:
+def _choice(choice: TableChoice) -> ValidationOutcome:
     bar = next((limit for source, limit in _CHOICE_BARS.items() if source in choice.source), None)
     best = "the best" if choice.chosen == choice.best else f"{choice.chosen}, {_percent(choice.regret)} slower"
-    return Outcome(
+    return ValidationOutcome(
         test=f"choice in {choice.title}",
         bar=f"<= {_percent(bar)} slower in the top {TOP}" if bar else "",
         found=f"{best}; {_percent(choice.regret_of_top)} slower in the top {TOP} of {choice.num_runs}",
@@ -160,7 +160,7 @@ def _choice(choice: Choice) -> Outcome:
     )
 
 
-def _facts(judged: Sequence[Judged]) -> Iterable[Outcome]:
+def _facts(judged: Sequence[Judged]) -> Iterable[ValidationOutcome]:
     for model, strength in dict.fromkeys((each.fact.model, each.fact.strength) for each in judged):
         facts = [each for each in judged if (each.fact.model, each.fact.strength) == (model, strength)]
         wrong = [each for each in facts if not each.is_right]
@@ -169,7 +169,7 @@ def _facts(judged: Sequence[Judged]) -> Iterable[Outcome]:
         if wrong:
             worst = max(wrong, key=lambda each: abs(each.verdict.spare_gib))
             text += f"; the farthest: {worst.fact}, by {abs(worst.verdict.spare_gib):.1f} GiB"
-        yield Outcome(
+        yield ValidationOutcome(
             test=f"memory of {model}, {strength}",
             bar=f"<= {_MOST_WRONG} wrong" if stated else "",
             found=text,
@@ -178,7 +178,7 @@ def _facts(judged: Sequence[Judged]) -> Iterable[Outcome]:
         )
 
 
-def _ranks(ranked: Sequence[Entry], throughput: Callable[[Entry], float]) -> Iterable[Outcome]:
+def _ranks(ranked: Sequence[Entry], throughput: Callable[[Entry], float]) -> Iterable[ValidationOutcome]:
     tables: dict[tuple[str, str, str, int], list[Entry]] = {}
     for entry in ranked:
         key = (entry.source, entry.model_name, entry.cluster.gpu, entry.configuration.num_gpus)
@@ -187,7 +187,7 @@ def _ranks(ranked: Sequence[Entry], throughput: Callable[[Entry], float]) -> Ite
         if len(entries) < 2:
             continue
         first = max(entries, key=throughput)
-        yield Outcome(
+        yield ValidationOutcome(
             test=f"{source}: {model} on {num_gpus} {gpu}",
             bar="the paper's choice comes first",
             found=f"{first.id} comes first" + ("" if first.chosen else ", which the paper did not choose"),

@@ -11,7 +11,7 @@ TOP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class TableChoice:
     """Of one table: a model on a number of GPUs, with one batch size.
 
     Attributes:
@@ -30,7 +30,7 @@ class Choice:
     regret_of_top: float
 
 
-def choices(rows: Sequence[RowError]) -> list[Choice]:
+def choices(rows: Sequence[RowError]) -> list[TableChoice]:
     """For every table of three runs and more. Runs count that were measured as whole iterations."""
     tables: dict[tuple, list[RowError]] = {}
     for row in rows:
@@ -39,12 +39,12 @@ def choices(rows: Sequence[RowError]) -> list[Choice]:
     return [_choice(table) for table in tables.values() if len(table) >= _FEWEST]
 
 
-def _choice(table: Sequence[RowError]) -> Choice:
+def _choice(table: Sequence[RowError]) -> TableChoice:
     predicted = sorted(table, key=lambda row: row.prediction.estimate.seconds)
     best = min(table, key=lambda row: row.entry.seconds).entry
     top = min(row.entry.seconds for row in predicted[:TOP])
     name = best.model_name or f"{best.model.num_layers} layers of {best.model.hidden_size}"
-    return Choice(
+    return TableChoice(
         title=f"{best.source}: {name} on {best.configuration.num_gpus} GPUs",
         source=best.source,
         num_runs=len(table),

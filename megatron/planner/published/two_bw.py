@@ -21,7 +21,7 @@ RECOMPUTE_FACTOR = 4 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
+class BlockProfile:
     """A model of equal blocks, from a profile of one of them (4.2.1, "Estimating T^comp" and "Estimating T^comm").
 
     Attributes:
@@ -58,7 +58,7 @@ class Servers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class TwoBWChoice:
     """What Algorithm 1 weighs: w, d, b and r, with THROUGHPUT in sequences per second and MEMORY in bytes."""
 
     width: int
@@ -70,10 +70,10 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TwoBWPlan:
     """What Algorithm 1 returns. `accumulation`: g, which may be a fraction as the paper's formula has it."""
 
-    choice: Choice
+    choice: TwoBWChoice
     accumulation: float
 
 
@@ -81,7 +81,7 @@ class Plan:
 class PaperPlanner:
     """The cost functions of section 4.2 and the algorithm of section 4.3 for a model on servers."""
 
-    model: Blocks
+    model: BlockProfile
     servers: Servers
 
     # --- 4.2.1
@@ -135,7 +135,7 @@ class PaperPlanner:
 
     # --- 4.3
 
-    def search(self, w: int, d: int, *, safe_batch: int, microbatches: Sequence[int]) -> Choice:
+    def search(self, w: int, d: int, *, safe_batch: int, microbatches: Sequence[int]) -> TwoBWChoice:
         """SEARCH(w, d, B): the b and r with the highest throughput among those that fit.
 
         A batch is at least one round of the pipeline, b w d sequences (section 5.2 with g = 1), and may not exceed B.
@@ -149,7 +149,7 @@ class PaperPlanner:
             return min(every, key=lambda choice: choice.memory_bytes)
         return max(fitting, key=lambda choice: choice.throughput)
 
-    def sweep(self, *, safe_batch: int, microbatches: Sequence[int]) -> Iterator[Choice]:
+    def sweep(self, *, safe_batch: int, microbatches: Sequence[int]) -> Iterator[TwoBWChoice]:
         """The loops of Algorithm 1: w from 1 to N, d from 1 to N/w; those whose memory is above M are left out.
 
         Left out are also depths that do not divide the blocks, and widths and depths whose smallest batch is above B.
@@ -163,7 +163,7 @@ class PaperPlanner:
                 if choice.memory_bytes <= self.servers.memory_bytes:
                     yield choice
 
-    def partition(self, *, safe_batch: int, microbatches: Sequence[int]) -> Plan | None:
+    def partition(self, *, safe_batch: int, microbatches: Sequence[int]) -> TwoBWPlan | None:
         """Algorithm 1: the choice with the highest throughput, the first of equals, and g = B / (N b).
 
         None: nothing fits.
@@ -178,10 +178,10 @@ class PaperPlanner:
                 best = choice
         if best is None:
             return None
-        return Plan(choice=best, accumulation=safe_batch / (self.servers.num_workers * best.microbatch))
+        return TwoBWPlan(choice=best, accumulation=safe_batch / (self.servers.num_workers * best.microbatch))
 
-    def _choice(self, w: int, d: int, b: int, *, recompute: bool) -> Choice:
-        return Choice(
+    def _choice(self, w: int, d: int, b: int, *, recompute: bool) -> TwoBWChoice:
+        return TwoBWChoice(
             width=w, depth=d, microbatch=b, recompute=recompute,
             throughput=self.throughput(w, d, b, recompute=recompute),
             memory_bytes=self.memory_bytes(d, b, recompute=recompute),

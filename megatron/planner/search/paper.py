@@ -8,7 +8,7 @@ from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.parameters import layer_parameters
 from megatron.planner.planner import Planner
-from megatron.planner.published.two_bw import Blocks, Choice, PaperPlanner, Plan, Servers
+from megatron.planner.published.two_bw import BlockProfile, PaperPlanner, Servers, TwoBWChoice, TwoBWPlan
 
 _GIGA, _GIB = 1e9, 2**30
 
@@ -23,8 +23,8 @@ class PaperResult:
         estimate: this planner's, of `whole`; None where `reason` says why there is none.
     """
 
-    plan: Plan | None
-    whole: Choice | None = None
+    plan: TwoBWPlan | None
+    whole: TwoBWChoice | None = None
     estimate: Estimate | None = None
     reason: str = ""
 
@@ -51,7 +51,7 @@ def run_paper_algorithm(planner: Planner, *, safe_batch: int) -> PaperResult:
         return PaperResult(plan=plan, whole=best, reason=str(error))
 
 
-def _configuration(choice: Choice, safe_batch: int) -> Configuration:
+def _configuration(choice: TwoBWChoice, safe_batch: int) -> Configuration:
     per_round = choice.microbatch * choice.width
     return Configuration(
         pipeline=choice.depth, data=choice.width, micro_batch_size=choice.microbatch,
@@ -80,7 +80,7 @@ def paper_planner(planner: Planner) -> PaperPlanner:
         )
         return more.forward[0] + more.backward[0] - fewer.forward[0] - fewer.backward[0]
 
-    blocks = Blocks(
+    blocks = BlockProfile(
         num_blocks=model.num_layers,
         block_seconds=block_seconds,
         weight_bytes=float(model.num_layers * layer_parameters(model, 1) * software.element_bytes),
@@ -113,7 +113,7 @@ def describe_paper(result: PaperResult) -> list[str]:
     return lines
 
 
-def _words(choice: Choice) -> str:
+def _words(choice: TwoBWChoice) -> str:
     return (
         f"THROUGHPUT {choice.throughput:.3g} sequences/s, MEMORY {choice.memory_bytes / _GIB:.1f} GiB with "
         f"w={choice.width}, d={choice.depth}, b={choice.microbatch}, r={'T' if choice.recompute else 'F'}"

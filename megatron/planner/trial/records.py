@@ -29,7 +29,7 @@ _SHORT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TrialEntry:
     """A configuration that is to be measured, and its predicted seconds of an iteration, if known."""
 
     configuration: Configuration
@@ -110,7 +110,7 @@ def configuration_fields(configuration: Configuration) -> dict[str, bool | int |
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def read_entries(path: str | Path) -> list[Entry]:
+def read_entries(path: str | Path) -> list[TrialEntry]:
     """The configurations of a search's JSONL that are not rejected, in its order, which is by time.
 
     A line is a record of `search.records`. Raises ValueError, naming the line.
@@ -126,7 +126,9 @@ def read_entries(path: str | Path) -> list[Entry]:
             values = {name: record[name] for name in _FIELDS if name in record}
             values["schedule"], values["balance"] = preset_of(record["schedule"])
             values["layers"] = None if record.get("layers") is None else tuple(record["layers"])
-            entry = Entry(configuration=Configuration(**values), predicted_seconds=float(record["iteration_seconds"]))
+            entry = TrialEntry(
+                configuration=Configuration(**values), predicted_seconds=float(record["iteration_seconds"])
+            )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: {error}; write it with `grid_search.py search`") from error
         entries.append(entry)
@@ -153,7 +155,7 @@ class ResultsFile:
     def get(self, name: str) -> Result | None:
         return self._results.get(name)
 
-    def refuse_others(self, entries: Sequence[Entry], settings: Settings) -> None:
+    def refuse_others(self, entries: Sequence[TrialEntry], settings: Settings) -> None:
         """Raises ValueError where an entry was run with other settings: its result says nothing about a run now."""
         for result in self.of(entries):
             told = differences(result.settings.words(), settings.words())
@@ -166,6 +168,6 @@ class ResultsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._path, "".join(f"{each.model_dump_json()}\n" for each in self._results.values()))
 
-    def of(self, entries: Sequence[Entry]) -> list[Result]:
+    def of(self, entries: Sequence[TrialEntry]) -> list[Result]:
         """Those that are there, in the order of the entries."""
         return [self._results[entry.name] for entry in entries if entry.name in self._results]

@@ -12,7 +12,7 @@ from megatron.planner.search.flags import configuration_words
 from megatron.planner.time.profile import Spread
 from megatron.planner.trial.failures import classify
 from megatron.planner.trial.process import End, end_left, run_job
-from megatron.planner.trial.records import Entry, Result, ResultsFile, Status, configuration_fields
+from megatron.planner.trial.records import Result, ResultsFile, Status, TrialEntry, configuration_fields
 from megatron.planner.trial.settings import Settings
 
 METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"
@@ -63,10 +63,10 @@ class Runs:
     def folder(self) -> Path:
         return self.output.absolute()
 
-    def directory(self, entry: Entry) -> Path:
+    def directory(self, entry: TrialEntry) -> Path:
         return self.folder / entry.name
 
-    def training_words(self, entry: Entry) -> list[str]:
+    def training_words(self, entry: TrialEntry) -> list[str]:
         """Program and flags. A transfer that does not come ends the run, with the rank's own words, in half its
         time."""
         flags = {
@@ -83,7 +83,7 @@ class Runs:
         own = [str(part) for pair in flags.items() for part in pair]
         return [str(self.program), *self.words, *configuration_words(entry.configuration), *own]
 
-    def run(self, entry: Entry) -> Result:
+    def run(self, entry: TrialEntry) -> Result:
         """Train and return what came out. Nothing of the run is left when this returns, also after an exception."""
         directory = self.directory(entry)
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class Runs:
         )  # fmt: skip
         return self.result(entry, end)
 
-    def result(self, entry: Entry, end: End) -> Result:
+    def result(self, entry: TrialEntry, end: End) -> Result:
         """What the metrics and the log of a run that has ended say."""
         directory = self.directory(entry)
         times = iteration_seconds(directory / METRICS)
@@ -121,7 +121,7 @@ class Runs:
         status, sentence = classify(end, log, progress=f"{len(times)} of {self.iterations} iterations were done")
         return Result(**common, status=status, sentence=sentence)
 
-    def write_script(self, entry: Entry, gpus_per_node: int) -> Path:
+    def write_script(self, entry: TrialEntry, gpus_per_node: int) -> Path:
         """Write what to start on every node of a cluster, as `NNODES`, `NODE_RANK` and `MASTER_ADDR` say."""
         num_gpus = entry.configuration.num_gpus
         if num_gpus > gpus_per_node and num_gpus % gpus_per_node:
@@ -147,11 +147,11 @@ class Runs:
         )
         return script
 
-    def _is_of(self, script: Path, entry: Entry) -> bool:
+    def _is_of(self, script: Path, entry: TrialEntry) -> bool:
         """Whether a script that was written before trains what this one would."""
         return script.exists() and shlex.join(self.training_words(entry)) in script.read_text(encoding="utf-8")
 
-    def collected(self, entry: Entry) -> Result | None:
+    def collected(self, entry: TrialEntry) -> Result | None:
         """The result of a run that was started by its script, or None before its end. Raises ValueError where the
         script was written for other flags."""
         directory = self.directory(entry)
@@ -165,11 +165,11 @@ class Runs:
 
 def measure(
     runs: Runs,
-    entries: Sequence[Entry],
+    entries: Sequence[TrialEntry],
     results: ResultsFile,
     *,
     again: frozenset[Status] = frozenset(),
-    said: Callable[[int, Entry, Result | None], None] = lambda number, entry, result: None,
+    said: Callable[[int, TrialEntry, Result | None], None] = lambda number, entry, result: None,
 ) -> None:
     """Run what has no result yet, or one whose status is in `again`; every result is kept at once.
 
@@ -189,7 +189,7 @@ def measure(
         said(number, entry, result)
 
 
-def collect(runs: Runs, entries: Sequence[Entry], results: ResultsFile) -> list[Entry]:
+def collect(runs: Runs, entries: Sequence[TrialEntry], results: ResultsFile) -> list[TrialEntry]:
     """Take the results of runs that were started by their scripts and have trained to their end; returns the others."""
     waiting = []
     for entry in entries:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.trainer.arguments.shell import ASSIGNMENT, DEFAULT, NAME, SUM, Part, Word, logical_lines
+from megatron.trainer.arguments.shell import ASSIGNMENT, DEFAULT, NAME, SUM, ShellWord, WordPart, logical_lines
 
 _EXPANSION = re.compile(
     rf"{SUM}"
@@ -61,11 +61,11 @@ def read_script(text: str, *, environment: Mapping[str, str], source: str = "the
     return ScriptCommand(*found, tuple(notes))
 
 
-def _shown(words: list[Word]) -> str:
+def _shown(words: list[ShellWord]) -> str:
     return " ".join(word.raw for word in words)[:60]
 
 
-def _follow(open_blocks: list[str], words: list[Word]) -> None:
+def _follow(open_blocks: list[str], words: list[ShellWord]) -> None:
     """Enter and leave blocks as their words say."""
     for word in words:
         if open_blocks and word.raw == open_blocks[-1]:
@@ -81,7 +81,7 @@ class _Shell:
     environment: Mapping[str, str]
     variables: dict[str, list[str]] = field(default_factory=dict)
 
-    def execute(self, words: list[Word]) -> tuple[str, tuple[str, ...]] | None:
+    def execute(self, words: list[ShellWord]) -> tuple[str, tuple[str, ...]] | None:
         """Carry out a line's assignments; returns program and words if it runs a training program."""
         command: list[str] = []
         for word in words:
@@ -102,17 +102,17 @@ class _Shell:
             return self.variables[name]
         return [self.environment[name]] if name in self.environment else None
 
-    def _assign(self, match: re.Match, word: Word) -> None:
+    def _assign(self, match: re.Match, word: ShellWord) -> None:
         name, adds = match.group(1), bool(match.group(2))
         before = (self._value(name) or []) if adds else []
         if word.array is not None:
             self.variables[name] = [*before, *(text for each in word.array for text in self._expand(each))]
             return
         first, *others = word.parts
-        parts = [Part(first.text[len(match.group()) :], first.is_quoted, first.expands), *others]
+        parts = [WordPart(first.text[len(match.group()) :], first.is_quoted, first.expands), *others]
         self.variables[name] = [" ".join(before) + "".join(map(self._text, parts))]
 
-    def _expand(self, word: Word) -> list[str]:
+    def _expand(self, word: ShellWord) -> list[str]:
         """A word's words: an unquoted variable is split at spaces, a quoted array gives each of its own."""
         only = word.parts[0] if len(word.parts) == 1 else None
         match = _EXPANSION.fullmatch(only.text) if only and only.is_quoted and only.expands else None
@@ -133,7 +133,7 @@ class _Shell:
                     result[-1] = (result[-1] or "") + piece
         return [each for each in result if each is not None]
 
-    def _text(self, part: Part) -> str:
+    def _text(self, part: WordPart) -> str:
         return _EXPANSION.sub(self._replacement, part.text) if part.expands else part.text
 
     def _replacement(self, match: re.Match) -> str:
@@ -143,7 +143,7 @@ class _Shell:
         if values is not None and index.isdigit():
             values = values[int(index) : int(index) + 1]
         if how and (values is None or (how.startswith(":") and not "".join(values))):
-            return self._text(Part(match["default"], True, True))
+            return self._text(WordPart(match["default"], True, True))
         return match.group() if values is None else " ".join(values)
 
     def _arithmetic(self, text: str, *, written: str) -> str:

@@ -17,7 +17,7 @@ _PLAIN = re.compile(rf"\$\{{{DEFAULT}\}}" + r"|\$?[^\s'\"\\$;|&<>()]+|.", re.DOT
 
 
 @dataclass(frozen=True)
-class Part:
+class WordPart:
     """A piece of a word. `expands`: variables in it are replaced; in quotes, without splitting."""
 
     text: str
@@ -26,15 +26,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Word:
+class ShellWord:
     """A word: as written, in parts, and for NAME=( ... ) the words of the array."""
 
     raw: str
-    parts: tuple[Part, ...]
-    array: tuple["Word", ...] | None = None
+    parts: tuple[WordPart, ...]
+    array: tuple["ShellWord", ...] | None = None
 
 
-def logical_lines(text: str, source: str) -> list[list[Word]]:
+def logical_lines(text: str, source: str) -> list[list[ShellWord]]:
     """The words of each line; a line goes on where it is continued, or a quote or an array has not ended.
 
     Raises:
@@ -57,8 +57,8 @@ class _Unfinished(ValueError):
     """A quote or a parenthesis goes on in the next line."""
 
 
-def _words(text: str, position: int, *, in_array: bool) -> tuple[list[Word], int]:
-    words: list[Word] = []
+def _words(text: str, position: int, *, in_array: bool) -> tuple[list[ShellWord], int]:
+    words: list[ShellWord] = []
     while position < len(text):
         letter = text[position]
         if letter.isspace():
@@ -69,7 +69,7 @@ def _words(text: str, position: int, *, in_array: bool) -> tuple[list[Word], int
         elif letter == ")" and in_array:
             return words, position + 1
         elif match := _REDIRECTION.match(text, position):
-            words.append(Word(match.group(), (Part(match.group(), False, False),)))
+            words.append(ShellWord(match.group(), (WordPart(match.group(), False, False),)))
             position = match.end()
         else:
             word, position = _word(text, position)
@@ -79,44 +79,44 @@ def _words(text: str, position: int, *, in_array: bool) -> tuple[list[Word], int
     return words, position
 
 
-def _word(text: str, start: int) -> tuple[Word, int]:
+def _word(text: str, start: int) -> tuple[ShellWord, int]:
     position, parts = start, []
     while position < len(text) and not text[position].isspace() and text[position] not in ";|&<>":
         letter = text[position]
         if letter == "(" and ASSIGNMENT.fullmatch(text[start:position]):
             array, end = _words(text, position + 1, in_array=True)
-            return Word(text[start:position], tuple(_joined(parts)), tuple(array)), end
+            return ShellWord(text[start:position], tuple(_joined(parts)), tuple(array)), end
         if letter in "()" and parts:
             break
         part, position = _part(text, position)
         parts.append(part)
         if letter in "()":
             break
-    return Word(text[start:position], tuple(_joined(parts))), position
+    return ShellWord(text[start:position], tuple(_joined(parts))), position
 
 
-def _part(text: str, position: int) -> tuple[Part, int]:
+def _part(text: str, position: int) -> tuple[WordPart, int]:
     letter = text[position]
     if letter == "'":
         end = _found(text, "'", position + 1)
-        return Part(text[position + 1 : end], True, False), end + 1
+        return WordPart(text[position + 1 : end], True, False), end + 1
     if letter == '"':
         match = _QUOTED.match(text, position + 1)
         if match is None:
             raise _Unfinished
-        return Part(re.sub(r'\\(["\\$`])', r"\1", match.group()[:-1]), True, True), match.end()
+        return WordPart(re.sub(r'\\(["\\$`])', r"\1", match.group()[:-1]), True, True), match.end()
     if letter == "\\":
-        return Part(text[position + 1 : position + 2], True, False), position + 2
+        return WordPart(text[position + 1 : position + 2], True, False), position + 2
     if text.startswith("$((", position):
         match = _SUM.match(text, position)
         if match is None:
             raise _Unfinished
-        return Part(match.group(), False, True), match.end()
+        return WordPart(match.group(), False, True), match.end()
     if text.startswith("$(", position):
         end = _found(text, ")", position) + 1
-        return Part(text[position:end], False, False), end
+        return WordPart(text[position:end], False, False), end
     end = _PLAIN.match(text, position).end()
-    return Part(text[position:end], False, letter not in "()"), end
+    return WordPart(text[position:end], False, letter not in "()"), end
 
 
 def _found(text: str, what: str, position: int) -> int:
@@ -126,12 +126,12 @@ def _found(text: str, what: str, position: int) -> int:
     return end
 
 
-def _joined(parts: list[Part]) -> list[Part]:
+def _joined(parts: list[WordPart]) -> list[WordPart]:
     """Neighbours of one kind as one part."""
-    result: list[Part] = []
+    result: list[WordPart] = []
     for part in parts:
         if result and not part.is_quoted and part.expands and result[-1].expands and not result[-1].is_quoted:
-            result[-1] = Part(result[-1].text + part.text, False, True)
+            result[-1] = WordPart(result[-1].text + part.text, False, True)
         else:
             result.append(part)
     return result

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from megatron.elastic.cache import ActivationCache, Counts, Generation, require_usable, weights_digest
+from megatron.elastic.cache import ActivationCache, CacheCounts, Generation, require_usable, weights_digest
 from megatron.elastic.cache.environment import require_lmdb
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
@@ -56,7 +56,7 @@ class PrefixCache:
             )
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
-        self._told = Counts()
+        self._told = CacheCounts()
         self._unread = 0  # samples until each has been asked for at this depth
         self._depth = 0  # at which outputs are kept now; on all ranks, as any may come to have the first stage
 
@@ -159,7 +159,7 @@ class PrefixCache:
         found = [each for each in gathered if each is not None]
         if not found:
             return ""
-        total = {each.name: sum(getattr(counts, each.name) for counts in found) for each in fields(Counts)}
+        total = {each.name: sum(getattr(counts, each.name) for counts in found) for each in fields(CacheCounts)}
         return (
             f"activation cache: {total['hits']} samples read ({total['prefetched']} ahead), {total['misses']} not "
             f"found ({total['older_hits']} at the depth before), {total['written']} written, "
@@ -167,10 +167,10 @@ class PrefixCache:
             f"{total['bytes_read'] / 2**20:.1f} MiB read"
         )
 
-    def _take_counts(self) -> Counts:
+    def _take_counts(self) -> CacheCounts:
         self._cache.flush()
         now = self._cache.measured.counts
-        own = Counts(**{name: value - getattr(self._told, name) for name, value in asdict(now).items()})
+        own = CacheCounts(**{name: value - getattr(self._told, name) for name, value in asdict(now).items()})
         self._told = now
         return own
 
@@ -178,7 +178,7 @@ class PrefixCache:
         """Write what was put, and let go of the files."""
         if self._cache is not None:
             self._cache.close()
-            self._cache, self._told = None, Counts()
+            self._cache, self._told = None, CacheCounts()
 
 
 def require_cache(args: argparse.Namespace) -> None:

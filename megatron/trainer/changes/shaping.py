@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.elastic.cache import Seconds, measure, reading_pays
+from megatron.elastic.cache import CacheSeconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -85,7 +85,7 @@ class Shaping:
 
     def __init__(
         self, args: argparse.Namespace, processes: Sequence[Process] = (), *, device_bytes: float = math.inf,
-        disk: Seconds | None = None, epoch: int | None = None,
+        disk: CacheSeconds | None = None, epoch: int | None = None,
     ) -> None:  # fmt: skip
         self._args, self._processes, self._device_bytes = args, tuple(processes), device_bytes
         self._links: LinkTimes | None = None
@@ -199,7 +199,7 @@ class Shaping:
         computing = sum(self._times.forward[: now.num_frozen])
         return reading_pays(self._disk_seconds().read, computing)
 
-    def _disk_seconds(self) -> Seconds:
+    def _disk_seconds(self) -> CacheSeconds:
         """Of a sample, as measured on the cache's disk."""
         if self._disk is None:
             self._disk = measure(self._args.activation_cache, self._output_bytes())

@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.trainer.checkpoint import arguments, directory
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
 from megatron.trainer.checkpoint.random_state import sharded_random_state
-from megatron.trainer.checkpoint.run_state import Restoration, RunParts, WeightUpdate, log_once, run_state
+from megatron.trainer.checkpoint.run_state import Restoration, RunParts, SavedUpdate, log_once, run_state
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, loading_metadata, new_parts, sharding_metadata
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.plan.arrangement import as_at_first
@@ -56,7 +56,7 @@ def save_checkpoint(
     chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | None = None,
     scheduler: object | None = None,
-    update: WeightUpdate | None = None,
+    update: SavedUpdate | None = None,
     changes: dict | None = None,
     on_saved: Callable[[Path], None] | None = None,
 ) -> None:
@@ -130,7 +130,7 @@ def load_checkpoint(
     chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | None = None,
     scheduler: object | None = None,
-    update: WeightUpdate | None = None,
+    update: SavedUpdate | None = None,
     body_only: bool = False,
 ) -> CheckpointPosition | None:
     """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.

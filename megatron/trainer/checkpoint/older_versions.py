@@ -19,7 +19,7 @@ OLDER_VERSIONS = "previous_version"  # how all their keys begin
 PREDICTED_VERSION = "provisional_version"  # how those of predicted_version.py begin
 
 
-class WeightVersions(Protocol):
+class SavedVersions(Protocol):
     """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.update.versions)."""
 
     newest: int
@@ -50,7 +50,7 @@ class OlderVersions:
     """
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], versions: WeightVersions, weights: WeightPolicy, iteration: int
+        self, chunks: Sequence[torch.nn.Module], versions: SavedVersions, weights: WeightPolicy, iteration: int
     ) -> None:
         self._versions = versions
         self._entry = weights.entry_versions(iteration)

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.trainer.checkpoint import optimizer_formats
 from megatron.trainer.checkpoint.frozen_ranks import trains_nothing, with_what_is_empty
-from megatron.trainer.checkpoint.older_versions import OlderVersions, WeightVersions
+from megatron.trainer.checkpoint.older_versions import OlderVersions, SavedVersions
 from megatron.trainer.checkpoint.predicted_version import PredictedVersion
 from megatron.trainer.checkpoint.random_state import restore_random_state
 from megatron.trainer.checkpoint.state import model_state, optimizer_state, without_parts
@@ -27,10 +27,10 @@ from megatron.trainer.ranks.checkpoint_error import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-class WeightUpdate(Protocol):
+class SavedUpdate(Protocol):
     """What is asked of the pipeline's weight update beyond its optimizer."""
 
-    versions: WeightVersions
+    versions: SavedVersions
     weights: WeightPolicy
     replicas_predict_apart: bool
 
@@ -39,7 +39,7 @@ class WeightUpdate(Protocol):
     def load_state_dict(self, state: dict | None) -> None: ...
 
 
-class Store(Protocol):
+class StateStore(Protocol):
     """Where a run's state is kept: a checkpoint opened for loading, or the ranks' memory."""
 
     common: dict
@@ -61,7 +61,7 @@ class RunParts:
     chunks: Sequence[torch.nn.Module]
     optimizer: MegatronOptimizer | None = None
     scheduler: object | None = None
-    update: WeightUpdate | None = None
+    update: SavedUpdate | None = None
 
     def model_state(self, metadata: dict) -> dict[str, ShardedStateDict]:
         """The chunks' weights, in the newest version, which they show from then on."""
@@ -116,7 +116,7 @@ class Restoration:
 
     def __init__(
         self,
-        store: Store,
+        store: StateStore,
         parts: RunParts,
         metadata: dict,
         *,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron.elastic.cache import Seconds
+from megatron.elastic.cache import CacheSeconds
 from megatron.elastic.freeze_rule import ByHand
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.hosts import Process
@@ -153,7 +153,7 @@ def _shaping(args: argparse.Namespace, processes: Sequence[Process]) -> Shaping 
     device_bytes = math.inf if args.dry_run_gpu is None else device_gib(args.dry_run_gpu) * GIB
     is_here = args.activation_cache is None or all(map(os.path.exists, data_paths(args)["train"]))
     return Shaping(
-        args, processes, device_bytes=device_bytes, disk=Seconds(0.0, 0.0, 0.0),
+        args, processes, device_bytes=device_bytes, disk=CacheSeconds(0.0, 0.0, 0.0),
         epoch=None if is_here else 1,  # of a length that is not known here
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ _VOCABULARY = 50_304  # GPT-2's, padded, where no --vocab-size says it: tokenize
 
 
 @dataclass(frozen=True)
-class Assignment:
+class RankAssignment:
     """This process's rank, the rank of the process that hosts the store without torchrun, and lines for the log."""
 
     rank: int
@@ -69,7 +69,7 @@ def this_process() -> Process:
 
 def assign_rank(
     args: argparse.Namespace, store: Store, *, rank: int, world_size: int, timeout: timedelta
-) -> Assignment:
+) -> RankAssignment:
     """Find this process's logical rank and write it to RANK and `args.rank`. Collective over the job's `store`.
 
     Where the flags ask for nothing, nothing is exchanged and ranks stay as the launcher gave them.
@@ -79,7 +79,7 @@ def assign_rank(
         OnThisRank: another process is gone.
     """
     if args.rank_mapping == "standard" and args.rank_topology is None:
-        return Assignment(rank, 0, tuple(_advice_without_hosts(args)))
+        return RankAssignment(rank, 0, tuple(_advice_without_hosts(args)))
     store = PrefixStore("placement", store)
     try:
         process = this_process()
@@ -96,7 +96,7 @@ def assign_rank(
     ranks = answer["ranks"]
     args.rank = ranks[rank]
     os.environ["RANK"] = str(args.rank)
-    return Assignment(args.rank, ranks[0], tuple(answer["lines"]))
+    return RankAssignment(args.rank, ranks[0], tuple(answer["lines"]))
 
 
 def _answer(args: argparse.Namespace, store: Store, world_size: int, timeout: timedelta) -> dict:

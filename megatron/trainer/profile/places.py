@@ -4,7 +4,7 @@ Problem: what a layer, the embedding and the head cost can be measured without t
 if the stage runs as in training: megatron.core's chunk in DDP, its seeded dropout, its data, its gradients and its
 optimizer's step.
 
-Solution: the stage, the weight update and the data iterator of a training run, put together for one `Place` in a job
+Solution: the stage, the weight update and the data iterator of a training run, put together for one `ProfiledPlace` in a job
 of tensor ranks alone. A stage without an embedding is fed a constant activation, one without a head a constant
 gradient. The last stage's output layer is untied from the embedding, which it does not have here; that costs the same.
 """
@@ -22,7 +22,7 @@ from megatron import backend
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
-from megatron.planner.time.profile import Place
+from megatron.planner.time.profile import ProfiledPlace
 from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from megatron.trainer.models import core_config
@@ -33,12 +33,12 @@ from megatron.trainer.report.names import LOSS
 from megatron.trainer.run.assembly import DatasetsProvider, LossNames, ModelProvider
 
 _NUM_STAGES = 3
-_STAGE_OF_PLACE = {Place.ONLY: (0, 1), Place.FIRST: (0, _NUM_STAGES), Place.MIDDLE: (1, _NUM_STAGES),
-                   Place.LAST: (_NUM_STAGES - 1, _NUM_STAGES)}  # fmt: skip
+_STAGE_OF_PLACE = {ProfiledPlace.ONLY: (0, 1), ProfiledPlace.FIRST: (0, _NUM_STAGES), ProfiledPlace.MIDDLE: (1, _NUM_STAGES),
+                   ProfiledPlace.LAST: (_NUM_STAGES - 1, _NUM_STAGES)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class TrainingProgram:
     """What a training program gives to `assembly.assemble`; see there."""
 
     model_provider: Callable[[argparse.Namespace, object], ModelProvider]
@@ -64,13 +64,15 @@ class PlacedStage:
         self.iterator.close()
 
 
-def build_place(args: argparse.Namespace, program: Program, place: Place, weights: WeightPolicy) -> PlacedStage:
+def build_place(
+    args: argparse.Namespace, program: TrainingProgram, place: ProfiledPlace, weights: WeightPolicy
+) -> PlacedStage:
     """Build `args.num_layers` layers at `place`. Collective over the tensor ranks, which are the whole job.
 
     Raises ValueError for what a training run would refuse.
     """
     args = copy.copy(args)
-    if place is Place.LAST:
+    if place is ProfiledPlace.LAST:
         args.untie_embeddings_and_output_weights = True
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
@@ -108,10 +110,10 @@ def build_place(args: argparse.Namespace, program: Program, place: Place, weight
     )
 
 
-def _fields(fields: tuple, place: Place) -> tuple:
+def _fields(fields: tuple, place: ProfiledPlace) -> tuple:
     """Those that a stage at `place` reads; the job's only stage reads what is wanted by all."""
-    here = {"all"} | ({"first"} if place in (Place.ONLY, Place.FIRST) else set())
-    here |= {"last"} if place in (Place.ONLY, Place.LAST) else set()
+    here = {"all"} | ({"first"} if place in (ProfiledPlace.ONLY, ProfiledPlace.FIRST) else set())
+    here |= {"last"} if place in (ProfiledPlace.ONLY, ProfiledPlace.LAST) else set()
     return tuple(dataclasses.replace(field, stages="all") for field in fields if field.stages in here)
 
 

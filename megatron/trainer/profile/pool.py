@@ -32,7 +32,7 @@ class MeasuringError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class MeasuringTask:
     """What `num_jobs` jobs of `num_ranks` ranks each do at the same time.
 
     `run` is called in each process with the arguments and `start`, which it has to call once, when it is ready.
@@ -88,7 +88,7 @@ class Pool:
             process.join()
         self._stores.cleanup()
 
-    def do(self, task: Task) -> list[Any]:
+    def do(self, task: MeasuringTask) -> list[Any]:
         """The results of all ranks of all jobs, job by job. Raises MeasuringError."""
         assert task.working <= self.size, task
         self._num_tasks += 1
@@ -186,7 +186,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _do(task: Task, rank: int, store_path: str, connection: Connection) -> Any:
+def _do(task: MeasuringTask, rank: int, store_path: str, connection: Connection) -> Any:
     import torch
 
     from megatron import backend

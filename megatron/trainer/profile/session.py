@@ -18,14 +18,14 @@ from megatron.planner.time.profile import (
     AllReduceTime,
     CopyTime,
     HostUpdateTime,
-    Place,
     Profile,
+    ProfiledPlace,
     Spread,
     StageTime,
     TransferTime,
     UpdateTime,
 )
-from megatron.trainer.profile.pool import MeasuringError, Pool, Task, working_counts
+from megatron.trainer.profile.pool import MeasuringError, MeasuringTask, Pool, working_counts
 from megatron.trainer.profile.tasks import HostPlan, StagePlan, TransferPlan
 
 TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
@@ -76,14 +76,14 @@ class Session:
     def run(self, progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> Profile:
         """Measure. `progress(done, total, what)` is called before each block. Raises ValueError."""
         with Pool(self.processes, threads=self.threads) as pool:
-            description = pool.do(Task(num_ranks=1, num_jobs=1, run=self._example.describe))[0]
+            description = pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=self._example.describe))[0]
             blocks = list(self._blocks(description["shares_processor"]))
             samples: dict[object, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
             num_parameters: dict[object, int] = {}
             total = self.rounds * len(blocks)
             for done, (_, (plan, working)) in enumerate(itertools.product(range(self.rounds), blocks)):
                 progress(done, total, _describe(plan, working))
-                task = Task(num_ranks=plan.tensor, num_jobs=working // plan.tensor, run=plan.time)
+                task = MeasuringTask(num_ranks=plan.tensor, num_jobs=working // plan.tensor, run=plan.time)
                 for found, count in _done(pool, task, what=_describe(plan, working)):
                     num_parameters[plan, working] = max(count, num_parameters.get((plan, working), 0))
                     for name, values in found.items():
@@ -117,7 +117,11 @@ class Session:
     def _blocks(self, shares_processor: bool) -> Iterator[tuple[StagePlan, int]]:
         """Stages, and how many processes work on them at once."""
         few, many = self.layers
-        places = [(Place.MIDDLE, few), (Place.MIDDLE, many), *((place, few) for place in Place if place != "middle")]
+        places = [
+            (ProfiledPlace.MIDDLE, few),
+            (ProfiledPlace.MIDDLE, many),
+            *((place, few) for place in ProfiledPlace if place != "middle"),
+        ]
         for tensor in self.tensors:
             for working in working_counts(tensor, self.processes, shares_processor=shares_processor):
                 for size, scope, weights in itertools.product(self.micro_batch_sizes, self.scopes, self.weights):
@@ -132,10 +136,16 @@ class Session:
     @property
     def _example(self) -> StagePlan:
         scope, weights = self.scopes[0], self.weights[0]
-        return self._plan(Place.ONLY, self.layers[0], 1, self.micro_batch_sizes[0], scope, weights)
+        return self._plan(ProfiledPlace.ONLY, self.layers[0], 1, self.micro_batch_sizes[0], scope, weights)
 
     def _plan(
-        self, place: Place, num_layers: int, tensor: int, size: int, scope: RecomputeScope, weights: WeightPolicy
+        self,
+        place: ProfiledPlace,
+        num_layers: int,
+        tensor: int,
+        size: int,
+        scope: RecomputeScope,
+        weights: WeightPolicy,
     ) -> StagePlan:
         num_batches = -(-self.iterations // (_MICROBATCHES * self.rounds))
         return StagePlan(
@@ -149,11 +159,11 @@ class Session:
         if self.processes == 1:
             return (), ()
         plan = TransferPlan(sizes=TRANSFER_SIZES, num_iterations=self.iterations, num_warmup=_WARMUP)
-        found = pool.do(Task(num_ranks=2, num_jobs=1, run=plan.time_transfers))[0]
+        found = pool.do(MeasuringTask(num_ranks=2, num_jobs=1, run=plan.time_transfers))[0]
         transfers = tuple(TransferTime(num_bytes=size, seconds=Spread.of(found[size])) for size in TRANSFER_SIZES)
         all_reduces = []
         for ranks in working_counts(1, self.processes, shares_processor=True)[1:]:
-            found = pool.do(Task(num_ranks=ranks, num_jobs=1, run=plan.time_all_reduces))[0]
+            found = pool.do(MeasuringTask(num_ranks=ranks, num_jobs=1, run=plan.time_all_reduces))[0]
             all_reduces += [
                 AllReduceTime(ranks=ranks, num_bytes=size, seconds=Spread.of(found[size])) for size in TRANSFER_SIZES
             ]
@@ -167,7 +177,9 @@ class Session:
             num_iterations=max(3, self.iterations // 6), num_warmup=3,
         )  # fmt: skip
         for working in working_counts(1, self.processes, shares_processor=description["shares_processor"]):
-            found = _done(pool, Task(num_ranks=1, num_jobs=working, run=plan.time), what=f"the host, {working} at work")
+            found = _done(
+                pool, MeasuringTask(num_ranks=1, num_jobs=working, run=plan.time), what=f"the host, {working} at work"
+            )
             for direction, size in found[0][0]:
                 seconds = Spread.of([each for copied, _, _ in found for each in copied[direction, size]])
                 copies.append(CopyTime(direction=direction, num_bytes=size, working=working, seconds=seconds))
@@ -179,7 +191,7 @@ class Session:
         return tuple(copies), tuple(updates)
 
 
-def _done(pool: Pool, task: Task, *, what: str) -> list[Any]:
+def _done(pool: Pool, task: MeasuringTask, *, what: str) -> list[Any]:
     try:
         return pool.do(task)
     except MeasuringError as error:

@@ -11,7 +11,7 @@ from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.search.flags import configuration_words
-from megatron.planner.time.profile import Place
+from megatron.planner.time.profile import ProfiledPlace
 from megatron.trainer.plan.command import PROGRAMS
 
 
@@ -21,7 +21,7 @@ class StagePlan:
 
     architecture: str
     words: tuple[str, ...]
-    place: Place
+    place: ProfiledPlace
     num_layers: int
     tensor: int
     micro_batch_size: int
@@ -51,12 +51,12 @@ class StagePlan:
 
     def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int]:
         """Run by each rank: seconds of each thing that was timed, and how many parameters the rank has."""
-        from megatron.trainer.profile.places import Program, build_place
+        from megatron.trainer.profile.places import TrainingProgram, build_place
         from megatron.trainer.profile.stage_times import time_stage
 
         args = self.arguments()
         prepare(args, store, world_size=self.tensor)
-        program = Program(**program_parts(self.architecture))
+        program = TrainingProgram(**program_parts(self.architecture))
         placed = build_place(args, program, self.place, self.weights)
         try:
             samples = time_stage(

@@ -22,7 +22,7 @@ _groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]] = 
 _timeout: timedelta | None = None
 
 
-class Verdict(CheckpointError):
+class AgreedError(CheckpointError):
     """What every rank raises, since at least one has failed."""
 
 
@@ -60,7 +60,7 @@ def agree(problem: str | None, *, patience: timedelta | None = None) -> None:
     dist.all_gather_object(problems, problem, group=verdicts)
     distinct = list(dict.fromkeys(text for text in problems if text))
     shown = distinct[:4] + ([f"and {len(distinct) - 4} more"] if len(distinct) > 4 else [])
-    raise Verdict("; ".join(shown))
+    raise AgreedError("; ".join(shown))
 
 
 @contextmanager
@@ -74,13 +74,13 @@ def agreed(*, patience: timedelta | None = None) -> Iterator[None]:
     cause: Exception | None = None
     try:
         yield
-    except Verdict:  # all ranks are on their way out
+    except AgreedError:  # all ranks are on their way out
         raise
     except Exception as error:
         cause = error
     try:
         agree(None if cause is None else _sentence(cause), patience=patience)
-    except Verdict as verdict:
+    except AgreedError as verdict:
         raise verdict from cause
     except RuntimeError:
         if cause is None:

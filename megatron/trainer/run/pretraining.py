@@ -14,7 +14,7 @@ from megatron.trainer.arguments.hardware_queues import require_hardware_queues
 from megatron.trainer.checkpoint.arguments import PARALLEL_ARGUMENTS
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.checkpoint.ownership import release_all
-from megatron.trainer.plan.rank_mapping import Assignment, assign_rank, this_process
+from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank, this_process
 from megatron.trainer.ranks.shared_errors import OnThisRank, agree_to_start, told_once
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.report.log import configure_logging
@@ -62,7 +62,7 @@ def pretrain(
         run_to_the_end(run, stop, started=started)
 
 
-def _join_job(args: argparse.Namespace) -> tuple[Assignment, list[str]]:
+def _join_job(args: argparse.Namespace) -> tuple[RankAssignment, list[str]]:
     """Complete `args` and become a rank of the job; returns which, and notes for the log.
 
     A rank that finds a problem meets the others nevertheless, so that they end with it and know why.

@@ -30,7 +30,7 @@ from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.rank_mapping import this_process
-from megatron.trainer.ranks.agreement import Verdict
+from megatron.trainer.ranks.agreement import AgreedError
 from megatron.trainer.report.names import ALLOCATED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.host_room import require_room
 
@@ -128,7 +128,7 @@ def build_place(
                 )
                 for stage, chunk in zip(own, chunks, strict=True)
             ]  # fmt: skip
-    except Verdict:
+    except AgreedError:
         update.close()
         raise
     return Place(schedule, chunks, optimizer, scheduler, update, stages, memory)

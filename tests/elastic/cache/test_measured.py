@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.elastic.cache.measured import Counts, Measured, reading_pays
+from megatron.elastic.cache.measured import CacheCounts, Measured, reading_pays
 
 
 def test_medians_of_samples():
@@ -17,7 +17,7 @@ def test_medians_of_samples():
     assert measured.read_seconds == 1.0 and measured.write_seconds == 2.0
     measured.add(hits=3, misses=1)
     measured.add(hits=2)
-    assert measured.counts == Counts(hits=5, misses=1, written=9, bytes_read=900, bytes_written=90)
+    assert measured.counts == CacheCounts(hits=5, misses=1, written=9, bytes_read=900, bytes_written=90)
 
 
 def test_the_last_calls_count():

@@ -21,7 +21,7 @@ from megatron.pipeline.check.device_operations import (
     RankOperations,
     lower,
 )
-from megatron.pipeline.check.device_queues import Execution
+from megatron.pipeline.check.device_queues import QueueExecution
 from megatron.pipeline.check.hardware_queues import _launches_alone
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.move_order import awaited_moves
@@ -301,7 +301,7 @@ def threads(**steps) -> RankOperations:
 def test_a_host_waits_for_its_partner(partner, ends):
     """A meeting takes two."""
     ranks = [threads(moves=[(MEET, ("pair", 1))]), threads(moves=partner)]
-    assert Execution(ranks, tensor=1, data=1, shares=[True, True], is_early=None).run() == ends
+    assert QueueExecution(ranks, tensor=1, data=1, shares=[True, True], is_early=None).run() == ends
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.check.device_queues import Execution
+from megatron.pipeline.check.device_queues import QueueExecution
 from megatron.pipeline.check.hardware_queues import (
     NOT_PROVED,
     PROVED,
@@ -35,7 +35,7 @@ def runs(program: Program, early: tuple[bool, ...], *, shares: bool) -> bool:
     """Whether one stage at t = d = 2 runs to its end, where the ranks launch their reductions early or late."""
     ranks = lowered(program, tensor=2, data=2)
     is_early = dict(zip(product((0, 1), (0, 1)), early, strict=True))
-    return Execution(
+    return QueueExecution(
         ranks, tensor=2, data=2, shares=[shares], is_early=lambda place: is_early[place.tensor, place.data]
     ).run()
 

@@ -18,7 +18,7 @@ from megatron.pipeline.check.device_operations import (
     NONE,
     RankOperations,
 )
-from megatron.pipeline.check.device_queues import Execution
+from megatron.pipeline.check.device_queues import QueueExecution
 from megatron.pipeline.check.hardware_queues import PROVED, count_deadlocks, prove_hardware_queues
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
@@ -62,7 +62,7 @@ def test_which_interleavings_of_moves_deadlock():
 def moves_end(ranks: list[RankOperations], evictor_is_early: bool, acceptor_is_early: bool) -> bool:
     """Whether four stages, of which the first evicts to the last, come to their end in one queue."""
     is_early = {0: evictor_is_early, 3: acceptor_is_early}
-    execution = Execution(
+    execution = QueueExecution(
         ranks, tensor=1, data=1, shares=[True] * 4, is_early=lambda place: is_early.get(place.pipeline, False)
     )
     return execution.run()
@@ -129,6 +129,6 @@ def test_all_moves_run_on_separate_queues(program, tensor, data, seed):
     assert prove_hardware_queues(program, tensor=tensor, data=data, num_queues=MANY).verdict == PROVED
     ranks = lowered(program, tensor=tensor, data=data)
     wait_for_readers(ranks, program)
-    assert Execution(ranks, tensor=1, data=1, shares=[False] * len(ranks), is_early=None).run()
+    assert QueueExecution(ranks, tensor=1, data=1, shares=[False] * len(ranks), is_early=None).run()
     if program.num_instructions * tensor * data < 500:
         assert ends(ranks, tensor=tensor, data=data, one_queue=False, seed=seed)

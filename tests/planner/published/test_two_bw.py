@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.planner.published.two_bw import RECOMPUTE_FACTOR, Blocks, PaperPlanner, Servers
+from megatron.planner.published.two_bw import RECOMPUTE_FACTOR, BlockProfile, PaperPlanner, Servers
 
-MODEL = Blocks(
+MODEL = BlockProfile(
     num_blocks=24, block_seconds=lambda b: 0.001 + 0.003 * b, weight_bytes=600.0, activation_bytes=240.0,
     boundary_bytes=2.0,
 )  # fmt: skip
@@ -69,7 +69,7 @@ def test_recomputation_is_chosen_where_it_makes_room_for_larger_microbatches():
     sizes = (1, 2, 4)
     chosen = roomy.search(4, 4, safe_batch=1024, microbatches=sizes)
     assert (chosen.microbatch, chosen.recompute) == (4, False)
-    steep = Blocks(
+    steep = BlockProfile(
         num_blocks=24, block_seconds=lambda b: 0.01, weight_bytes=600, activation_bytes=240, boundary_bytes=2
     )
     chosen = PaperPlanner(model=steep, servers=tight.servers).search(4, 4, safe_batch=1024, microbatches=sizes)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from megatron.planner import Configuration
-from megatron.planner.trial.records import Entry, Result, ResultsFile, Status, configuration_fields, read_entries
+from megatron.planner.trial.records import Result, ResultsFile, Status, TrialEntry, configuration_fields, read_entries
 from megatron.planner.trial.settings import Settings
 from tests.planner.trial.strategies import configurations
 
@@ -24,7 +24,7 @@ def result(name="a", seconds=1.0, **changes):
 @given(configurations(), configurations())
 def test_names_are_unique_and_good_for_files(first, second):
     """Two configurations have the same name only if they are the same."""
-    names = Entry(configuration=first).name, Entry(configuration=second).name
+    names = TrialEntry(configuration=first).name, TrialEntry(configuration=second).name
     assert (names[0] == names[1]) == (first == second)
     assert all(name.replace("-", "").replace(".", "").isalnum() for name in names)
 
@@ -78,7 +78,7 @@ def test_a_file_of_another_form_is_refused_with_its_line(tmp_path, text, message
 def test_results_come_back_in_the_order_of_the_entries(tmp_path):
     """A later result of the same name replaces the one before."""
     file = ResultsFile(tmp_path / "results.jsonl")
-    entries = [Entry(configuration=configuration(pipeline=p)) for p in (1, 2, 4)]
+    entries = [TrialEntry(configuration=configuration(pipeline=p)) for p in (1, 2, 4)]
     for entry in reversed(entries):
         file.add(result(entry.name))
     file.add(result(entries[1].name, seconds=3.0))

@@ -9,12 +9,14 @@ import pytest
 from megatron.planner import Configuration
 from megatron.planner.trial import runs as module
 from megatron.planner.trial.process import End
-from megatron.planner.trial.records import Entry, ResultsFile, Status
+from megatron.planner.trial.records import ResultsFile, Status, TrialEntry
 from megatron.planner.trial.runs import METRICS, Runs, collect, iteration_seconds, measure
 from megatron.trainer.arguments import parse_args
 
 ENTRIES = [
-    Entry(configuration=Configuration(pipeline=p, micro_batch_size=1, global_batch_size=8), predicted_seconds=1.0 * p)
+    TrialEntry(
+        configuration=Configuration(pipeline=p, micro_batch_size=1, global_batch_size=8), predicted_seconds=1.0 * p
+    )
     for p in (1, 2, 4)
 ]
 MODEL = ("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--lr", "1e-3")
@@ -76,7 +78,7 @@ def test_a_new_prediction_needs_no_new_run(tmp_path, started):
     """The results take over the prediction of the entries that they are asked for."""
     results = ResultsFile(tmp_path / "results.jsonl")
     measure(runs(tmp_path), ENTRIES[:1], results)
-    later = [Entry(configuration=ENTRIES[0].configuration, predicted_seconds=4.0)]
+    later = [TrialEntry(configuration=ENTRIES[0].configuration, predicted_seconds=4.0)]
     measure(runs(tmp_path), later, results)
     assert len(started) == 1 and results.of(later)[0].error == 0.0
 
@@ -100,7 +102,7 @@ def test_the_last_record_of_an_iteration_counts(tmp_path):
 
 def test_scripts_for_a_cluster(tmp_path):
     """Nodes are full; the numbers come from the environment; results are taken once the script has run."""
-    entry = Entry(configuration=Configuration(tensor=8, pipeline=4, micro_batch_size=1, global_batch_size=8))
+    entry = TrialEntry(configuration=Configuration(tensor=8, pipeline=4, micro_batch_size=1, global_batch_size=8))
     script = runs(tmp_path).write_script(entry, 8)
     text = script.read_text()
     assert (
@@ -154,7 +156,7 @@ def test_results_of_other_settings_are_refused(tmp_path, started):
 
 def test_an_optimized_mapping_needs_the_nodes(tmp_path):
     """Their file is handed on; without one the configuration is refused by name."""
-    entry = Entry(configuration=replace(ENTRIES[1].configuration, rank_mapping="optimized"))
+    entry = TrialEntry(configuration=replace(ENTRIES[1].configuration, rank_mapping="optimized"))
     words = runs(tmp_path, topology=Path("topology.yaml")).training_words(entry)
     assert words[-2:] == ["--rank-topology", str(Path("topology.yaml").absolute())]
     with pytest.raises(ValueError, match="optimized needs the cluster's nodes; give --rank-topology"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron.pipeline.runtime.stages.megatron.gradients import GradientBuffers
+from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.changes.transition import change
@@ -47,7 +47,7 @@ def no_memory_for_chunks(run: Run) -> Callable[[], None]:
 
 def no_memory_for_gradients(run: Run) -> Callable[[], None]:
     """The last rank has none for its weight update; others have no such update, or wait to warm up their groups."""
-    return _breaks(run, run.args.world_size - 1, GradientBuffers, "__init__", torch.OutOfMemoryError("80 GiB"))
+    return _breaks(run, run.args.world_size - 1, CoreGradientBuffers, "__init__", torch.OutOfMemoryError("80 GiB"))
 
 
 def an_arrangement_that_cannot_be(run: Run) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.elastic.cache import Seconds
+from megatron.elastic.cache import CacheSeconds
 from megatron.placement.hosts import Process
 from megatron.trainer.changes.link_times import LinkTimes, measure_links
 from megatron.trainer.changes.shaping import Shaping, memory_of_ranks, state_bytes
@@ -102,17 +102,17 @@ def test_reading_has_to_be_sooner_than_computing(shaping):
     shaping._args.activation_cache_use = "auto"
     now = shaping._args.arrangement.with_frozen(6)
     for read, is_read in ((0.1, True), (7.0, False), (math.inf, False)):
-        shaping._disk = Seconds(read, read, 0.0)
+        shaping._disk = CacheSeconds(read, read, 0.0)
         assert shaping.decide(now, batches_left=1000)[0].cached == is_read
     shaping._args.activation_cache_use = "always"
     assert not shaping.decide(now, batches_left=1000)[0].cached
-    shaping._disk = Seconds(7.0, 7.0, 0.0)
+    shaping._disk = CacheSeconds(7.0, 7.0, 0.0)
     assert shaping.decide(now, batches_left=1000)[0].cached
 
 
 def test_the_first_epoch_at_a_depth_is_priced_as_misses(shaping):
     """Of four epochs one; on two nodes more, as each has what it has computed itself."""
-    shaping._args.activation_cache, shaping._epoch, shaping._disk = "somewhere", 80, Seconds(0.1, 0.1, 0.0)
+    shaping._args.activation_cache, shaping._epoch, shaping._disk = "somewhere", 80, CacheSeconds(0.1, 0.1, 0.0)
     cached = replace(shaping._args.arrangement, num_frozen=6, cached=True, layers_of_rank=(7, 1), pipeline=2, data=2)
     assert shaping._share_that_is_read(cached, 40) == pytest.approx(3 / 4)
     shaping._processes = tuple(Process(host, None) for host in "abab")
@@ -127,7 +127,7 @@ def test_the_rank_that_reads_has_fewer_layers(shaping):
     now = replace(shaping._args.arrangement, num_frozen=4, cached=True)
     first = []
     for read in (0.0, 5.0):
-        shaping._disk = Seconds(read, read, 0.0)
+        shaping._disk = CacheSeconds(read, read, 0.0)
         found = {each.pipeline: each.layers_of_rank for each in shaping._candidates(now)}
         first.append(found[2][0])
     assert first[0] > first[1] >= 4 + 1

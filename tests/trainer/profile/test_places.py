@@ -7,7 +7,7 @@ import pytest
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
-from megatron.planner.time.profile import Place
+from megatron.planner.time.profile import ProfiledPlace
 from megatron.trainer.plan.model_argv import model_words
 from megatron.trainer.profile.tasks import StagePlan
 from tests import workers
@@ -16,7 +16,7 @@ from tests.trainer.run.run_case import BASE, data_flags, program_parts
 NUM_MICROBATCHES, NUM_BATCHES, LAYERS = 2, 3, 2
 
 
-def stage_plan(place: Place = Place.MIDDLE, flags: str = "", **changes) -> StagePlan:
+def stage_plan(place: ProfiledPlace = ProfiledPlace.MIDDLE, flags: str = "", **changes) -> StagePlan:
     words = model_words(f"{BASE} {data_flags()} {flags}".split(), architecture="gpt")
     values = dict(
         architecture="gpt", words=words, place=place, num_layers=LAYERS,
@@ -30,7 +30,7 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
     """What each plan yields on this rank, which is one of a job of tensor ranks."""
     from megatron.core import parallel_state
     from megatron.trainer.plan import from_flags as planner_records
-    from megatron.trainer.profile.places import Program, build_place
+    from megatron.trainer.profile.places import TrainingProgram, build_place
     from megatron.trainer.profile.stage_times import time_stage
     from megatron.trainer.profile.tasks import prepare
 
@@ -38,7 +38,7 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
     for plan in plans:
         parts, args, starts = program_parts("pretrain_gpt")[1], plan.arguments(), []
         prepare(args, None, world_size=plan.tensor)
-        placed = build_place(args, Program(**parts), plan.place, plan.weights)
+        placed = build_place(args, TrainingProgram(**parts), plan.place, plan.weights)
         samples = time_stage(
             placed, num_microbatches=plan.num_microbatches, num_batches=plan.num_batches, num_warmup=plan.num_warmup,
             start=lambda starts=starts: starts.append(1),
@@ -68,12 +68,17 @@ def run(plans: list[StagePlan]) -> list[dict]:
 def test_every_place_is_that_of_a_pipeline(tensor):
     """A stage has the parameters that the planner counts for its place (the last with an embedding of its own), every
     batch after the warm-up is timed once, and nothing is left saved."""
-    plans = [stage_plan(place, tensor=tensor) for place in Place]
+    plans = [stage_plan(place, tensor=tensor) for place in ProfiledPlace]
     plans += [stage_plan(weights=TWO_BW, tensor=tensor)]
     results = run(plans)
     first, middle, last = stage_parameters(results[0]["model"], tensor, (LAYERS,) * 3)
     (only,) = stage_parameters(results[0]["model"], tensor, (LAYERS,))
-    expected = {Place.ONLY: only, Place.FIRST: first, Place.MIDDLE: middle, Place.LAST: last}
+    expected = {
+        ProfiledPlace.ONLY: only,
+        ProfiledPlace.FIRST: first,
+        ProfiledPlace.MIDDLE: middle,
+        ProfiledPlace.LAST: last,
+    }
     for plan, result in zip(plans, results, strict=True):
         assert result["num_parameters"] == expected[plan.place], plan
         counts = {name: len(values) for name, values in result["samples"].items()}

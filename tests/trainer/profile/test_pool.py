@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from megatron.trainer.profile.pool import MeasuringError, Pool, Task, working_counts
+from megatron.trainer.profile.pool import MeasuringError, MeasuringTask, Pool, working_counts
 
 
 def together(*, store, start):
@@ -43,14 +43,14 @@ def test_jobs_and_failures():
     """Two jobs of one rank and one of two start together in the same processes; an error ends all at once and is told
     in its own words; so is a death."""
     with Pool(2, threads=1) as pool:
-        alone = pool.do(Task(num_ranks=1, num_jobs=2, run=together))
-        pair = pool.do(Task(num_ranks=2, num_jobs=1, run=together))
+        alone = pool.do(MeasuringTask(num_ranks=1, num_jobs=2, run=together))
+        pair = pool.do(MeasuringTask(num_ranks=2, num_jobs=1, run=together))
         assert [each[:2] for each in alone] == [(0, 1), (0, 1)] and [each[:2] for each in pair] == [(0, 2), (1, 2)]
         assert abs(alone[0][2] - alone[1][2]) < 5 and [each[3] for each in alone] == [each[3] for each in pair]
-        assert pool.do(Task(num_ranks=1, num_jobs=2, run=loading)) == [[0, 1, 2]] * 2
+        assert pool.do(MeasuringTask(num_ranks=1, num_jobs=2, run=loading)) == [[0, 1, 2]] * 2
         processes = list(pool._processes)
         with pytest.raises(MeasuringError, match=r"process 1: --hidden-size 3 is odd$"):
-            pool.do(Task(num_ranks=2, num_jobs=1, run=refusing, arguments={"rank": 1}))
+            pool.do(MeasuringTask(num_ranks=2, num_jobs=1, run=refusing, arguments={"rank": 1}))
     deadline = time.monotonic() + 20
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -64,22 +64,22 @@ def test_a_death_is_told():
         pytest.raises(MeasuringError, match=r"process 0 ended without a word \(status 7\)"),
         Pool(2, threads=1) as pool,
     ):
-        pool.do(Task(num_ranks=1, num_jobs=1, run=dying))
+        pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=dying))
     with (
         pytest.raises(MeasuringError, match=r"process 1 ended without a word \(status -9\)"),
         Pool(2, threads=1) as pool,
     ):
-        pool.do(Task(num_ranks=1, num_jobs=2, run=together))
+        pool.do(MeasuringTask(num_ranks=1, num_jobs=2, run=together))
         os.kill(pool._processes[1].pid, signal.SIGKILL)
         pool._processes[1].join()
-        pool.do(Task(num_ranks=1, num_jobs=2, run=together))
+        pool.do(MeasuringTask(num_ranks=1, num_jobs=2, run=together))
 
 
 def measuring_for_ever():
     """The program of a process that has a pool, and does not end."""
     with Pool(1, threads=1) as pool:
-        print(pool.do(Task(num_ranks=1, num_jobs=1, run=together))[0][3], flush=True)
-        pool.do(Task(num_ranks=1, num_jobs=1, run=refusing, arguments={"rank": 1}))
+        print(pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=together))[0][3], flush=True)
+        pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=refusing, arguments={"rank": 1}))
 
 
 @pytest.mark.full

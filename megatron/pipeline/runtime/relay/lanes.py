@@ -3,7 +3,7 @@
 Problem: FETCH, FREE, STORE_GRAD and UPDATE take time beside the computation, each kind in an order of its own, and each
 waits for others: in its own lane, in another one, in the chain of reductions, in the row.
 
-Solution: three `Lane`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator share. A
+Solution: three `LaneThread`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator share. A
 word begins when the one before it in its lane is complete, when what it awaits is, and, on CUDA, when the device has
 done what the row gave it before. Computations wait for what they await, and so do reductions, in their own thread. A
 word is complete when its call has returned and the lane's stream has done it: other streams wait for that, and so does
@@ -23,10 +23,10 @@ import torch
 
 from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.program.instruction import AWAITED, Instruction
-from megatron.pipeline.program.instruction import Lane as LaneName
+from megatron.pipeline.program.instruction import LaneThread as LaneName
 from megatron.pipeline.program.lane_order import LaneOrder
 from megatron.pipeline.runtime.contract.trace import Tracer
-from megatron.pipeline.runtime.transport.lane import Lane
+from megatron.pipeline.runtime.transport.lane import LaneThread
 
 _LANES = (LaneName.H2D, LaneName.D2H, LaneName.HOST)
 
@@ -75,7 +75,7 @@ class Lanes:
         self._most_kept = 64
         self._last: dict[LaneName, _Posted] = {}
         self._lanes = {
-            name: Lane(name.value, device=device, tracer=tracer, on_error=self.fail, annotate=annotate)
+            name: LaneThread(name.value, device=device, tracer=tracer, on_error=self.fail, annotate=annotate)
             for name in _LANES
         }
 

@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.contract.trace import Tracer
 _Call = Callable[[], Any]
 
 
-class Lane:
+class LaneThread:
     """Calls in order on one thread, which starts with the first one.
 
     `track`: what traces call it. `annotate(error, instruction)`: told which instruction raised what.

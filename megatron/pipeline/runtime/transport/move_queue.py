@@ -3,7 +3,7 @@
 Problem: evictions and loads have to run while forwards and backwards do, and memory may only be taken when the move
 before has freed as much (see `program.move_order`).
 
-Solution: a `Lane`. A call that has begun is *posted*, one that has returned is *complete*. The compute thread asks that
+Solution: a `LaneThread`. A call that has begun is *posted*, one that has returned is *complete*. The compute thread asks that
 the first n moves be complete. On CUDA that a call has returned says that both hosts have come to the move and that the
 device has been given it; the compute thread waits for no more, its stream waits for the rest (`follow`), and what the
 move still reads is held until then.
@@ -21,7 +21,7 @@ import torch
 from megatron.backend.streams import Event
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.runtime.contract.trace import MOVES, Tracer
-from megatron.pipeline.runtime.transport.lane import Lane
+from megatron.pipeline.runtime.transport.lane import LaneThread
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Given:
     held: Any
 
 
-class MoveQueue(Lane):
+class MoveQueue(LaneThread):
     """Moves in order on one thread. What a call returns is held, on CUDA, until the device is done or a stream
     follows.
     """

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
-from megatron.elastic.freeze_rule import FreezeRule, Settings
+from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
 from megatron.pipeline.schedules import PRESETS
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
@@ -157,7 +157,7 @@ def make_rule(args: argparse.Namespace) -> FreezeRule:
     except ValueError:
         raise ValueError(f"--freeze-schedule {text} is no list of numbers of layers; give such as 0,4,6") from None
     try:
-        return FREEZE_RULES[args.freeze_rule](Settings(args.num_layers, args.freeze_alpha, counts))
+        return FREEZE_RULES[args.freeze_rule](FreezeSettings(args.num_layers, args.freeze_alpha, counts))
     except ValueError as error:
         flag = f"--freeze-rule {args.freeze_rule}" if text is None else f"--freeze-schedule {text}"
         raise ValueError(f"{flag}: {error}") from error

@@ -28,7 +28,7 @@ from megatron.trainer.checkpoint.random_state import random_state, restore_rando
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.optimizer.kernel import choose_kernel
 from megatron.trainer.plan.arrangement import Arrangement, arrange
-from megatron.trainer.ranks.agreement import Verdict, agreed, control_group
+from megatron.trainer.ranks.agreement import AgreedError, agreed, control_group
 from megatron.trainer.ranks.checkpoint_error import CheckpointError
 from megatron.trainer.start_up.engine import build_engine
 from megatron.trainer.start_up.initialize import make_groups
@@ -94,7 +94,7 @@ def change_place(run: Run, wanted: Arrangement) -> Change:
             state = _leave(run, wanted, way_back)
             place = build_place(run.args, run.parts, draws=False, locally=agreed)
             moved = _move_in(run, place, state)
-    except Verdict as error:  # whose frames hold the new place until this block ends
+    except AgreedError as error:  # whose frames hold the new place until this block ends
         problem = str(error)
     if problem is not None:
         if place is not None:

@@ -7,14 +7,14 @@ a buffer (views of parameters, buckets, shards) refers to its storage, which sta
 
 import torch
 
-from megatron.pipeline.runtime.stages.megatron.gradients import GradientBuffers
+from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
 
 
 class GradientMemory:
     """That of `update`, drained; nothing where it has no gradients, as on a rank that is frozen."""
 
     def __init__(self, update: object) -> None:
-        buffers: GradientBuffers | None = getattr(update, "_gradients", None)
+        buffers: CoreGradientBuffers | None = getattr(update, "_gradients", None)
         slots = [] if buffers is None else [buffers[slot] for slot in range(buffers.num_slots)]
         storages = [flat.untyped_storage() for slot in slots for flat in slot.flats]
         self._storages = [storage for storage in storages if storage.resizable()]  # numpy may have a view of some

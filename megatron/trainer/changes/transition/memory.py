@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 from megatron.trainer.changes.transition.boxes import Box, Shape
 from megatron.trainer.changes.transition.exchange import Exchange
 from megatron.trainer.changes.transition.pieces import Piece, dtype_name, pieces_of, share_memory
-from megatron.trainer.changes.transition.plan import Part, plan_moves
+from megatron.trainer.changes.transition.plan import TensorPart, plan_moves
 from megatron.trainer.checkpoint.element_ranges import ELEMENT_RANGES, ElementRange
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.random_state import own_random_state
@@ -70,7 +70,7 @@ class Moved:
 class _Held:
     """What one rank tells the others that it has."""
 
-    parts: list[Part]
+    parts: list[TensorPart]
     kinds: dict[str, tuple[Shape, str]]  # key of a tensor -> whole shape and dtype
     objects: dict[str, tuple[tuple[int, ...], int]]  # key -> whose replica it is, and bytes
     common: dict
@@ -223,7 +223,7 @@ class MemoryStore:
         )
         return received
 
-    def _part_of_object(self, key: str, target: int) -> Part:
+    def _part_of_object(self, key: str, target: int) -> TensorPart:
         """That of the rank from which `target` takes an object: itself, or the first replica."""
         holders = [(number != target, *each.objects[key], number) for number, each in enumerate(self._held)
                    if key in each.objects]  # fmt: skip
@@ -250,9 +250,9 @@ def _replica(sharded: ShardedObject) -> tuple[int, ...]:
     return sharded.replica_id if isinstance(sharded.replica_id, tuple) else (sharded.replica_id,)
 
 
-def _part(key: str, holder: int, num_bytes: int) -> Part:
+def _part(key: str, holder: int, num_bytes: int) -> TensorPart:
     """A pickled object of one rank; replicas need not be equal to the byte."""
-    return Part(f"{key} of rank {holder}", Box((0,), (num_bytes,)), 1)
+    return TensorPart(f"{key} of rank {holder}", Box((0,), (num_bytes,)), 1)
 
 
 def _piece_of_object(key: str, holder: int, data: Tensor) -> Piece:

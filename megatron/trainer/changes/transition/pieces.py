@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.trainer.changes.transition.boxes import Box, Shape, boxes_of_range
-from megatron.trainer.changes.transition.plan import Part
+from megatron.trainer.changes.transition.plan import TensorPart
 from megatron.trainer.checkpoint.element_ranges import ElementRange
 
 
@@ -23,9 +23,9 @@ class Piece(NamedTuple):
     data: Tensor
     global_shape: Shape
 
-    def part(self) -> Part:
+    def part(self) -> TensorPart:
         in_order = self.data.is_contiguous() and self.data.device.type == "cpu"
-        return Part(self.key, self.box, self.data.element_size(), in_order)
+        return TensorPart(self.key, self.box, self.data.element_size(), in_order)
 
     def view(self, box: Box) -> Tensor:
         """The data of `box`, which lies in the piece's."""

@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes: where the parts of a message begin
 DIRECT_BYTES = 64 * 1024  # below that, packing costs less than a message
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor that one rank holds or wants.
 
     `element_bytes`: the size of an element. `in_order`: the elements follow each other in the host's memory.
@@ -47,18 +47,18 @@ class Move(NamedTuple):
     is_run: bool
 
 
-class Plan(NamedTuple):
+class MovePlan(NamedTuple):
     """All moves, those within a rank included, and the parts (rank, number) that nobody holds in full."""
 
     moves: list[Move]
     missing: list[tuple[int, int]]
 
 
-def plan_moves(held: Sequence[Sequence[Part]], wanted: Sequence[Sequence[Part]]) -> Plan:
+def plan_moves(held: Sequence[Sequence[TensorPart]], wanted: Sequence[Sequence[TensorPart]]) -> MovePlan:
     """The plan for what the ranks hold and want, in rank order."""
     holders = _Holders(held)
     sent = [0] * len(held)
-    plan = Plan([], [])
+    plan = MovePlan([], [])
     for target, parts in enumerate(wanted):
         for number, part in enumerate(parts):
             candidates = holders.that_overlap(part)
@@ -90,7 +90,7 @@ def plan_moves(held: Sequence[Sequence[Part]], wanted: Sequence[Sequence[Part]])
 class _Holders:
     """Who holds what of each tensor, found by place on the first axis."""
 
-    def __init__(self, held: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, held: Sequence[Sequence[TensorPart]]) -> None:
         found: dict[str, list[tuple[int, int, int, Box]]] = defaultdict(list)
         for rank, parts in enumerate(held):
             for index, part in enumerate(parts):
@@ -101,7 +101,7 @@ class _Holders:
             key: max(box.shape[0] if box.shape else 1 for *_, box in entries) for key, entries in found.items()
         }
 
-    def that_overlap(self, part: Part) -> list[tuple[int, int, Box]]:
+    def that_overlap(self, part: TensorPart) -> list[tuple[int, int, Box]]:
         """(rank, number, box) of those that may hold something of `part`."""
         entries = self._by_key.get(part.key, [])
         if not entries:

@@ -18,7 +18,7 @@ from megatron.trainer.changes.transition import plan as planning
 from megatron.trainer.changes.transition.boxes import Box
 from megatron.trainer.changes.transition.exchange import within
 from megatron.trainer.changes.transition.pieces import pieces_of, share_memory
-from megatron.trainer.changes.transition.plan import ALIGNMENT, Part, direct_messages, packed_messages, plan_moves
+from megatron.trainer.changes.transition.plan import ALIGNMENT, TensorPart, direct_messages, packed_messages, plan_moves
 from megatron.trainer.checkpoint.element_ranges import ElementRange
 
 
@@ -97,7 +97,7 @@ def test_any_cut_becomes_any_other(data):
 def test_own_first_then_in_turns():
     """What a rank has it takes from itself; what several others have, they send in turns."""
     box = Box((0,), (10,))
-    held = [[Part(f"{number}", box, 4) for number in range(6)] for _ in range(3)] + [[]]
+    held = [[TensorPart(f"{number}", box, 4) for number in range(6)] for _ in range(3)] + [[]]
     wanted = [held[0], [], [], held[0]]
     plan = plan_moves(held, wanted)
     assert {move.source for move in plan.moves if move.target == 0} == {0}
@@ -107,8 +107,11 @@ def test_own_first_then_in_turns():
 
 def test_what_nobody_holds_is_missing():
     """A part that only a piece is held of, and one that nobody has; the others are planned."""
-    held = [[Part("a", Box((0, 0), (2, 4)), 4)], [Part("b", Box((), ()), 8)]]
-    wanted = [[Part("b", Box((), ()), 8)], [Part("a", Box((1, 0), (3, 4)), 4), Part("c", Box((0,), (1,)), 1)]]
+    held = [[TensorPart("a", Box((0, 0), (2, 4)), 4)], [TensorPart("b", Box((), ()), 8)]]
+    wanted = [
+        [TensorPart("b", Box((), ()), 8)],
+        [TensorPart("a", Box((1, 0), (3, 4)), 4), TensorPart("c", Box((0,), (1,)), 1)],
+    ]
     plan = plan_moves(held, wanted)
     assert plan.missing == [(1, 0), (1, 1)]
     assert [(move.source, move.target) for move in plan.moves] == [(1, 0), (0, 1)]
@@ -116,7 +119,7 @@ def test_what_nobody_holds_is_missing():
 
 def test_too_short_messages_are_refused():
     """A message that holds no element is an error, and no endless loop."""
-    moves = plan_moves([[Part("a", Box((0,), (2,)), 8)]], [[Part("a", Box((0,), (2,)), 8)]]).moves
+    moves = plan_moves([[TensorPart("a", Box((0,), (2,)), 8)]], [[TensorPart("a", Box((0,), (2,)), 8)]]).moves
     with pytest.raises(ValueError, match=r"messages of 7 bytes hold no element of 8"):
         packed_messages(moves, 7)
 

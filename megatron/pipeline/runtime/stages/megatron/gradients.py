@@ -23,7 +23,7 @@ class GradientSlot:
     views: dict[Parameter, Tensor]
 
 
-class GradientBuffers:
+class CoreGradientBuffers:
     """All gradient buffers of the DDP-wrapped chunks of one rank."""
 
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:

@@ -28,7 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy, weight_policy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
-from megatron.pipeline.runtime.stages.megatron.gradients import GradientBuffers
+from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
 from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
@@ -130,7 +130,7 @@ class MegatronWeightUpdate:
                 self.versions = self._prediction.versions
             else:
                 self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
-            self._gradients = GradientBuffers(chunks)
+            self._gradients = CoreGradientBuffers(chunks)
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())
         self._timeout = timeout or DEFAULT_TIMEOUT
