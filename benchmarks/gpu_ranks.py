@@ -24,7 +24,7 @@ from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdat
 from megatron.pipeline.schedules import Schedule
 
 WARM_UP = {"flush": 2, "2bw": 3}
-"""Batches outside of the clock: those that make what stays, and under 2bw those until its legs repeat."""
+"""Batches outside of the clock: those that make what stays, and under 2bw those until its segments repeat."""
 TIMEOUT = timedelta(minutes=5)
 
 

@@ -10,7 +10,7 @@ limit is the median of its ratios *within* the rounds.
 
 The limit is each stage's own compute (forwards, backwards, optimizer step) in the same two processes at the same time,
 without communication: no schedule can be faster. Every batch includes its optimizer step. Before a contender's batches
-are timed, one (three under 2bw, until its legs repeat) runs outside of the clock.
+are timed, one (three under 2bw, until its segments repeat) runs outside of the clock.
 
 Flushing costs p-1 of m+p-1 slots, so the ideal of `flush` and its peers would be m/(m+1) of the limit. It is more: the
 step is no slot, and while one core waits the other one has the caches and the memory to itself. Both are measured, and

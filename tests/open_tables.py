@@ -14,13 +14,13 @@ from unittest import mock
 from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 
 class Behind(Order):
     interleaves = True
 
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         stages = [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
         forwards = [[forward(stage, each) for stage in stages for each in batch] for batch in batches]
         backwards = [[backward(stage, each) for stage in reversed(stages) for each in batch] for batch in batches]

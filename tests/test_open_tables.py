@@ -64,16 +64,16 @@ def test_its_programs_are_proved(num_ranks: int, batches: list[int], recompute: 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 3), st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=3))
-def test_its_legs_are_the_programs(num_ranks: int, stretches: list[list[int]]):
-    """Legs and drains, which are what runs, are what is built; drains in between included."""
+def test_its_segments_are_the_programs(num_ranks: int, stretches: list[list[int]]):
+    """Segments and drains, which are what runs, are what is built; drains in between included."""
     with registered():
         chosen = schedule(num_ranks)
         stream = chosen.stream()
         for batches in stretches:
             program = chosen.build(batches, first_batch=stream.next_batch, first_microbatch=stream.next_microbatch)
-            legs = [*(stream.start_batch(size) for size in batches), stream.drain()]
+            segments = [*(stream.start_batch(size) for size in batches), stream.drain()]
             for rank, row in enumerate(program.rows):
-                assert tuple(each for leg in legs for each in leg[rank]) == row
+                assert tuple(each for segment in segments for each in segment[rank]) == row
 
 
 def test_it_is_simulated_and_explained():

@@ -42,7 +42,7 @@ class Report:
             sys.stdout.flush()
 
     def batch(self, report: BatchReport, seconds: float) -> None:
-        """One batch, of which the report has come. `seconds`: of its leg."""
+        """One batch, of which the report has come. `seconds`: of its segment."""
         if not self.writes:
             return
         step, loss = report.batch + 1, report.losses["loss"]

@@ -22,7 +22,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.ranks.signals import StopSignal
 
 STOP = 1
-"""Wish: save and end the run."""
+"""Stop request: save and end the run."""
 
 
 class Trainer:
@@ -49,14 +49,14 @@ class Trainer:
     ) -> None:
         self.pipeline, self.args, self.report, self.stop = pipeline, args, report, stop
         self._batches, self._num_steps, self._validation, self._save = batches, num_steps, validation, save
-        self._waiting: deque[tuple[int, int, float]] = deque()  # batch, its first microbatch, seconds of its leg
-        self._wishes = 0
+        self._waiting: deque[tuple[int, int, float]] = deque()  # batch, its first microbatch, seconds of its segment
+        self._stop_requests = 0
         self.drains: deque[int] = deque(maxlen=64)
         self.saved_step: int | None = None
         self.evaluated_step: int | None = None
 
     def train(self) -> bool:
-        """Train to the end (True), or until a wish ends the run (False)."""
+        """Train to the end (True), or until a stop request ends the run (False)."""
         engine, args = self.pipeline.engine, self.args
         first = engine.next_batch
         while engine.next_batch < self._num_steps:
@@ -64,14 +64,14 @@ class Trainer:
             step = engine.next_batch
             saves = args.save_steps and step % args.save_steps == 0
             evaluates = self._validation is not None and args.eval_steps and step % args.eval_steps == 0
-            if not (saves or evaluates or self._wishes):
+            if not (saves or evaluates or self._stop_requests):
                 continue
             self._drain()
-            if evaluates and not self._wishes:
+            if evaluates and not self._stop_requests:
                 self.evaluate()
-            if saves or self._wishes:
+            if saves or self._stop_requests:
                 self._save_here()
-            if self._wishes:
+            if self._stop_requests:
                 self.report.say(f"exiting on request after step {step}")
                 return False
         self._drain()
@@ -91,7 +91,7 @@ class Trainer:
     def _batch(self, microbatches: Sequence[Sequence[int]]) -> None:
         engine = self.pipeline.engine
         if self.stop.received:
-            engine.wishes |= STOP
+            engine.stop_requests |= STOP
         self.pipeline.feed.add(engine.next_microbatch, microbatches)
         batch, first, start = engine.next_batch, engine.next_microbatch, time.perf_counter()
         reports = engine.run_batch(len(microbatches), sum(map(len, microbatches)))
@@ -107,7 +107,7 @@ class Trainer:
         for report in reports:
             batch, first, seconds = self._waiting.popleft()
             assert batch == report.batch, (batch, report)
-            self._wishes |= report.wishes
+            self._stop_requests |= report.stop_requests
             self.pipeline.feed.forget(first)
             self.report.batch(report, seconds)
             if report.nan:

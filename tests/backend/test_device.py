@@ -8,7 +8,7 @@ from megatron import backend
 
 
 def test_backend_follows_the_machine(monkeypatch):
-    """gloo without CUDA; nccl only where every rank has a GPU of its own; a wish that cannot work is refused."""
+    """gloo without CUDA; nccl only where every rank has a GPU of its own; a choice that cannot work is refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert backend.process_group_backend(None) == "gloo"
     assert backend.process_group_backend("gloo") == "gloo"

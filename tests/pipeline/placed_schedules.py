@@ -12,7 +12,7 @@ from unittest import mock
 
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 
 class ThereAndBack(Order):
@@ -21,13 +21,13 @@ class ThereAndBack(Order):
     drains = True
     interleaves = True
 
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
-        return [*(self._leg(rank, batch) for batch in batches), []]
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
+        return [*(self._segment(rank, batch) for batch in batches), []]
 
     def max_in_flight(self, stage: int) -> int | None:
         return None
 
-    def _leg(self, rank: int, batch: range) -> Leg:
+    def _segment(self, rank: int, batch: range) -> Segment:
         stages = [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
         forwards = [forward(stage, microbatch) for microbatch in batch for stage in stages]
         return forwards + [backward(stage, microbatch) for microbatch in batch for stage in reversed(stages)]
@@ -44,9 +44,9 @@ class OneByOne(ThereAndBack):
     def max_in_flight_on_rank(self, rank: int) -> int:
         return self.rank_of_stage.count(rank)
 
-    def _leg(self, rank: int, batch: range) -> Leg:
-        alone = (super(OneByOne, self)._leg(rank, range(microbatch, microbatch + 1)) for microbatch in batch)
-        return [each for leg in alone for each in leg]
+    def _segment(self, rank: int, batch: range) -> Segment:
+        alone = (super(OneByOne, self)._segment(rank, range(microbatch, microbatch + 1)) for microbatch in batch)
+        return [each for segment in alone for each in segment]
 
 
 def reversed_ranks(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:

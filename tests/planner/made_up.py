@@ -7,7 +7,7 @@ from unittest import mock
 from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 
 class Pairs(Order):
@@ -17,18 +17,18 @@ class Pairs(Order):
     stage 1    .    F0 F1 B0 B1 F2 F3 B2 B3
     """
 
-    def legs(self, stage: int, batches: Sequence[range]) -> Legs:
+    def segments(self, stage: int, batches: Sequence[range]) -> Segments:
         ahead = self.max_in_flight(stage) - 2
         first, end = batches[0].start, batches[-1].stop
-        legs = []
+        segments = []
         for batch in batches:
-            leg = []
+            segment = []
             for microbatch in batch[::2]:
-                leg += [forward(stage, microbatch), forward(stage, microbatch + 1)]
+                segment += [forward(stage, microbatch), forward(stage, microbatch + 1)]
                 if microbatch - ahead >= first:
-                    leg += [backward(stage, microbatch - ahead), backward(stage, microbatch - ahead + 1)]
-            legs.append(leg)
-        return [*legs, [backward(stage, microbatch) for microbatch in range(max(first, end - ahead), end)]]
+                    segment += [backward(stage, microbatch - ahead), backward(stage, microbatch - ahead + 1)]
+            segments.append(segment)
+        return [*segments, [backward(stage, microbatch) for microbatch in range(max(first, end - ahead), end)]]
 
     def max_in_flight(self, stage: int) -> int:
         return 2 * (self.num_stages - stage)
@@ -48,13 +48,13 @@ class ThereAndBack(Order):
     drains = True
     interleaves = True
 
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         stages = [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
-        legs = []
+        segments = []
         for batch in batches:
             forwards = [forward(stage, microbatch) for stage in stages for microbatch in batch]
-            legs.append(forwards + [backward(stage, each) for stage in reversed(stages) for each in batch])
-        return [*legs, []]
+            segments.append(forwards + [backward(stage, each) for stage in reversed(stages) for each in batch])
+        return [*segments, []]
 
     def max_in_flight(self, stage: int) -> None:
         return None
@@ -63,18 +63,18 @@ class ThereAndBack(Order):
 class Wrong(Order):
     """The first stage waits for a gradient before it has sent all that this takes."""
 
-    def legs(self, stage: int, batches: Sequence[range]) -> Legs:
+    def segments(self, stage: int, batches: Sequence[range]) -> Segments:
         ahead = stage
-        legs = []
+        segments = []
         for batch in batches:
-            leg = []
+            segment = []
             for microbatch in batch:
-                leg.append(forward(stage, microbatch))
+                segment.append(forward(stage, microbatch))
                 if microbatch - ahead >= batches[0].start:
-                    leg.append(backward(stage, microbatch - ahead))
-            legs.append(leg)
+                    segment.append(backward(stage, microbatch - ahead))
+            segments.append(segment)
         end = batches[-1].stop
-        return [*legs, [backward(stage, each) for each in range(max(batches[0].start, end - ahead), end)]]
+        return [*segments, [backward(stage, each) for each in range(max(batches[0].start, end - ahead), end)]]
 
     def max_in_flight(self, stage: int) -> int:
         return stage + 1

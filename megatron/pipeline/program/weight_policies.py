@@ -158,16 +158,16 @@ class WeightPolicy:
         return tuple(range(max(first_batch - (self.delay or 0), 0), first_batch + 1))
 
     def settling_batches(self, in_flight: int) -> int:
-        """How many of the batches before a batch can matter to its leg, and to a drain after it.
+        """How many of the batches before a batch can matter to its segment, and to a drain after it.
 
-        None, where every batch drains. Under a fixed delay as many: the oldest whose gradients the leg steps. Where
-        stages use their newest weights, the batches whose backward is in the leg (`in_flight` at most at the first
+        None, where every batch drains. Under a fixed delay as many: the oldest whose gradients the segment steps. Where
+        stages use their newest weights, the batches whose backward is in the segment (`in_flight` at most at the first
         stage), and as many before them, which were in flight at their forwards and so fixed their versions.
         """
         return 2 * (in_flight - 1) if self.delay is None else self.delay
 
     def report_lag(self, num_stages: int) -> int:
-        """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm.
+        """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm.
 
         That holds where batch i - report_lag lies in the same undrained stretch; a drain completes all.
         """

@@ -1,7 +1,7 @@
 """The engine: drives a training loop's batches through the executor.
 
 The loop says "the next batch has m microbatches" and learns what became of the batches that every rank has finished by
-then. Without flushes a batch's step is executed during the next batch's leg, so a report comes `report_lag` batches
+then. Without flushes a batch's step is executed during the next batch's segment, so a report comes `report_lag` batches
 late, on all ranks alike. A drain executes what is pending; evaluation and checkpoints happen only when drained.
 """
 
@@ -57,8 +57,8 @@ class PipelineEngine:
     measure what it costs if computations do not overlap with moves. `ledger`: the update's, where weights live on the
     host and bytes are counted.
 
-    Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `wishes` (bits) to have them travel with the
-    next norm reduction; `BatchReport.wishes` is their union over all ranks.
+    Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
+    with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PipelineEngine:
     ) -> None:
         self.schedule = schedule
         self.tracer = tracer
-        self.wishes = 0
+        self.stop_requests = 0
         self._stages = list(stage) if isinstance(stage, Sequence) else [stage]
         self._metrics_group = metrics_group
         self._device = torch.device(device)
@@ -197,7 +197,7 @@ class PipelineEngine:
             lanes=self._lanes,
             stash=self._stash,
             tracer=tracer,
-            wishes=lambda: self.wishes,
+            stop_requests=lambda: self.stop_requests,
             most_unread={each: graph.most_unread(each) for each in due if graph.is_forward_only(each)},
             **of_graph,
             **({} if ledger is None else {"on_boundary": ledger.note_on_device}),
@@ -254,7 +254,7 @@ class PipelineEngine:
         return self._channels.num_unread_sends() + (self._transfers.num_incomplete if self._transfers else 0)
 
     def run_batch(self, num_microbatches: int, num_samples: int) -> list[BatchReport]:
-        """Start the next batch and execute its leg. Returns the reports that every rank has by now, oldest first."""
+        """Start the next batch and execute its segment. Returns the reports that all have by now, oldest first."""
         batch = self._stream.next_batch
         first_microbatch = self._stream.next_microbatch
         rows = self._stream.start_batch(num_microbatches)

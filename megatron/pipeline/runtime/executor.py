@@ -60,7 +60,7 @@ class Executor:
         lanes: Lanes | None = None,
         stash: InputStash | None = None,
         tracer: Tracer | None = None,
-        wishes: Callable[[], int] = lambda: 0,
+        stop_requests: Callable[[], int] = lambda: 0,
         on_boundary: Callable[[Tensor | None], None] = lambda tensor: None,
         most_unread: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
@@ -76,7 +76,7 @@ class Executor:
         self._stash = stash
         self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
-        self._wishes = wishes
+        self._stop_requests = stop_requests
         self._on_boundary = on_boundary
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
@@ -373,13 +373,13 @@ class Executor:
         self._post_reduction(instruction, lambda: self._update.reduce_embed(instruction.version))
 
     def _reduce_norm(self, instruction: Instruction) -> None:
-        version, wishes = instruction.version, self._wishes()
+        version, stop_requests = instruction.version, self._stop_requests()
 
         def reduce() -> None:
             losses = {}
             for stage in self._stages.values():
                 losses.update(stage.take_losses(version - 1))
-            self._update.reduce_norm(version, wishes, losses)
+            self._update.reduce_norm(version, stop_requests, losses)
 
         self._post_reduction(instruction, reduce)
 

@@ -25,7 +25,7 @@ from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.merged import merge
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order, Work
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 _SETTLED, _AVERAGED = 4, 12  # microbatches, in depths: that a simulation passes first, and then counts
 _TRIED = 24  # microbatches at which a stretch begins whose times are tried
@@ -48,10 +48,10 @@ class Asynchronous(Order):
     interleaves = True
     follows_edges = True
 
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         row = iter(_rounds(self.cycles[rank], range(batches[0].start, batches[-1].stop), self.most_behind + 1))
-        legs = [[each for _ in batch for each in next(row)] for batch in batches]
-        return [*legs, [each for rest in row for each in rest]]
+        segments = [[each for _ in batch for each in next(row)] for batch in batches]
+        return [*segments, [each for rest in row for each in rest]]
 
     def goes_on_with(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
         """A round more goes on with all turns that are behind, in their order."""
@@ -88,7 +88,7 @@ def _cycles(num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, 
     deepest = max(map(graph.depth, range(num_stages))) + 1
     settled = range(_SETTLED * deepest, _SETTLED * deepest + max(_AVERAGED * deepest, 2 * _TRIED))
     order, batch = OneForwardOneBackward(num_stages, edges=edges), range(settled.stop + 2 * deepest)
-    rows = [[each for leg in order.legs(stage, [batch]) for each in leg] for stage in range(num_stages)]
+    rows = [[each for segment in order.segments(stage, [batch]) for each in segment] for stage in range(num_stages)]
     starts = merge(rows, graph, rank_of_stage, work=work)[1]
     stretches = [settled, *(settled[at : at + n] for n in (1, 2, 3, 4, 5, 6, 8) for at in range(0, _TRIED, n))]
     best, found = None, set()
@@ -109,13 +109,13 @@ def _cycles(num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, 
 def _seconds(cycles: _Cycles, graph: StageGraph, work: Work) -> float:
     """Of a microbatch, when the cycles have settled."""
     most = max(turn.lag for cycle in cycles for turn in cycle) + 1
-    rows = [[each for leg in _rounds(cycle, range(6 * most), most) for each in leg] for cycle in cycles]
+    rows = [[each for segment in _rounds(cycle, range(6 * most), most) for each in segment] for cycle in cycles]
     starts = merge(rows, graph, range(len(rows)), work=work)[1]
     first, last = ((Kind.FORWARD, 0, count * most) for count in (2, 5))
     return (starts[last] - starts[first]) / (3 * most)
 
 
-def _rounds(cycle: Sequence[_Turn], stretch: range, behind: int) -> Iterator[Leg]:
+def _rounds(cycle: Sequence[_Turn], stretch: range, behind: int) -> Iterator[Segment]:
     """One for each microbatch of a stretch, and as many more as it takes to end them."""
     for number in range(stretch.start, stretch.stop + behind):
         yield [

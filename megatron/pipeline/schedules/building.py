@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program, shifted_row
-from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.balance import add_balance
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.host_updates import add_host_updates
@@ -22,33 +21,34 @@ from megatron.pipeline.schedules.passes.stash import add_stash
 from megatron.pipeline.schedules.passes.updates import add_updates
 from megatron.pipeline.schedules.passes.versions import set_versions
 from megatron.pipeline.schedules.saved import bounds_of_ranks
+from megatron.pipeline.schedules.segments import ProgramInSegments
 
 if TYPE_CHECKING:
     from megatron.pipeline.schedules.schedule import Schedule
 
 
-def build_in_legs(
+def build_in_segments(
     schedule: Schedule, order: Order, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0
-) -> ProgramInLegs:
+) -> ProgramInSegments:
     """The program of batches that the schedule takes, with the places at which a run could be drained."""
     outline = _outline(schedule, order, batches, first_batch, first_microbatch)
-    ordered = [_order_legs(order, rank, outline) for rank in range(schedule.num_ranks)]
+    ordered = [_order_segments(order, rank, outline) for rank in range(schedule.num_ranks)]
     if schedule.balance:
         ordered = add_balance(ordered, outline, bounds_of_ranks(order))
-    legs_of_rank = [_with_updates(legs, rank, outline) for rank, legs in enumerate(ordered)]
+    segments_of_rank = [_with_updates(segments, rank, outline) for rank, segments in enumerate(ordered)]
     goes_on_with = [order.goes_on_with(rank) for rank in range(schedule.num_ranks)]
-    return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline, goes_on_with))
+    return ProgramInSegments.join(outline, add_communication(segments_of_rank, outline, goes_on_with))
 
 
 def build_periodic(schedule: Schedule, order: Order, num_microbatches: int) -> PeriodicProgram:
     """The run from batch 0 on of any number of batches of this size."""
     num_fill = max(1, (schedule.weights.delay or 0) + schedule.settling_batches)
     batches = (num_microbatches,) * num_fill
-    built = schedule.build_in_legs((*batches, num_microbatches))
+    built = schedule.build_in_segments((*batches, num_microbatches))
     return PeriodicProgram(
         outline=_outline(schedule, order, batches),
-        fill=built.legs(0, num_fill),
-        period=built.legs(num_fill, num_fill + 1),
+        fill=built.segments(0, num_fill),
+        period=built.segments(num_fill, num_fill + 1),
         drain=tuple(shifted_row(row, microbatches=-num_microbatches, versions=-1) for row in built.drain),
         num_microbatches=num_microbatches,
     )
@@ -70,32 +70,32 @@ def build_evaluation(
         forward_only=True,
     )
     microbatches = range(first_microbatch, first_microbatch + num_microbatches)
-    legs_of_rank = []
+    segments_of_rank = []
     for rank in range(schedule.num_ranks):
-        computations = (each for leg in _legs_of(order, rank, outline, [microbatches]) for each in leg)
+        computations = (each for segment in _segments_of(order, rank, outline, [microbatches]) for each in segment)
         forwards = [replace(each, version=version) for each in computations if each.kind is Kind.FORWARD]
-        legs = [forwards]
-        legs_of_rank.append(add_residency(legs, outline) if outline.residency else legs)
-    return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
+        segments = [forwards]
+        segments_of_rank.append(add_residency(segments, outline) if outline.residency else segments)
+    return ProgramInSegments.join(outline, add_communication(segments_of_rank, outline)).program
 
 
 # --- parts
 
 
-def _with_updates(legs: Legs, rank: int, outline: Program) -> Legs:
+def _with_updates(segments: Segments, rank: int, outline: Program) -> Segments:
     """The order of a rank, with all that concerns it alone."""
     if outline.recompute:
-        legs = add_recompute(legs, outline)
+        segments = add_recompute(segments, outline)
     if outline.residency:
-        legs = add_residency(legs, outline)
+        segments = add_residency(segments, outline)
         if outline.residency.stashes_on_host:
-            legs = add_stash(legs, outline)
-        legs = add_host_updates(legs, rank, outline)
+            segments = add_stash(segments, outline)
+        segments = add_host_updates(segments, rank, outline)
     else:
-        legs = add_updates(legs, rank, outline)
+        segments = add_updates(segments, rank, outline)
     if outline.weights.predicts:
-        legs = add_predictions(legs, rank, outline)
-    return set_versions(legs, outline)
+        segments = add_predictions(segments, rank, outline)
+    return set_versions(segments, outline)
 
 
 def _outline(
@@ -140,16 +140,16 @@ def _predictions(schedule: Schedule, batches: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _order_legs(order: Order, rank: int, outline: Program) -> Legs:
+def _order_segments(order: Order, rank: int, outline: Program) -> Segments:
     """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
     first = outline.first_batch
     batches = [outline.microbatches_of(batch) for batch in range(first, first + len(outline.batches))]
     if not outline.weights.drains:
-        return _legs_of(order, rank, outline, batches)
-    stretches = [_legs_of(order, rank, outline, [batch]) for batch in batches]
-    return [*(leg + drain for leg, drain in stretches), []]
+        return _segments_of(order, rank, outline, batches)
+    stretches = [_segments_of(order, rank, outline, [batch]) for batch in batches]
+    return [*(segment + drain for segment, drain in stretches), []]
 
 
-def _legs_of(order: Order, rank: int, outline: Program, batches: Sequence[range]) -> Legs:
+def _segments_of(order: Order, rank: int, outline: Program, batches: Sequence[range]) -> Segments:
     """What the order says of a rank; one that does not interleave is asked for the rank's stage."""
-    return order.legs(rank if order.interleaves else outline.stages_of(rank)[0], batches)
+    return order.segments(rank if order.interleaves else outline.stages_of(rank)[0], batches)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.order import Order, forward
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 
 def frozen_chain(num_stages: int, num_frozen: int) -> tuple[Edge, ...]:
@@ -37,16 +37,16 @@ class BehindFrozen(Order):
         self.drains = active.drains  # type: ignore[misc]
         self.extends_warmup = active.extends_warmup  # type: ignore[misc]
 
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
         frozen = [stage for stage in stages if stage < self.num_frozen]
         if len(stages) == len(frozen):
             forwards = [[forward(stage, each) for each in batch for stage in frozen] for batch in batches]
             return [*forwards, []]
         result = []
-        for leg in self.active.legs(stages[-1] - self.num_frozen, batches):
+        for segment in self.active.segments(stages[-1] - self.num_frozen, batches):
             extended = []
-            for each in leg:
+            for each in segment:
                 if each.kind is Kind.FORWARD:
                     extended += [forward(stage, each.microbatch) for stage in frozen]
                 extended.append(replace(each, stage=stages[-1]))

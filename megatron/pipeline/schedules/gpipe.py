@@ -10,14 +10,14 @@ activations of a whole batch.
 from collections.abc import Sequence
 
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 
 class GPipe(Order):
     drains = True
     follows_edges = True
 
-    def legs(self, stage: int, batches: Sequence[range]) -> Legs:
+    def segments(self, stage: int, batches: Sequence[range]) -> Segments:
         forwards = [[forward(stage, microbatch) for microbatch in batch] for batch in batches]
         backwards = [[backward(stage, microbatch) for microbatch in batch] for batch in batches]
         return [*map(list.__add__, forwards, backwards), []]

@@ -18,7 +18,7 @@ and after the last chunk the next group. Backwards run in the same order with th
 from collections.abc import Sequence
 
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.schedules.placements import round_robin
 
 
@@ -26,8 +26,8 @@ class Interleaved(Order):
     drains = True
     interleaves = True
 
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
-        return [*(self._leg(rank, batch) for batch in batches), []]
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
+        return [*(self._segment(rank, batch) for batch in batches), []]
 
     def validate_placement(self) -> None:
         if self.rank_of_stage != round_robin(self.num_ranks, self.num_virtual_stages):
@@ -96,7 +96,7 @@ class Interleaved(Order):
         num_rounds, begun = divmod(num_backwards - chunks_above * group, self.num_virtual_stages * group)
         return size - (num_rounds * group + min(begun, group))
 
-    def _leg(self, rank: int, batch: range) -> Leg:
+    def _segment(self, rank: int, batch: range) -> Segment:
         size = self._group_of(batch)
         turns = self._turns(batch, size)
         last = self.num_virtual_stages - 1

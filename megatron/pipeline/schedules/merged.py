@@ -26,7 +26,7 @@ from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order, Work
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.simulate.costs import Costs
 
 
@@ -38,7 +38,7 @@ class Merged(Order):
     merges = True
     follows_edges = True
 
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         assert len(batches) == 1, "nothing says where another batch begins"
         return [list(_merged(self.base, self.num_stages, self.rank_of_stage, self.graph.edges, batches[0])[rank]), []]
 
@@ -69,13 +69,13 @@ def _merged(
 ) -> tuple[tuple[Instruction, ...], ...]:
     """By rank, what it computes of one batch."""
     order = base(num_stages, edges=edges)
-    rows = [[each for leg in order.legs(stage, [batch]) for each in leg] for stage in range(num_stages)]
+    rows = [[each for segment in order.segments(stage, [batch]) for each in segment] for stage in range(num_stages)]
     return tuple(map(tuple, merge(rows, StageGraph.of(num_stages, edges), rank_of_stage)[0]))
 
 
 def merge(
-    rows: Sequence[Leg], graph: StageGraph, rank_of_row: Sequence[int], *, work: Work = ()
-) -> tuple[list[Leg], dict[tuple[Kind, int, int], float]]:
+    rows: Sequence[Segment], graph: StageGraph, rank_of_row: Sequence[int], *, work: Work = ()
+) -> tuple[list[Segment], dict[tuple[Kind, int, int], float]]:
     """By rank, the instructions of its stages; and when each starts, by kind, stage and microbatch.
 
     Args:
@@ -90,7 +90,7 @@ def merge(
     costs = Costs(forward=[each for each, _ in work], backward=[each for _, each in work]) if work else Costs()
     rows_of, seconds = stages_by_rank(rank_of_row), costs.seconds(graph.num_stages)
     starts: dict[tuple[Kind, int, int], float] = {}
-    merged: list[Leg] = [[] for _ in rows_of]
+    merged: list[Segment] = [[] for _ in rows_of]
     next_of = [0] * len(rows)
     made: set[tuple[Tensor, int, int]] = set()  # what has been computed: tensor, stage, microbatch
     computing: list[tuple[float, int, Instruction]] = []  # until when, which rank, what

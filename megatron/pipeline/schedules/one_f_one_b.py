@@ -13,26 +13,26 @@ later, which hides its transfers, at the price of 2(p-s)-1 saved microbatches.
 from collections.abc import Sequence
 
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 
 class OneForwardOneBackward(Order):
     extends_warmup = True
     follows_edges = True
 
-    def legs(self, stage: int, batches: Sequence[range]) -> Legs:
+    def segments(self, stage: int, batches: Sequence[range]) -> Segments:
         ahead = self._ahead(stage)
         first, end = batches[0].start, batches[-1].stop
-        legs = []
+        segments = []
         for batch in batches:
-            leg = []
+            segment = []
             for microbatch in batch:
-                leg.append(forward(stage, microbatch))
+                segment.append(forward(stage, microbatch))
                 if microbatch - ahead >= first:
-                    leg.append(backward(stage, microbatch - ahead))
-            legs.append(leg)
+                    segment.append(backward(stage, microbatch - ahead))
+            segments.append(segment)
         rest = range(max(first, end - ahead), end)
-        return [*legs, [backward(stage, microbatch) for microbatch in rest]]
+        return [*segments, [backward(stage, microbatch) for microbatch in rest]]
 
     def max_in_flight(self, stage: int) -> int | None:
         return self._ahead(stage) + 1

@@ -11,7 +11,7 @@ from typing import ClassVar
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 Work = Sequence[tuple[float, float]]  # seconds of a forward and of a backward, recompute included, of each stage
 
@@ -63,7 +63,7 @@ class Order(ABC):
         self.extra_warmup = extra_warmup
 
     @abstractmethod
-    def legs(self, rank: int, batches: Sequence[range]) -> Legs:
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         """What a rank computes on the microbatches of `batches`, which follow one another without a drain.
 
         An order that does not interleave is asked for a stage, and calls its argument so.

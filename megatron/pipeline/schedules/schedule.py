@@ -16,14 +16,14 @@ from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.stages import stages_by_rank, stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
-from megatron.pipeline.schedules.building import build_evaluation, build_in_legs, build_periodic
+from megatron.pipeline.schedules.building import build_evaluation, build_in_segments, build_periodic
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
-from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.rules import validate_choices, validate_frozen, validate_predictions
 from megatron.pipeline.schedules.saved import SavedBounds
+from megatron.pipeline.schedules.segments import ProgramInSegments
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.schedules.unread import unread
 
@@ -181,7 +181,7 @@ class Schedule:
                 "parallel size)"
             )
         in_flight = self._order.max_in_flight(self.num_frozen)
-        # Moves are planned within a leg, so one batch alone has to hold what is in flight.
+        # Moves are planned within a segment, so one batch alone has to hold what is in flight.
         batches = 1 if self.balance else rule.delay or 1
         if in_flight is not None and rule.overlaps_updates and num_microbatches < (fewest := -(-in_flight // batches)):
             warmup = " and extra warm-up" if self.extra_warmup else ""
@@ -245,7 +245,7 @@ class Schedule:
 
     @property
     def report_lag(self) -> int:
-        """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
+        """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""
         behind = self._order.most_behind
         if any(stages[-1] < self.num_frozen for stages in stages_by_rank(self.rank_of_stage)):
             return max(1, self.weights.report_lag(self.num_stages))  # a frozen rank begins the next batch meanwhile
@@ -253,7 +253,7 @@ class Schedule:
 
     @property
     def settling_batches(self) -> int:
-        """How many of the batches before a batch can matter to its leg, and to a drain after it."""
+        """How many of the batches before a batch can matter to its segment, and to a drain after it."""
         order = self._order
         if self.weights.updates_alone and order.most_behind is not None:
             return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
@@ -272,17 +272,17 @@ class Schedule:
         Raises:
             ValueError: no batches, or a batch that the schedule cannot run.
         """
-        return self.build_in_legs(batches, first_batch=first_batch, first_microbatch=first_microbatch).program
+        return self.build_in_segments(batches, first_batch=first_batch, first_microbatch=first_microbatch).program
 
-    def build_in_legs(
+    def build_in_segments(
         self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0
-    ) -> ProgramInLegs:
+    ) -> ProgramInSegments:
         """What `build` builds, with the places at which a run could be drained."""
         if not batches:
             raise ValueError("a program needs a batch; give the number of microbatches of each")
         for num_microbatches in batches:
             self.validate(num_microbatches)
-        return build_in_legs(self, self._order, batches, first_batch, first_microbatch)
+        return build_in_segments(self, self._order, batches, first_batch, first_microbatch)
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of batches of this size."""

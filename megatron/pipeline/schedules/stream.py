@@ -1,10 +1,10 @@
 """A program without a known end: the batches of a run as they come.
 
 Whether a run stops, saves or evaluates is decided while it runs, and a ramp-up changes the size of its batches. So the
-runtime asks for one batch's instructions at a time. They are not made one by one: each leg is cut from a whole program
-that the checker has proved. That program holds the batches that can still matter to the leg, and the drain that may
-come next. It depends on the sizes of its batches and on nothing else, so it is built and proved once for all places of
-the run, and shifted to each.
+runtime asks for one batch's instructions at a time. They are not made one by one: each segment is cut from a whole
+program that the checker has proved. That program holds the batches that can still matter to the segment, and the drain
+that may come next. It depends on the sizes of its batches and on nothing else, so it is built and proved once for all
+places of the run, and shifted to each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import Row, Rows
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.legs import ProgramInLegs, ShiftedRows
+from megatron.pipeline.schedules.segments import ProgramInSegments, ShiftedRows
 
 if TYPE_CHECKING:
     from megatron.pipeline.schedules.schedule import Schedule
@@ -43,7 +43,7 @@ class ProgramStream:
         return self._schedule.weights.entry_versions(self._drained_at)
 
     def start_batch(self, num_microbatches: int) -> Sequence[Row]:
-        """The leg of the next batch, as one row for each rank.
+        """The segment of the next batch, as one row for each rank.
 
         It reaches from the rank's first instruction of the batch to just before its first of the batch after it, and
         so includes the STEP that stands there.
@@ -56,7 +56,7 @@ class ProgramStream:
         self.next_batch += 1
         self.next_microbatch += num_microbatches
         window = self._window()
-        return self._placed(window, window.legs(len(self._sizes) - 1, len(self._sizes)))
+        return self._placed(window, window.segments(len(self._sizes) - 1, len(self._sizes)))
 
     def drain(self) -> Sequence[Row]:
         """What is left of the batches that were started, as one row for each rank. The stream may then go on."""
@@ -73,11 +73,11 @@ class ProgramStream:
         program = _proved_evaluation(self._schedule, num_microbatches)
         return ShiftedRows(program.rows, microbatches=0, versions=self.next_batch)
 
-    def _window(self) -> ProgramInLegs:
+    def _window(self) -> ProgramInSegments:
         first_batch = self.next_batch - len(self._sizes)
         return _proved(self._schedule, self._sizes, min(first_batch, self._schedule.first_settled_batch))
 
-    def _placed(self, window: ProgramInLegs, rows: Rows) -> Sequence[Row]:
+    def _placed(self, window: ProgramInSegments, rows: Rows) -> Sequence[Row]:
         program = window.program
         return ShiftedRows(
             rows,
@@ -87,9 +87,9 @@ class ProgramStream:
 
 
 @lru_cache(maxsize=16)
-def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> ProgramInLegs:
+def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> ProgramInSegments:
     """The program of `batches`. `first_batch` matters for the first few batches alone (`first_settled_batch`)."""
-    built = schedule.build_in_legs(batches, first_batch=first_batch)
+    built = schedule.build_in_segments(batches, first_batch=first_batch)
     check(
         built.program,
         max_saved=schedule.max_saved_microbatches(batches),

@@ -13,7 +13,7 @@ def unread(order: Order, rank_of_stage: tuple[int, ...], num_microbatches: int) 
     batches, counts = [range(num_microbatches), range(num_microbatches, 2 * num_microbatches)], [0] * order.num_stages
     for rank in range(max(rank_of_stage) + 1):
         stages = stages_of(rank_of_stage, rank)
-        for leg in order.legs(rank if order.interleaves else stages[0], batches)[1:]:
-            for each in leg:
+        for segment in order.segments(rank if order.interleaves else stages[0], batches)[1:]:
+            for each in segment:
                 counts[each.stage] += each.kind in ENDS_BACKWARD and each.microbatch < num_microbatches
     return tuple(counts)

@@ -153,8 +153,8 @@ class MicrobatchIterator:
         self.loader = self._start(dataset, repeats) if self.reads else None
 
     def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Start loading. SIGTERM, which a launcher sends to whole process groups, is a wish to the parent only, so the
-        loading processes inherit it blocked; they end with `close`, at the latest when the interpreter exits."""
+        """Start loading. SIGTERM, which a launcher sends to whole process groups, is a stop request to the parent only,
+        so the loading processes inherit it blocked; they end with `close`, at the latest when the interpreter exits."""
         loader = self._loader(dataset, repeats)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:

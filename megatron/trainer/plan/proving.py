@@ -10,7 +10,7 @@ from megatron.planner import Demand, demand_of, most
 def prove(args: argparse.Namespace, schedule: Schedule) -> tuple[CheckReport, Demand]:
     """Build and prove what the run would execute; returns the report of its largest batches, and what all demand.
 
-    The runtime executes legs of a stream, whose programs are proved as they are built: here every batch size of the
+    The runtime executes segments of a stream, whose programs are proved as they are built: here every batch size of the
     run, from each to the next, and the evaluation. The largest size is proved for any number of batches besides.
 
     Raises ProgramError, ValueError.

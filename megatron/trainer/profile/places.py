@@ -4,8 +4,8 @@ Problem: what a layer, the embedding and the head cost can be measured without t
 if the stage runs as in training: megatron.core's chunk in DDP, its seeded dropout, its data, its gradients and its
 optimizer's step.
 
-Solution: the stage, the weight update and the data iterator of a training run, put together for one `ProfiledPlace` in a job
-of tensor ranks alone. A stage without an embedding is fed a constant activation, one without a head a constant
+Solution: the stage, the weight update and the data iterator of a training run, put together for one `ProfiledPlace` in
+a job of tensor ranks alone. A stage without an embedding is fed a constant activation, one without a head a constant
 gradient. The last stage's output layer is untied from the embedding, which it does not have here; that costs the same.
 """
 
@@ -33,8 +33,12 @@ from megatron.trainer.report.names import LOSS
 from megatron.trainer.run.assembly import DatasetsProvider, LossNames, ModelProvider
 
 _NUM_STAGES = 3
-_STAGE_OF_PLACE = {ProfiledPlace.ONLY: (0, 1), ProfiledPlace.FIRST: (0, _NUM_STAGES), ProfiledPlace.MIDDLE: (1, _NUM_STAGES),
-                   ProfiledPlace.LAST: (_NUM_STAGES - 1, _NUM_STAGES)}  # fmt: skip
+_STAGE_OF_PLACE = {
+    ProfiledPlace.ONLY: (0, 1),
+    ProfiledPlace.FIRST: (0, _NUM_STAGES),
+    ProfiledPlace.MIDDLE: (1, _NUM_STAGES),
+    ProfiledPlace.LAST: (_NUM_STAGES - 1, _NUM_STAGES),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

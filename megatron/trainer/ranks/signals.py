@@ -1,8 +1,8 @@
-"""SIGTERM as a wish.
+"""SIGTERM as a stop request.
 
 A cluster ends jobs by SIGTERM, to one rank or to all, at any moment. A handler that saved there and then would save
-half a step, and alone. So the handler only notes the wish. It travels with the next reduction that all ranks take
-part in; all read it at the same batch, drain, save once and exit with status 0.
+half a step, and alone. So the handler only notes the stop request. It travels with the next reduction that all ranks
+take part in; all read it at the same batch, drain, save once and exit with status 0.
 """
 
 import signal

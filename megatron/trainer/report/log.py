@@ -177,7 +177,7 @@ class Reporter:
         """Record one batch; print the log line where its interval ends."""
         peaks = {
             name: by_pipeline_rank(values, self.args.pipeline_model_parallel_size)
-            for name, values in report.gauges.items()
+            for name, values in report.rank_metrics.items()
         }
         self._interval.add(report, progress, self.args.seq_length, peaks.get(SAVED_ACTIVATIONS, ()))
         if self.writes:

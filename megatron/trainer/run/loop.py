@@ -1,8 +1,8 @@
 """The training loop: batches through the engine, reports out, evaluations and checkpoints between.
 
 Without flushes the report of a batch comes some batches late (`Schedule.report_lag`), on all ranks alike. So nothing
-is decided by one rank: what the iteration number decides is the same everywhere, and a wish (SIGTERM, time is up)
-travels with a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
+is decided by one rank: what the iteration number decides is the same everywhere, and a stop request (SIGTERM, time is
+up) travels with a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from megatron.trainer.run.evaluation import evaluate, evaluation_samples
 from megatron.trainer.start_up.run import Run
 
 STOP = 1
-"""Wish: save and end the run."""
+"""Stop request: save and end the run."""
 
 
 class TrainingError(ValueError):
@@ -42,14 +42,14 @@ class Loop:
 
     Args:
         run: what `assembly.assemble` built.
-        stop: SIGTERM as a wish.
+        stop: SIGTERM as a stop request.
         started: `time.time()` of the program's start, for `--exit-duration-in-mins`.
     """
 
     def __init__(self, run: Run, stop: StopSignal, *, started: float) -> None:
         self.run, self.args, self.stop, self.started = run, run.args, stop, started
         self._waiting: deque[Progress] = deque()  # batches without a report yet
-        self._wishes = 0  # of all ranks, from the reports
+        self._stop_requests = 0  # of all ranks, from the reports
         self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
         self._iterators: list[MicrobatchIterator] = []
         self._validation: list[MicrobatchIterator] = []
@@ -57,14 +57,14 @@ class Loop:
         self._flops_per_sample = flops_per_sample(run.args)
 
     def train(self) -> bool:
-        """Train until the last iteration (True), or until a wish, `--exit-interval` or the time ends the run
+        """Train until the last iteration (True), or until a stop request, `--exit-interval` or the time ends the run
         (False)."""
         run, args = self.run, self.args
         if run.iteration >= args.train_iters:
             return True
         self._feed()
         profiler = Profiler(args)
-        self.stop.on_receipt = self._pass_on_wish
+        self.stop.on_receipt = self._pass_on_stop_request
         if args.manual_gc:
             gc.disable()
             gc.collect()
@@ -111,15 +111,15 @@ class Loop:
             with contextlib.suppress(ValueError):  # the first error is told
                 self.run.writer.close()
 
-    def _pass_on_wish(self) -> None:
+    def _pass_on_stop_request(self) -> None:
         if self.run.engine is not None:  # there is none while the run changes its place; the next batch asks again
-            self.run.engine.wishes |= STOP
+            self.run.engine.stop_requests |= STOP
 
     def _batch(self) -> None:
-        """One batch's leg; its time counts for the batch, whose report may come later."""
+        """One batch's segment; its time counts for the batch, whose report may come later."""
         run, sizes = self.run, self.args.batch_sizes
         if self.stop.received or self._time_is_up():
-            run.engine.wishes |= STOP
+            run.engine.stop_requests |= STOP
         num_samples = sizes.num_samples(run.consumed_samples)
         num_microbatches = sizes.num_microbatches(run.consumed_samples)
         start = time.perf_counter()
@@ -149,7 +149,7 @@ class Loop:
         for report in reports:
             progress = self._waiting.popleft()
             assert progress.iteration == report.batch + 1, (progress, report)
-            self._wishes |= report.wishes
+            self._stop_requests |= report.stop_requests
             self.run.reporter.iteration(report, progress)
             if self.run.elasticity is not None:
                 self.run.elasticity.note(report)
@@ -180,7 +180,7 @@ class Loop:
     def _ends_stretch(self) -> bool:
         """Whether the pipeline has to be drained here; the same on every rank."""
         last = self.run.iteration >= self.args.train_iters
-        ends = last or bool(self._wishes) or self._due(self.args.exit_interval)
+        ends = last or bool(self._stop_requests) or self._due(self.args.exit_interval)
         return ends or self._decides() or self._evaluates() or self._saves()
 
     def _between_stretches(self) -> bool:
@@ -189,17 +189,17 @@ class Loop:
         self._drain()
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
             self._decide()
-        if self._evaluates() and not self._wishes and not self.validate():
-            self._wishes |= STOP
-        ends = bool(self._wishes) or self._due(args.exit_interval)
+        if self._evaluates() and not self._stop_requests and not self.validate():
+            self._stop_requests |= STOP
+        ends = bool(self._stop_requests) or self._due(args.exit_interval)
         if self._saves() or (ends and args.save is not None):
             self.save()
-        if not ends and self._agree_to_stop():  # a wish that came while evaluating or saving: do not save twice
+        if not ends and self._agree_to_stop():  # a stop request that came while evaluating or saving: do not save twice
             ends = True
             if args.save is not None and self.run.saved_iteration != self.run.iteration:
                 self.save()
         if ends:
-            why = "on request" if self._wishes else "as --exit-interval says"
+            why = "on request" if self._stop_requests else "as --exit-interval says"
             self.run.reporter.say(f"exiting {why} at iteration {self.run.iteration}")
         elif self._wants_another_place() and self.run.iteration < args.train_iters:
             self._change_place()
@@ -254,14 +254,14 @@ class Loop:
 
     def _agree_to_stop(self) -> bool:
         """Collective: whether any rank was asked to stop."""
-        wish = torch.tensor([int(self.stop.received or self._time_is_up())], device=backend.device())
-        torch.distributed.all_reduce(wish, op=torch.distributed.ReduceOp.MAX)
-        if wish.item():
-            self._wishes |= STOP
-        return bool(wish.item())
+        stop_request = torch.tensor([int(self.stop.received or self._time_is_up())], device=backend.device())
+        torch.distributed.all_reduce(stop_request, op=torch.distributed.ReduceOp.MAX)
+        if stop_request.item():
+            self._stop_requests |= STOP
+        return bool(stop_request.item())
 
     def validate(self) -> bool:
-        """Evaluate on the validation data and report it; False if a wish to stop came meanwhile."""
+        """Evaluate on the validation data and report it; False if a stop request to stop came meanwhile."""
         run = self.run
         self.validated_iteration = run.iteration
         if not self._validation:
@@ -269,7 +269,7 @@ class Loop:
         return self._evaluate("validation", self._validation)
 
     def test(self) -> bool:
-        """Evaluate on the test data and report it; False if a wish to stop came meanwhile."""
+        """Evaluate on the test data and report it; False if a stop request to stop came meanwhile."""
         return self._evaluate("test", self._samples(2, "test", 0))
 
     def _evaluate(self, name: str, iterators: list[MicrobatchIterator]) -> bool:

@@ -37,7 +37,7 @@ def pretrain(
 
     Args:
         args: parsed; validated unless `--use-checkpoint-args` is given, which happens here.
-        stop, started: SIGTERM as a wish, and when the program started (`time.time()`).
+        stop, started: SIGTERM as a stop request, and when the program started (`time.time()`).
         model_provider, forward_step, datasets_provider, options: see `assembly.assemble`.
 
     Raises:

@@ -12,7 +12,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition
 from megatron.trainer.start_up.place import Place
 
-_TRACED_EXTRA = 8  # legs: drains, evaluations and batches cut by them
+_TRACED_EXTRA = 8  # segments: drains, evaluations and batches cut by them
 _TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
 
 

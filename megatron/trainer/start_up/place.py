@@ -103,7 +103,7 @@ def build_place(
     memory = ActivationMemory(backend.device()) if counts else None
     options = {
         "loss_names": parts.loss_names,
-        "gauges": _gauges(memory),
+        "rank_metrics": _rank_metrics(memory),
         "timeout": timedelta(minutes=args.distributed_timeout_minutes),
     }
     if trained:
@@ -169,7 +169,7 @@ def make_update(
     )  # fmt: skip
 
 
-def _gauges(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
+def _rank_metrics(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
     """What every rank measures for the report of a batch, by name."""
     if memory is None:
         return {}

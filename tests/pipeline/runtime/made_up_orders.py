@@ -6,7 +6,7 @@ from unittest import mock
 
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 
 class Entangled(Order):
@@ -15,15 +15,15 @@ class Entangled(Order):
     F0 F1 F2 B0 | F3 B1 B3 B2 F4 F5 | F6 B4 B6 B5 F7 F8 | B7 B8
     """
 
-    def legs(self, stage: int, batches: Sequence[range]) -> Legs:
-        legs, waiting = [], []
+    def segments(self, stage: int, batches: Sequence[range]) -> Segments:
+        segments, waiting = [], []
         for first, *rest in batches:
             between = [waiting[0], first, waiting[1]] if waiting else []
-            leg = [forward(stage, first), *(backward(stage, each) for each in between)]
-            leg += [forward(stage, microbatch) for microbatch in rest]
-            legs.append(leg if waiting else [*leg, backward(stage, first)])
+            segment = [forward(stage, first), *(backward(stage, each) for each in between)]
+            segment += [forward(stage, microbatch) for microbatch in rest]
+            segments.append(segment if waiting else [*segment, backward(stage, first)])
             waiting = rest
-        return [*legs, [backward(stage, microbatch) for microbatch in waiting]]
+        return [*segments, [backward(stage, microbatch) for microbatch in waiting]]
 
     def max_in_flight(self, stage: int) -> int:
         return 3

@@ -47,7 +47,7 @@ def schedules(draw):
 @given(schedules(), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_every_graph_is_proved_and_cut_where_a_run_may_stop(schedule, sizes):
     """One live version, and another one where there is any ahead of it;
-    the legs of a stream are the program's; and so for any number of batches of a size."""
+    the segments of a stream are the program's; and so for any number of batches of a size."""
     program = schedule.build(sizes)
     report = check(
         program, max_saved=schedule.max_saved_microbatches(sizes), max_saved_on_rank=schedule.max_saved_on_rank(sizes)

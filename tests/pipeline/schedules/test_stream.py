@@ -12,15 +12,15 @@ from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
 Rows = list[list[Instruction]]
 
 
-def extend(rows: Rows, leg) -> None:
+def extend(rows: Rows, segment) -> None:
     for rank, row in enumerate(rows):
-        row += leg[rank]
+        row += segment[rank]
 
 
 @settings(max_examples=80, deadline=None)
 @given(runs(max_stages=6))
-def test_legs_and_drain_are_the_program(run: Run):
-    """The legs of a run's batches and its drain are the built program, for ramp-ups and wherever it begins."""
+def test_segments_and_drain_are_the_program(run: Run):
+    """The segments of a run's batches and its drain are the built program, for ramp-ups and wherever it begins."""
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
     program = run.build()
     assert stream.entry_versions == program.entry_versions
@@ -55,8 +55,8 @@ def test_drains_in_between(data: st.DataObject):
 @settings(max_examples=40, deadline=None)
 @given(runs(max_stages=5))
 def test_borders(run: Run):
-    """A leg holds its batch's forwards, receives for nothing that comes later, and under 2bw and the like a STEP at its
-    end; a prediction, and the chain that waits for it, follow.
+    """A segment holds its batch's forwards, receives for nothing that comes later, and under 2bw and the like a STEP at
+    its end; a prediction, and the chain that waits for it, follow.
     """
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
     for index, size in enumerate(run.batches):
@@ -81,14 +81,16 @@ def test_borders(run: Run):
 @settings(max_examples=40, deadline=None)
 @given(runs(max_stages=5))
 def test_report_lag(run: Run):
-    """By the end of batch i's leg every rank has stepped batch i - report_lag and posted its norm."""
+    """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""
     stream = run.schedule.stream(first_batch=run.first_batch, first_microbatch=run.first_microbatch)
     done = [set() for _ in range(run.schedule.num_ranks)]
     for batch, size in enumerate(run.batches, start=run.first_batch):
-        leg = stream.start_batch(size)
+        segment = stream.start_batch(size)
         reported = batch - run.schedule.report_lag
         for rank in range(run.schedule.num_ranks):
-            done[rank] |= {(each.kind, each.version - 1) for each in kinds_of(leg[rank], Kind.STEP, Kind.REDUCE_NORM)}
+            done[rank] |= {
+                (each.kind, each.version - 1) for each in kinds_of(segment[rank], Kind.STEP, Kind.REDUCE_NORM)
+            }
             if reported >= run.first_batch:
                 assert {(Kind.STEP, reported), (Kind.REDUCE_NORM, reported)} <= done[rank]
 

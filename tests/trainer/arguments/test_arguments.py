@@ -328,7 +328,7 @@ def test_every_flag_is_read():
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 
 
-def test_platform_turns_off_defaults_and_refuses_wishes():
+def test_platform_turns_off_defaults_and_refuses_stop_requests():
     """Fusions that CUDA packages provide are on there and off here; the implementation follows what is installed."""
     here, there = arguments(platform=CPU), arguments("--position-embedding-type rope", platform=GPU)
     assert (here.transformer_impl, there.transformer_impl) == ("local", "transformer_engine")

@@ -96,7 +96,7 @@ def test_stopped_and_resumed(tmp_path, name, stop):
 
 
 @pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.full)])
-def test_a_wish_to_stop(tmp_path, schedule):
+def test_a_stop_request_to_stop(tmp_path, schedule):
     """SIGTERM within an interval, or at its end: one checkpoint, which goes on as if nothing had been."""
     flags = f"--pipeline-schedule {schedule} --freeze-schedule 1,2,3"
     first = train_watched(2, f"{flags} --save {tmp_path}", stop_after={1: 3})

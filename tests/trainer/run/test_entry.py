@@ -111,7 +111,7 @@ def test_error_of_a_rank_that_finds_no_others_is_told(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_signal_is_a_wish():
+def test_signal_is_a_stop_request():
     """SIGTERM is noted and passed on; the process lives."""
     before = signal.getsignal(signal.SIGTERM)
     try:

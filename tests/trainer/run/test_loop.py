@@ -106,7 +106,7 @@ def test_more_frequent_evaluations_after_a_resume(tmp_path):
 
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_wish_of_one_rank_ends_all_after_one_save(tmp_path, schedule, rank):
+def test_stop_request_of_one_rank_ends_all_after_one_save(tmp_path, schedule, rank):
     """A stop noted on one rank is read by all in the same report: drain, one checkpoint, the end."""
     flags = f"--pipeline-schedule {schedule} --train-iters 50 --save {tmp_path} --save-interval 40"
     results = train(2, flags, stop_after={rank: 3})
@@ -116,7 +116,7 @@ def test_wish_of_one_rank_ends_all_after_one_save(tmp_path, schedule, rank):
     assert any("exiting on request" in line for line in last(results)["lines"])
 
 
-def test_the_end_of_the_time_is_a_wish_too(tmp_path):
+def test_the_end_of_the_time_is_a_stop_request_too(tmp_path):
     """--exit-duration-in-mins ends the run like a signal; here the time was up before the first batch."""
     flags = f"--pipeline-schedule 2bw --train-iters 50 --save {tmp_path} --exit-duration-in-mins 1"
     results = train(2, flags, minutes_ago=2)

@@ -222,7 +222,7 @@ def test_a_pipeline_that_changes(tmp_path, capsys):
     assert "pipeline changed at iteration 6 | frozen layers: 3 of 4 (before 0) |" in capsys.readouterr().out
 
 
-def test_gauges_are_reported_by_pipeline_rank(tmp_path, capsys):
+def test_rank_metrics_are_reported_by_pipeline_rank(tmp_path, capsys):
     """Of the tensor and data ranks of a pipeline rank the fullest counts; TensorBoard has the fullest of all."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -233,7 +233,7 @@ def test_gauges_are_reported_by_pipeline_rank(tmp_path, capsys):
     )  # fmt: skip
     measured = {"saved_activation_bytes": (3.0, 7.0, 2.0, 1.0), "peak_allocated_bytes": (1.0, 2.0, 3.0, 9.0)}
     for iteration in (1, 2):
-        reports.iteration(report(iteration, 4.0, gauges=measured), Progress(iteration, 8 * iteration, 8, 0.5))
+        reports.iteration(report(iteration, 4.0, rank_metrics=measured), Progress(iteration, 8 * iteration, 8, 0.5))
     reports.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert (record["saved_activation_bytes"], record["peak_allocated_bytes"]) == ([7, 2], [2, 9])

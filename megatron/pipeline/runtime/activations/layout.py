@@ -4,8 +4,8 @@ Problem: the saved tensors of a stage are hundreds of views of dozens of storage
 twice or not at all. To move them they have to lie in one piece of memory, each byte once, of the same size for every
 microbatch, so that the buffers can be made once and used again.
 
-Solution: the byte ranges that are saved of each storage are merged where they overlap, and the merged ranges (segments)
-are laid out one after another. A segment starts at the same remainder of `ALIGNMENT` as it had in its storage, since
+Solution: the byte ranges that are saved of each storage are merged where they overlap, and the merged ranges (spans)
+are laid out one after another. A span starts at the same remainder of `ALIGNMENT` as it had in its storage, since
 the kernels of a backward may round differently at another alignment. Shapes are fixed, so the layout is too.
 """
 
@@ -19,40 +19,40 @@ ALIGNMENT = 256  # bytes; a multiple of what torch's allocators (64 on CPU, 512 
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Segments in one buffer: (position, length) in bytes, in order. Equal layouts may share buffers."""
+    """Spans in one buffer: (position, length) in bytes, in order. Equal layouts may share buffers."""
 
-    segments: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> ActivationLayout:
         """Lay out byte ranges (start in their storage, end), in this order."""
-        segments, end = [], 0
+        spans, end = [], 0
         for start, stop in ranges:
             position = -(-end // ALIGNMENT) * ALIGNMENT + start % ALIGNMENT
-            segments.append((position, stop - start))
+            spans.append((position, stop - start))
             end = position + stop - start
-        return cls(tuple(segments))
+        return cls(tuple(spans))
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that are saved, without the gaps between segments."""
-        return sum(length for _, length in self.segments)
+        """Bytes that are saved, without the gaps between spans."""
+        return sum(length for _, length in self.spans)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of a buffer that holds them."""
-        return sum(self.segments[-1]) if self.segments else 0
+        return sum(self.spans[-1]) if self.spans else 0
 
     def require_equal(self, other: ActivationLayout, what: str) -> None:
         """Raise ValueError when `what` is laid out as `other` and not like this."""
         if self == other:
             return
-        pairs = zip(self.segments, other.segments, strict=False)
-        count = min(len(self.segments), len(other.segments))
+        pairs = zip(self.spans, other.spans, strict=False)
+        count = min(len(self.spans), len(other.spans))
         first = next((i for i, (mine, theirs) in enumerate(pairs) if mine[1] != theirs[1]), count)
         raise ValueError(
-            f"{what} saves {other.saved_bytes} bytes in {len(other.segments)} pieces, the stage's first evicted "
-            f"microbatch {self.saved_bytes} bytes in {len(self.segments)} (piece {first} differs first); moved "
+            f"{what} saves {other.saved_bytes} bytes in {len(other.spans)} pieces, the stage's first evicted "
+            f"microbatch {self.saved_bytes} bytes in {len(self.spans)} (piece {first} differs first); moved "
             "activations need microbatches of one shape, so keep the sequence length fixed or do not balance"
         )
 

@@ -74,7 +74,7 @@ class _Handle:
 
 
 @dataclass
-class _Segment:
+class _Span:
     """A piece of a storage: its bytes [start, end), and (handle, first byte within the piece) of what lies in it."""
 
     storage: int
@@ -95,7 +95,7 @@ class SavedTensors:
         self.name = name
         self.layout: ActivationLayout | None = None  # known from `seal` on
         self._handles: list[weakref.ref[_Handle]] = []
-        self._segments: list[_Segment] = []
+        self._spans: list[_Span] = []
         self._is_evicted = False
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -122,7 +122,7 @@ class SavedTensors:
                 continue
             ranges = [handle.byte_range() for handle in handles]
             if max(ranges, key=itemgetter(1))[1] <= first.untyped_storage().nbytes():
-                self._add_segments(storage, handles, ranges)
+                self._add_spans(storage, handles, ranges)
                 moving[storage] = StorageWeakRef(first.untyped_storage())
         self._handles.clear()
         self.exclude(set())
@@ -131,8 +131,8 @@ class SavedTensors:
     def exclude(self, storages: set[int]) -> None:
         """These stay too, it has turned out; only before an eviction."""
         assert not self._is_evicted
-        self._segments = [segment for segment in self._segments if segment.storage not in storages]
-        self.layout = ActivationLayout.of((segment.start, segment.end) for segment in self._segments)
+        self._spans = [span for span in self._spans if span.storage not in storages]
+        self.layout = ActivationLayout.of((span.start, span.end) for span in self._spans)
 
     def _by_storage(self) -> dict[int, list[_Handle]]:
         groups: dict[int, list[_Handle]] = {}
@@ -142,13 +142,13 @@ class SavedTensors:
                 groups.setdefault(handle.tensor.untyped_storage()._cdata, []).append(handle)
         return groups
 
-    def _add_segments(self, storage: int, handles: list[_Handle], ranges: list[tuple[int, int]]) -> None:
-        """A segment for each piece of the storage that `handles` cover with `ranges`."""
+    def _add_spans(self, storage: int, handles: list[_Handle], ranges: list[tuple[int, int]]) -> None:
+        """A span for each piece of the storage that `handles` cover with `ranges`."""
         for first, end in merged(ranges):
             inside = (
                 (weakref.ref(h), s - first) for h, (s, _) in zip(handles, ranges, strict=True) if first <= s < end
             )
-            self._segments.append(_Segment(storage, first, end, list(inside)))
+            self._spans.append(_Span(storage, first, end, list(inside)))
 
     @property
     def is_evicted(self) -> bool:
@@ -173,13 +173,11 @@ class SavedTensors:
         assert self._is_evicted, "`leave` comes first"
         self._require_fit(buffer)
         moved = []
-        for (position, length), segment in zip(self.layout.segments, self._segments, strict=True):
-            handles = [(handle, offset) for reference, offset in segment.members if (handle := reference()) is not None]
+        for (position, length), span in zip(self.layout.spans, self._spans, strict=True):
+            handles = [(handle, offset) for reference, offset in span.members if (handle := reference()) is not None]
             if handles:
                 tensor = handles[0][0].tensor
-                buffer[position : position + length].copy_(
-                    _bytes_of(tensor)[segment.start : segment.end], non_blocking=True
-                )
+                buffer[position : position + length].copy_(_bytes_of(tensor)[span.start : span.end], non_blocking=True)
             for handle, offset in handles:
                 handle.place = handle.tensor.dtype, position + offset, handle.tensor.shape, handle.tensor.stride()
                 moved.append(handle)
@@ -200,8 +198,8 @@ class SavedTensors:
             raise RuntimeError(f"{self.name} cannot be loaded: it is not evicted")
         self._require_fit(buffer)
         storage, start = buffer.untyped_storage(), buffer.storage_offset()
-        for segment in self._segments:
-            for reference, _ in segment.members:
+        for span in self._spans:
+            for reference, _ in span.members:
                 handle = reference()
                 if handle is None:
                     continue

@@ -86,11 +86,11 @@ class BatchReport:
     loss_scale: float = 1.0
     learning_rate: float = 0.0
     num_samples: int = 0
-    wishes: int = 0
+    stop_requests: int = 0
     nan: bool = False
     layers_squared: tuple[float, ...] = ()
     """The squared norm of the gradients of each layer of the model, where they are asked for; 0 of frozen ones."""
-    gauges: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    rank_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """What each rank of the job measured of itself for this report: name -> values in rank order."""
 
 
@@ -234,8 +234,8 @@ class WeightUpdate(Protocol):
     def reduce_embed(self, version: int) -> None:
         """Chain thread: add up the gradients of the tied embeddings of the first and the last stage."""
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and wishes.
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and stop requests.
 
         Before it, the gradients of tied embeddings whose stages are both on this rank are added up.
         """
@@ -262,7 +262,7 @@ class StagewiseUpdate(Protocol):
     def step(self, version: int) -> BatchReport:
         """All stages have made `version`."""
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None: ...
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None: ...
 
     def begin_evaluation(self) -> None: ...
 

@@ -99,35 +99,35 @@ class Tracer:
     def __init__(self, *, num_batches: int = 16, clock: HostClock | CudaClock | None = None) -> None:
         self._clock = clock or HostClock()
         self.now = self._clock.now
-        self._legs: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
+        self._segments: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
         self._background: deque[list[tuple[str, Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by where it ends
 
     def begin_batch(self, extent: BatchExtent) -> None:
-        """What follows belongs to the leg of this batch; the oldest batch beyond the bound is forgotten."""
-        leg: list[tuple[Instruction, Any, Any, Any]] = []
-        self._legs.append((extent, leg))
+        """What follows belongs to the segment of this batch; the oldest batch beyond the bound is forgotten."""
+        segment: list[tuple[Instruction, Any, Any, Any]] = []
+        self._segments.append((extent, segment))
         self._background.append([])
-        self.record = leg.append  # the hot loop calls this with (instruction, start, ready, end)
+        self.record = segment.append  # the hot loop calls this with (instruction, start, ready, end)
 
     def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:
-        """What another thread has done; it belongs to the leg that the rank is in by then."""
+        """What another thread has done; it belongs to the segment that the rank is in by then."""
         self._background[-1].append((track, instruction, start, end))
 
     def batches(self) -> tuple[BatchExtent, ...]:
-        return tuple(extent for extent, _ in self._legs)
+        return tuple(extent for extent, _ in self._segments)
 
     def spans(self) -> tuple[TraceSpan, ...]:
         """The kept spans; hosts with synchronised clocks line up."""
         seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
         spans = []
-        for _, leg in list(self._legs):
-            for instruction, start, ready, end in list(leg):
+        for _, segment in list(self._segments):
+            for instruction, start, ready, end in list(segment):
                 first, middle, last = (offset + seconds(mark) for mark in (start, ready, end))
                 if middle > first:
                     spans.append(TraceSpan(WAIT, instruction, first, middle))
                 spans.append(TraceSpan(COMPUTE, instruction, middle, last))
-        for leg in list(self._background):
-            for track, instruction, start, end in list(leg):
+        for segment in list(self._background):
+            for track, instruction, start, end in list(segment):
                 spans.append(TraceSpan(track, instruction, offset + seconds(start), offset + seconds(end)))
         return tuple(spans)
 

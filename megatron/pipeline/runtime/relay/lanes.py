@@ -203,7 +203,7 @@ class Lanes:
             raise self._error
 
     def _overdue(self, late: Instruction, waiting: Instruction | None) -> TimeoutError:
-        who = "the end of the leg" if waiting is None else str(waiting)
+        who = "the end of the segment" if waiting is None else str(waiting)
         under_way = [str(lane.current) for lane in self._lanes.values() if lane.current not in (None, late)]
         beside = f"; {' and '.join(under_way)} {'are' if len(under_way) > 1 else 'is'} under way" if under_way else ""
         return TimeoutError(f"{who} waited {self._timeout:g} s for {late} ({late.kind.row.lane.value}){beside}")

@@ -39,8 +39,8 @@ class RelayLedger:
         self._lock = threading.RLock()  # a storage may go while this thread is in here
 
     @property
-    def gauges(self) -> dict[str, Callable[[], float]]:
-        """For `BatchReport.gauges`: name -> what is read once a batch."""
+    def rank_metrics(self) -> dict[str, Callable[[], float]]:
+        """For `BatchReport.rank_metrics`: name -> what is read once a batch."""
         return {DEVICE_PEAK: self.take_device_peak, HOST_PEAK: lambda: self.host_bytes}
 
     @property

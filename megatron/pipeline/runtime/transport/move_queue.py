@@ -3,10 +3,10 @@
 Problem: evictions and loads have to run while forwards and backwards do, and memory may only be taken when the move
 before has freed as much (see `program.move_order`).
 
-Solution: a `LaneThread`. A call that has begun is *posted*, one that has returned is *complete*. The compute thread asks that
-the first n moves be complete. On CUDA that a call has returned says that both hosts have come to the move and that the
-device has been given it; the compute thread waits for no more, its stream waits for the rest (`follow`), and what the
-move still reads is held until then.
+Solution: a `LaneThread`. A call that has begun is *posted*, one that has returned is *complete*. The compute thread
+asks that the first n moves be complete. On CUDA that a call has returned says that both hosts have come to the move and
+that the device has been given it; the compute thread waits for no more, its stream waits for the rest (`follow`), and
+what the move still reads is held until then.
 """
 
 from __future__ import annotations

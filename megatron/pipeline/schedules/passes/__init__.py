@@ -1,7 +1,8 @@
 """From the order of computations to a complete program, one concern a pass.
 
-A pass reads and returns the row of one rank, cut into *legs*: what the rank does between the first forward of a batch
-and the first forward of the next one, and at last what remains for the drain. `outline` is the program to be, without
+A pass reads and returns the row of one rank, cut into *segments*: what the rank does between the first forward of a
+batch and the first forward of the next one, and at last what remains for the drain. `outline` is the program to be,
+without
 its rows: its batches, weight policy and chain.
 
     balance         the moves of saved activations between pairs of ranks; this one takes all ranks at once
@@ -16,5 +17,5 @@ its rows: its batches, weight policy and chain.
 
 from megatron.pipeline.program.instruction import Instruction
 
-Leg = list[Instruction]
-Legs = list[Leg]  # of one rank: one for each batch, then the drain
+Segment = list[Instruction]
+Segments = list[Segment]  # of one rank: one for each batch, then the drain

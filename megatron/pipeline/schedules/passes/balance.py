@@ -21,11 +21,12 @@ distance here is counted without them.
 At the border of a batch that does not drain, a run may go on or stop, and no decision may depend on which. So nothing
 looks beyond the border, and at each border the same microbatches are away: as many as the next forward needs, and those
 whose backwards stand last. The last forwards of a batch are therefore evicted in any case, each in exchange for the
-microbatch that is needed soonest. Thus a leg depends on nothing before the batch before it, a period repeats, and the
-acceptor has passed the border, too, before the evictor moves anything in the new leg.
+microbatch that is needed soonest. Thus a segment depends on nothing before the batch before it, a period repeats, and
+the acceptor has passed the border, too, before the evictor moves anything in the new segment.
 
-The acceptor requests its side of all the moves of a leg at the leg's beginning. They are carried out one after another
-in the background (see `program.move_order`), so it is never late, and memory is taken only when it has been freed.
+The acceptor requests its side of all the moves of a segment at the segment's beginning. They are carried out one after
+another in the background (see `program.move_order`), so it is never late, and memory is taken only when it has been
+freed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 _Saved = tuple[int, int]  # stage, microbatch
 
@@ -51,11 +52,11 @@ def balanced_bounds(max_saved: Sequence[int], pairs: Pairs) -> tuple[int, ...]:
     )
 
 
-def add_balance(legs_of_rank: Sequence[Legs], outline: Program, bounds: Sequence[int]) -> list[Legs]:
-    """The legs of all ranks, which hold computations alone, with the moves that keep every rank within its bound.
+def add_balance(segments_of_rank: Sequence[Segments], outline: Program, bounds: Sequence[int]) -> list[Segments]:
+    """The segments of all ranks, which hold computations alone, with the moves that keep every rank within its bound.
 
     Args:
-        legs_of_rank: F and B (or I and W), in legs; no leg but the last begins with anything but a forward.
+        segments_of_rank: F and B (or I and W), in segments; no segment but the last begins with anything but a forward.
         outline: the program to be.
         bounds: for each rank the most microbatches that it may hold at any moment (`balanced_bounds`).
 
@@ -63,27 +64,27 @@ def add_balance(legs_of_rank: Sequence[Legs], outline: Program, bounds: Sequence
         ValueError: a bound is too small for the order.
     """
     pairs = outline.pairs
-    partners = [pairs.of_rank(rank) for rank in range(len(legs_of_rank))]
+    partners = [pairs.of_rank(rank) for rank in range(len(segments_of_rank))]
     balanced = [
-        list(legs) if rank == partner else _Evictor(legs, bounds[rank], pairs.num_frozen).legs()
-        for rank, (partner, legs) in enumerate(zip(partners, legs_of_rank, strict=True))
+        list(segments) if rank == partner else _Evictor(segments, bounds[rank], pairs.num_frozen).segments()
+        for rank, (partner, segments) in enumerate(zip(partners, segments_of_rank, strict=True))
     ]
-    requests = [[_requests(leg, pairs) for leg in legs] for legs in balanced]
+    requests = [[_requests(segment, pairs) for segment in segments] for segments in balanced]
     return [
-        [request + leg for request, leg in zip(requests[partner], legs, strict=True)]
-        for partner, legs in zip(partners, balanced, strict=True)
+        [request + segment for request, segment in zip(requests[partner], segments, strict=True)]
+        for partner, segments in zip(partners, balanced, strict=True)
     ]
 
 
-def _requests(leg: Leg, pairs: Pairs) -> Leg:
-    """The acceptor's side of the moves of an evictor's leg."""
-    return [pairs.counterpart(instruction) for instruction in leg if instruction.kind.is_move]
+def _requests(segment: Segment, pairs: Pairs) -> Segment:
+    """The acceptor's side of the moves of an evictor's segment."""
+    return [pairs.counterpart(instruction) for instruction in segment if instruction.kind.is_move]
 
 
-def _apart(leg: Leg, num_frozen: int) -> tuple[Leg, list[Leg]]:
+def _apart(segment: Segment, num_frozen: int) -> tuple[Segment, list[Segment]]:
     """The computations that save anything; and the frozen forwards before each of them, and behind the last."""
     saving, frozen = [], [[]]
-    for each in leg:
+    for each in segment:
         if each.stage < num_frozen:
             frozen[-1].append(each)
         else:
@@ -98,28 +99,28 @@ class _Evictor:
     Frozen forwards save nothing, so moves are set as if there were none; each stays right before what follows it.
     """
 
-    def __init__(self, legs: Legs, bound: int, num_frozen: int) -> None:
-        self._bound, parts = bound, [_apart(leg, num_frozen) for leg in legs]
-        self._legs, self._frozen = [leg for leg, _ in parts], [frozen for _, frozen in parts]
-        row = [instruction for leg in self._legs for instruction in leg]
+    def __init__(self, segments: Segments, bound: int, num_frozen: int) -> None:
+        self._bound, parts = bound, [_apart(segment, num_frozen) for segment in segments]
+        self._segments, self._frozen = [segment for segment, _ in parts], [frozen for _, frozen in parts]
+        row = [instruction for segment in self._segments for instruction in segment]
         self._needed_at = {_saved(each): place for place, each in enumerate(row) if each.kind in BEGINS_BACKWARD}
         self._place = 0  # in the row, of the computation before which moves are set
         self._held: set[_Saved] = set()
         self._away: set[_Saved] = set()
 
-    def legs(self) -> Legs:
-        last = len(self._legs) - 1
+    def segments(self) -> Segments:
+        last = len(self._segments) - 1
         return [
-            list(self._leg(leg, frozen, is_last=index == last))
-            for index, (leg, frozen) in enumerate(zip(self._legs, self._frozen, strict=True))
+            list(self._segment(segment, frozen, is_last=index == last))
+            for index, (segment, frozen) in enumerate(zip(self._segments, self._frozen, strict=True))
         ]
 
-    def _leg(self, leg: Leg, frozen: Sequence[Leg], *, is_last: bool) -> Iterator[Instruction]:
-        to_leave_away = set() if is_last else self._away_at_end(leg)
+    def _segment(self, segment: Segment, frozen: Sequence[Segment], *, is_last: bool) -> Iterator[Instruction]:
+        to_leave_away = set() if is_last else self._away_at_end(segment)
         is_owed = False  # whether a LOAD is due in exchange for the last eviction
-        for index, current in enumerate(leg):
-            following = leg[index + 1] if index + 1 < len(leg) else None
-            after = leg[index + 2] if index + 2 < len(leg) else None
+        for index, current in enumerate(segment):
+            following = segment[index + 1] if index + 1 < len(segment) else None
+            after = segment[index + 2] if index + 2 < len(segment) else None
             if is_owed:
                 yield self._load(self._soonest(self._away - to_leave_away))
             if self._must_load(current):
@@ -130,7 +131,7 @@ class _Evictor:
                     yield self._evict(following)
                 if len(self._held) + starts + 1 <= self._bound:
                     yield self._load(_saved(following))
-            is_owed = index > 0 and _saved(leg[index - 1]) in to_leave_away & self._held
+            is_owed = index > 0 and _saved(segment[index - 1]) in to_leave_away & self._held
             left = len(self._held) + starts - (current.kind in ENDS_BACKWARD)
             lacking = left + 1 + self._must_load(after) - self._bound
             for _ in range(max(0, lacking) if following and following.kind is Kind.FORWARD else 0):
@@ -146,10 +147,10 @@ class _Evictor:
             yield self._load(self._soonest(self._away - to_leave_away))
         yield from frozen[-1]
 
-    def _away_at_end(self, leg: Leg) -> set[_Saved]:
-        """What is to be away at the end of a leg that is not the last, so that the next forward finds room."""
-        in_flight = self._held | self._away | {_saved(each) for each in leg if each.kind is Kind.FORWARD}
-        in_flight -= {_saved(each) for each in leg if each.kind in ENDS_BACKWARD}
+    def _away_at_end(self, segment: Segment) -> set[_Saved]:
+        """What is to be away at the end of a segment that is not the last, so that the next forward finds room."""
+        in_flight = self._held | self._away | {_saved(each) for each in segment if each.kind is Kind.FORWARD}
+        in_flight -= {_saved(each) for each in segment if each.kind in ENDS_BACKWARD}
         num_away = max(0, len(in_flight) + 1 - self._bound)
         return set(sorted(in_flight, key=self._needed_at.__getitem__)[len(in_flight) - num_away :])
 

@@ -5,10 +5,10 @@ Each transfer is placed in one move, both ends at once, so neither end can be mi
 - SEND directly after the computation that makes the tensor;
 - RECV before the computation that precedes the one that needs it, so that the transfer runs while that one computes.
 
-A receive does not leave its leg: where a batch begins, the run may be drained instead, and a receive posted there would
-wait for a tensor that nobody sends. But where a rank goes on with a batch that has begun, drained or not, its next
-computation is known (`Order.goes_on_with`), and so its receive is posted in the leg before. SEND and RECV only post,
-and only the computation that needs a tensor waits. So whatever order of computations can run, can run with its
+A receive does not leave its segment: where a batch begins, the run may be drained instead, and a receive posted there
+would wait for a tensor that nobody sends. But where a rank goes on with a batch that has begun, drained or not, its
+next computation is known (`Order.goes_on_with`), and so its receive is posted in the segment before. SEND and RECV only
+post, and only the computation that needs a tensor waits. So whatever order of computations can run, can run with its
 transfers, even where a send completes only once its receive is posted.
 """
 
@@ -16,20 +16,20 @@ from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, Instruction, Kind, Tensor
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 Turn = tuple[Kind, int, int]
 """What computes, its stage, and how many microbatches it is behind the first of the batch that begins."""
 
 
 class _Draft:
-    """A leg, and the transfers to be set between its instructions."""
+    """A segment, and the transfers to be set between its instructions."""
 
-    def __init__(self, leg: Leg) -> None:
-        self.leg = leg
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
         self.last_begins: int | None = None  # where the last such computation begins, once `needs` has gone through
         self._sends: dict[int, list[Instruction]] = {}  # by the position of what makes the tensor
-        # by where to post: (needed where, receive); those that are needed in the next leg as if behind this one
+        # by where to post: (needed where, receive); those that are needed in the next segment as if behind this one
         self._receives: dict[int, list[tuple[int, Instruction]]] = {}
 
     def computations(self) -> Iterator[tuple[int, int]]:
@@ -37,7 +37,7 @@ class _Draft:
         count as one.
         """
         begins = None
-        for position, instruction in enumerate(self.leg):
+        for position, instruction in enumerate(self.segment):
             if begins is None and instruction.kind.is_computation:
                 begins = position
             if instruction.kind.row.needs is not None:
@@ -58,12 +58,12 @@ class _Draft:
     def receive(self, instruction: Instruction, *, needed: int, posted: int) -> None:
         self._receives.setdefault(posted, []).append((needed, instruction))
 
-    def joined(self) -> Leg:
-        """The leg with its transfers; of receives at one place, what is needed first stands first; of sends, that to
-        the nearest stage.
+    def joined(self) -> Segment:
+        """The segment with its transfers; of receives at one place, what is needed first stands first; of sends, that
+        to the nearest stage.
         """
-        result: Leg = []
-        for position, instruction in enumerate(self.leg):
+        result: Segment = []
+        for position, instruction in enumerate(self.segment):
             if position in self._receives:
                 result += [receive for _, receive in sorted(self._receives[position], key=lambda pair: pair[0])]
             result.append(instruction)
@@ -89,7 +89,7 @@ def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], outline: Prog
         kind, stage, microbatch = goes_on
         draft, needed, _ = needs[kind.row.needs, stage, microbatch]
         assert draft is drafts[place + 1], "it stands right behind the border"
-        needs[kind.row.needs, stage, microbatch] = drafts[place], len(drafts[place].leg) + needed, begins
+        needs[kind.row.needs, stage, microbatch] = drafts[place], len(drafts[place].segment) + needed, begins
 
 
 _Route = tuple[int, Kind, Kind, int | None, int | None]
@@ -110,21 +110,21 @@ def _routes(outline: Program, tensor: Tensor, stage: int) -> list[_Route]:
 
 
 def add_communication(
-    legs_of_rank: Sequence[Legs], outline: Program, goes_on_with: Sequence[Sequence[Turn]] = ()
-) -> list[Legs]:
-    """The legs of all ranks, with the transfers that take each tensor to the stage on another rank that needs it.
+    segments_of_rank: Sequence[Segments], outline: Program, goes_on_with: Sequence[Sequence[Turn]] = ()
+) -> list[Segments]:
+    """The segments of all ranks, with the transfers that take each tensor to the stage on another rank that needs it.
 
-    `goes_on_with`: of each rank, what its order says (`Order.goes_on_with`); none: receives stay in their legs.
+    `goes_on_with`: of each rank, what its order says (`Order.goes_on_with`); none: receives stay in their segments.
 
     Raises:
         ValueError: a computation makes a tensor that nothing needs.
     """
-    drafts_of_rank = [[_Draft(leg) for leg in legs] for legs in legs_of_rank]
+    drafts_of_rank = [[_Draft(segment) for segment in segments] for segments in segments_of_rank]
     drafts = [draft for drafts in drafts_of_rank for draft in drafts]
     needs: _Needs = {}
     for draft in drafts:
         for needed, posted in draft.needs():
-            instruction = draft.leg[needed]
+            instruction = draft.segment[needed]
             tensor = instruction.kind.row.needs
             needs[tensor, instruction.stage, instruction.microbatch] = draft, needed, posted
     for turns, own in zip(goes_on_with, drafts_of_rank, strict=False):
@@ -133,7 +133,7 @@ def add_communication(
         (tensor, stage): _routes(outline, tensor, stage) for tensor in Tensor for stage in range(outline.num_stages)
     }
     for draft in drafts:
-        for made, instruction in enumerate(draft.leg):
+        for made, instruction in enumerate(draft.segment):
             tensor = instruction.kind.row.makes
             if tensor is None:
                 continue

@@ -18,14 +18,14 @@ behind it.
 
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_host_updates(legs: Legs, rank: int, outline: Program) -> Legs:
-    """The legs of a rank, one for each batch and an empty one, with what makes the next version."""
-    *batches, rest = legs
+def add_host_updates(segments: Segments, rank: int, outline: Program) -> Segments:
+    """The segments of a rank, one for each batch and an empty one, with what makes the next version."""
+    *batches, rest = segments
     assert not rest, "weights on the host have one version, so every batch drains"
-    return [*(_Batch(rank, index, outline).leg(leg) for index, leg in enumerate(batches)), rest]
+    return [*(_Batch(rank, index, outline).segment(segment) for index, segment in enumerate(batches)), rest]
 
 
 class _Batch:
@@ -38,9 +38,9 @@ class _Batch:
         ends = {0, outline.num_stages - 1} if outline.reduces_embeddings(rank) else set()
         self._ends = [stage for stage in self._stages if stage in ends]
 
-    def leg(self, leg: Leg) -> Leg:
-        result: Leg = []
-        for instruction in leg:
+    def segment(self, segment: Segment) -> Segment:
+        result: Segment = []
+        for instruction in segment:
             result.append(instruction)
             if instruction.kind in ENDS_BACKWARD:
                 result += self._after(instruction.stage)
@@ -49,7 +49,7 @@ class _Batch:
             result += [self._word(Kind.UPDATE, stage) for stage in self._stages]
         return result
 
-    def _after(self, stage: int) -> Leg:
+    def _after(self, stage: int) -> Segment:
         """What follows a backward: nothing, unless it is the stage's last."""
         outline = self._outline
         self._left[stage] -= 1

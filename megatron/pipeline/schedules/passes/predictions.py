@@ -14,28 +14,28 @@ of those microbatches of batch t-1 that are done at the stage. Three things foll
 
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, REDUCTIONS, Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_predictions(legs: Legs, rank: int, outline: Program) -> Legs:
-    """The legs of a rank with one stage, which hold their chains and STEPs, with a prediction at the end of each
-    batch's own leg.
+def add_predictions(segments: Segments, rank: int, outline: Program) -> Segments:
+    """The segments of a rank with one stage, which hold their chains and STEPs, with a prediction at the end of each
+    batch's own segment.
     """
     (stage,) = outline.stages_of(rank)
-    result = list(legs)
-    for index, leg in enumerate(legs[: len(outline.batches)]):
+    result = list(segments)
+    for index, segment in enumerate(segments[: len(outline.batches)]):
         batch = outline.first_batch + index
-        chain = [each for each in leg if each.kind in REDUCTIONS and each.version == batch + 1]
-        before = [each for each in leg if each not in chain]
+        chain = [each for each in segment if each.kind in REDUCTIONS and each.version == batch + 1]
+        before = [each for each in segment if each not in chain]
         predict = Instruction(Kind.PREDICT, stage, version=batch + 1)
         result[index] = [*_with_partial_gradients(before, stage, batch, outline), predict, *chain]
     return result
 
 
-def _with_partial_gradients(leg: Leg, stage: int, batch: int, outline: Program) -> Leg:
-    """A leg with what a prediction needs before it: kept gradients, and their reductions."""
+def _with_partial_gradients(segment: Segment, stage: int, batch: int, outline: Program) -> Segment:
+    """A segment with what a prediction needs before it: kept gradients, and their reductions."""
     num_read = outline.num_read(stage, batch)
-    of_batch = [each.kind in ENDS_BACKWARD and outline.batch_of(each.microbatch) == batch for each in leg]
+    of_batch = [each.kind in ENDS_BACKWARD and outline.batch_of(each.microbatch) == batch for each in segment]
     behind: dict[int, list[Kind]] = {}  # number of backwards -> what follows the last of them
     if outline.reduce_partial or num_read < sum(of_batch):
         behind[num_read] = [Kind.HOLD]
@@ -43,9 +43,9 @@ def _with_partial_gradients(leg: Leg, stage: int, batch: int, outline: Program) 
         behind[num_read].append(Kind.REDUCE_PARTIAL)
     if reads_ties(outline, stage):
         behind.setdefault(outline.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
-    extended: Leg = []
+    extended: Segment = []
     num_done = 0
-    for each, is_of_batch in zip(leg, of_batch, strict=True):
+    for each, is_of_batch in zip(segment, of_batch, strict=True):
         extended.append(each)
         if is_of_batch:
             num_done += 1

@@ -7,15 +7,15 @@ waits for it.
 
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_recompute(legs: Legs, outline: Program) -> Legs:
-    """The legs with an R before each B, or before the I of a backward in two halves, at the stages that recompute."""
+def add_recompute(segments: Segments, outline: Program) -> Segments:
+    """The segments with an R before each B, or before the I of a backward in halves, at the stages that recompute."""
     result = []
-    for leg in legs:
-        extended: Leg = []
-        for instruction in leg:
+    for segment in segments:
+        extended: Segment = []
+        for instruction in segment:
             if instruction.kind in BEGINS_BACKWARD and outline.recomputes(instruction.stage):
                 extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))
             extended.append(instruction)

@@ -16,21 +16,21 @@ from itertools import groupby
 
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_residency(legs: Legs, outline: Program) -> Legs:
-    """The legs of a rank, which hold computations alone, each of one batch, with what brings their weights."""
-    return [_with_weights(leg, outline) if leg else [] for leg in legs]
+def add_residency(segments: Segments, outline: Program) -> Segments:
+    """The segments of a rank, which hold computations alone, each of one batch, with what brings their weights."""
+    return [_with_weights(segment, outline) if segment else [] for segment in segments]
 
 
-def _with_weights(leg: Leg, outline: Program) -> Leg:
-    batch = outline.batch_of(leg[0].microbatch)
+def _with_weights(segment: Segment, outline: Program) -> Segment:
+    batch = outline.batch_of(segment[0].microbatch)
     version = outline.weights.version_of(batch, newest=batch)
-    runs = [list(run) for _, run in groupby(leg, key=lambda each: each.stage)]
+    runs = [list(run) for _, run in groupby(segment, key=lambda each: each.stage)]
     stages = [run[0].stage for run in runs]
     resident: list[int] = []
-    result: Leg = []
+    result: Segment = []
     for index, run in enumerate(runs):
         wanted = _next(stages, index, outline.residency.stages)
         result += [Instruction(Kind.FREE, stage, version=version) for stage in resident if stage not in wanted]

@@ -20,22 +20,22 @@ and A for a RELOAD, nobody waits where X + 2A <= 9C; else each stage does for wh
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.lane_order import RELOADED_AHEAD
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 _BETWEEN = 2  # computations from a forward to its RELOAD: the OFFLOAD has the time of one
 
 
-def add_stash(legs: Legs, outline: Program, *, ahead: int = RELOADED_AHEAD) -> Legs:
-    """The legs of a rank, which hold computations and what brings their weights, each of one batch, with what moves
+def add_stash(segments: Segments, outline: Program, *, ahead: int = RELOADED_AHEAD) -> Segments:
+    """The segments of a rank, which hold computations and what brings their weights, each of one batch, with what moves
     their inputs; `ahead`: how many backwards before its own an input is asked for.
     """
-    return [_with_moves(leg, outline, ahead) for leg in legs]
+    return [_with_moves(segment, outline, ahead) for segment in segments]
 
 
-def _with_moves(leg: Leg, outline: Program, ahead: int) -> Leg:
-    heads, units = _units(leg)
+def _with_moves(segment: Segment, outline: Program, ahead: int) -> Segment:
+    heads, units = _units(segment)
     forwards = {_saved(unit): at for at, unit in enumerate(units) if unit.kind is Kind.FORWARD}
-    behind: dict[int, Leg] = {}  # position in the leg -> what stands behind it
+    behind: dict[int, Segment] = {}  # position in the segment -> what stands behind it
     for at, unit in enumerate(units):
         if unit.kind not in BEGINS_BACKWARD or unit.stage == 0 or not outline.recomputes(unit.stage):
             continue
@@ -43,12 +43,14 @@ def _with_moves(leg: Leg, outline: Program, ahead: int) -> Leg:
         if back - begun >= _BETWEEN and any(each.stage != unit.stage for each in units[begun:at]):
             behind.setdefault(heads[begun], []).append(Instruction(Kind.OFFLOAD, *_saved(unit)))
             behind.setdefault(heads[back - 1], []).append(Instruction(Kind.RELOAD, *_saved(unit)))
-    return [each for at, word in enumerate(leg) for each in (word, *behind.get(at, ()))]
+    return [each for at, word in enumerate(segment) for each in (word, *behind.get(at, ()))]
 
 
-def _units(leg: Leg) -> tuple[list[int], Leg]:
-    """The computations of a leg but for recomputes, which belong to the backwards behind them, and their positions."""
-    found = [(at, each) for at, each in enumerate(leg) if each.kind.is_computation and each.kind is not Kind.RECOMPUTE]
+def _units(segment: Segment) -> tuple[list[int], Segment]:
+    """The computations of a segment but for recomputes, which belong to the backwards behind, and their positions."""
+    found = [
+        (at, each) for at, each in enumerate(segment) if each.kind.is_computation and each.kind is not Kind.RECOMPUTE
+    ]
     return [at for at, _ in found], [each for _, each in found]
 
 

@@ -1,7 +1,7 @@
 """Reduce the gradients of each batch, and step.
 
 The chain that leads to version v is posted right after the last backward of batch v-1, and runs while the rank goes on
-computing; only the STEP waits for it. So the STEP stands as late as the weight policy allows: at the end of a leg,
+computing; only the STEP waits for it. So the STEP stands as late as the weight policy allows: at the end of a segment,
 just before the first forward that uses the new version. Where no such forward comes, it closes the program.
 
 A rank with several stages has one chain for all of them, since one optimizer owns their parameters, and one norm and
@@ -16,19 +16,19 @@ it needs at once. The norm comes after the last of them on the rank, for the rep
 
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_updates(legs: Legs, rank: int, outline: Program) -> Legs:
-    """The legs of a rank with the chain after each batch's last backward, and the STEPs."""
+def add_updates(segments: Segments, rank: int, outline: Program) -> Segments:
+    """The segments of a rank with the chain after each batch's last backward, and the STEPs."""
     is_frozen = outline.is_frozen(rank)
     ends = {Kind.FORWARD} if is_frozen else ENDS_BACKWARD
     chains = [_Chain(rank, stages, outline) for stages in outline.owners(rank)]
     left = dict.fromkeys(range(outline.first_batch, outline.first_batch + len(outline.batches)), len(chains))
     result = []
-    for leg in legs:
-        extended: Leg = []
-        for instruction in leg:
+    for segment in segments:
+        extended: Segment = []
+        for instruction in segment:
             extended.append(instruction)
             if instruction.kind in ends:
                 chain = next(each for each in chains if instruction.stage in each.stages)
@@ -45,8 +45,10 @@ def add_updates(legs: Legs, rank: int, outline: Program) -> Legs:
     if delay is not None and not is_frozen:
         num_batches = len(outline.batches)
         for index in range(num_batches):
-            last_leg_without = min(index + delay, num_batches)  # the leg after it begins with the version's first use
-            result[last_leg_without].append(chains[0].link(Kind.STEP, outline.first_batch + index + 1))
+            last_segment_without = min(
+                index + delay, num_batches
+            )  # the segment after it begins with the version's first use
+            result[last_segment_without].append(chains[0].link(Kind.STEP, outline.first_batch + index + 1))
     return result
 
 
@@ -61,7 +63,7 @@ class _Chain:
         trained = [stage for stage in stages if self._is_frozen or not outline.graph.is_forward_only(stage)]
         self._left = {batch: size * len(trained) for batch, size in sizes}
 
-    def after(self, end: Instruction) -> Leg | None:
+    def after(self, end: Instruction) -> Segment | None:
         """What follows this end of a backward (without backwards: a forward), but for the norm, if it is the batch's
         last at these stages; else None.
         """

@@ -10,19 +10,19 @@ from dataclasses import replace
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import Ahead
-from megatron.pipeline.schedules.passes import Leg, Legs
+from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def set_versions(legs: Legs, outline: Program) -> Legs:
-    """The legs of a rank, which hold their updates already, with a version for each computation."""
+def set_versions(segments: Segments, outline: Program) -> Segments:
+    """The segments of a rank, which hold their updates already, with a version for each computation."""
     rule = outline.weights
     newest = dict.fromkeys(range(outline.num_stages), max(outline.entry_versions))
     unstepped = dict.fromkeys(range(outline.num_stages), 0)  # backwards since the last STEP, where that is asked
     version_of: dict[tuple[int, int], int] = {}
     result = []
-    for leg in legs:
-        versioned: Leg = []
-        for instruction in leg:
+    for segment in segments:
+        versioned: Segment = []
+        for instruction in segment:
             kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
             if kind is rule.maker:
                 rank = outline.rank_of_stage[stage]

@@ -110,8 +110,8 @@ def test_no_rank_exceeds_its_bound_however_the_ranks_drift(p, preset, options, b
     schedule = Schedule.preset(preset, num_stages=p * options.get("num_virtual_stages", 1), **options)
     stream, rows = schedule.stream(), [[] for _ in range(p)]
     for batch, num_microbatches in enumerate(batches):
-        legs = [stream.start_batch(num_microbatches), stream.drain() if batch else ((),) * p]
-        for row, *parts in zip(rows, *legs, strict=True):
+        segments = [stream.start_batch(num_microbatches), stream.drain() if batch else ((),) * p]
+        for row, *parts in zip(rows, *segments, strict=True):
             row += [instruction for part in parts for instruction in part]
     report = check(schedule.build(batches[:2]))
     assert max(report.peak_saved_on_rank) <= bound

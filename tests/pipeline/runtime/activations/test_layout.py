@@ -25,11 +25,11 @@ def test_merged_ranges_cover_the_same_bytes_once(ranges):
 
 
 @given(RANGES)
-def test_segments_do_not_overlap_and_keep_their_alignment(ranges):
-    """Segments lie one after another with less than two alignments between them, at their storage's remainder."""
+def test_spans_do_not_overlap_and_keep_their_alignment(ranges):
+    """Spans lie one after another with less than two alignments between them, at their storage's remainder."""
     layout = ActivationLayout.of(ranges)
     end = 0
-    for (position, length), (start, stop) in zip(layout.segments, ranges, strict=True):
+    for (position, length), (start, stop) in zip(layout.spans, ranges, strict=True):
         assert length == stop - start
         assert end <= position < end + 2 * ALIGNMENT
         assert position % ALIGNMENT == start % ALIGNMENT

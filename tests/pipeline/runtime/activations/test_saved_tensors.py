@@ -233,7 +233,7 @@ def test_the_backward_frees_as_it_goes():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     run = Run(module, 0)
     run.saved.restore(run.evict())
-    handles = [reference for segment in run.saved._segments for reference, _ in segment.members]
+    handles = [reference for span in run.saved._spans for reference, _ in span.members]
     alive = []
     for layer in (2, 0):
         module[layer].weight.register_hook(lambda grad: alive.append(sum(ref() is not None for ref in handles)))

@@ -108,11 +108,11 @@ def go_wrong(pipeline: Pipeline, mode: str) -> None:
             time.sleep(60)
         return forward(microbatch, input)
 
-    def failing_reduce_norm(version, wishes, losses):
+    def failing_reduce_norm(version, stop_requests, losses):
         if version == 3 and mode == "chain":
             say_when()
             raise RuntimeError("the sum does not add up")
-        return reduce_norm(version, wishes, losses)
+        return reduce_norm(version, stop_requests, losses)
 
     stage.forward, update.reduce_norm = failing_forward, failing_reduce_norm
 

@@ -37,4 +37,4 @@ def test_the_host_keeps_its_buffers():
     ledger = RelayLedger(always_on_device=0, on_host=lambda: store[0])
     ledger.note_on_host(torch.zeros(3))
     store[0] = 20
-    assert ledger.host_bytes == ledger.gauges["host_peak_bytes"]() == 32
+    assert ledger.host_bytes == ledger.rank_metrics["host_peak_bytes"]() == 32

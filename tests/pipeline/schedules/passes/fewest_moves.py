@@ -11,7 +11,7 @@ one computation later, or at once after a backward; what is under way counts at 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain, combinations
 
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 
 Word = tuple[str, Hashable]  # "F", "B" or "|", a border, and what is saved: a microbatch, or a stage and a microbatch
 
@@ -52,12 +52,12 @@ def subsets(items: Sequence[int] | frozenset[int]) -> Iterator[frozenset[int]]:
     return map(frozenset, chain.from_iterable(combinations(items, count) for count in range(len(items) + 1)))
 
 
-def words(all_legs: Legs) -> list[Word]:
-    """The computations of legs, with a border between them."""
+def words(all_segments: Segments) -> list[Word]:
+    """The computations of segments, with a border between them."""
     result: list[Word] = []
-    for index, leg in enumerate(all_legs):
+    for index, segment in enumerate(all_segments):
         result += [("|", index)] if index else []
-        result += [(each.kind.value, each.microbatch) for each in leg]
+        result += [(each.kind.value, each.microbatch) for each in segment]
     return result
 
 

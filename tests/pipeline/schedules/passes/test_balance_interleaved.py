@@ -8,11 +8,11 @@ from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH
-from megatron.pipeline.schedules.legs import ProgramInLegs
 from megatron.pipeline.schedules.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.updates import add_updates
 from megatron.pipeline.schedules.passes.versions import set_versions
+from megatron.pipeline.schedules.segments import ProgramInSegments
 from tests.pipeline.schedules.passes.fewest_moves import fewest_evictions
 from tests.pipeline.strategies import kinds_of, text
 
@@ -36,11 +36,13 @@ def interleaved(rank: int, p: int, v: int, m: int) -> list[Instruction]:
 def balanced(p: int, v: int, m: int) -> Program:
     """A complete flush program of one batch, balanced within the appendix's bound."""
     outline = Program(((),) * p, tuple(range(p)) * v, (m,), FLUSH, global_norm=False)
-    legs_of_rank = [[interleaved(rank, p, v, m), []] for rank in range(p)]
+    segments_of_rank = [[interleaved(rank, p, v, m), []] for rank in range(p)]
     saved = [p * (v - 1) + 2 * (p - rank - 1) + 1 for rank in range(p)]
-    legs_of_rank = add_balance(legs_of_rank, outline, balanced_bounds(saved, outline.pairs))
-    legs_of_rank = [set_versions(add_updates(legs, rank, outline), outline) for rank, legs in enumerate(legs_of_rank)]
-    return ProgramInLegs.join(outline, add_communication(legs_of_rank, outline)).program
+    segments_of_rank = add_balance(segments_of_rank, outline, balanced_bounds(saved, outline.pairs))
+    segments_of_rank = [
+        set_versions(add_updates(segments, rank, outline), outline) for rank, segments in enumerate(segments_of_rank)
+    ]
+    return ProgramInSegments.join(outline, add_communication(segments_of_rank, outline)).program
 
 
 def test_figure_10():

@@ -24,7 +24,7 @@ def test_no_program_of_a_batch_moves_less(num_stages: int, most: int):
         counts = Schedule.preset("bpipe", num_stages=num_stages).build((num_microbatches,)).num_evictions
         moved |= {*counts}
         for stage in range(num_stages // 2):
-            row = words([list(chain(*order.legs(stage, [range(num_microbatches)])))])
+            row = words([list(chain(*order.segments(stage, [range(num_microbatches)])))])
             assert counts[stage] == fewest_evictions(row, bound, {}, at_most=counts[stage])
     assert max(moved) > 1
 
@@ -40,7 +40,7 @@ def test_no_program_that_may_stop_at_its_borders_moves_less(num_stages: int, mor
     for stage in range(num_stages // 2):
         num_away = max(0, num_stages - stage - bound)
         away = {index: frozenset(range(starts[index] - num_away, starts[index])) for index in range(1, len(starts))}
-        row = words(order.legs(stage, [range(*border) for border in pairwise(starts)]))
+        row = words(order.segments(stage, [range(*border) for border in pairwise(starts)]))
         assert counts[stage] == fewest_evictions(row, bound, away, at_most=counts[stage])
     assert counts[0]
 

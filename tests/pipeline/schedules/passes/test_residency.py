@@ -9,7 +9,7 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes.host_updates import add_host_updates
 from megatron.pipeline.schedules.passes.residency import add_residency
-from tests.pipeline.schedules.passes.written import legs, outline, texts
+from tests.pipeline.schedules.passes.written import outline, segments, texts
 
 RELAY = "0F0 0F1 1F0 1F1 2F0 2F1 3F0 3B0 3F1 3B1 2B0 2B1 1B0 1B1 0B0 0B1"
 
@@ -22,7 +22,7 @@ def of_rank(num_stages: int, *, batches: tuple[int, ...] = (2,), resident: int =
 
 def test_a_fetch_stands_behind_what_makes_room():
     """Two of four stages: up, around with the last two, and down; no microbatch number matters."""
-    assert texts(add_residency(legs(RELAY), of_rank(4))) == [
+    assert texts(add_residency(segments(RELAY), of_rank(4))) == [
         "0FETCH@0 1FETCH@0 0F0 0F1 0FREE@0 2FETCH@0 1F0 1F1 1FREE@0 3FETCH@0 2F0 2F1 3F0 3B0 3F1 3B1 "
         "3FREE@0 1FETCH@0 2B0 2B1 2FREE@0 0FETCH@0 1B0 1B1 1FREE@0 0B0 0B1 0FREE@0"
     ]
@@ -30,7 +30,7 @@ def test_a_fetch_stands_behind_what_makes_room():
 
 def test_one_stage_at_a_time():
     """Then nothing is fetched ahead."""
-    assert texts(add_residency(legs("0F0 1F0 1B0 0B0"), of_rank(2, batches=(1,), resident=1))) == [
+    assert texts(add_residency(segments("0F0 1F0 1B0 0B0"), of_rank(2, batches=(1,), resident=1))) == [
         "0FETCH@0 0F0 0FREE@0 1FETCH@0 1F0 1B0 1FREE@0 0FETCH@0 0B0 0FREE@0"
     ]
 
@@ -38,7 +38,7 @@ def test_one_stage_at_a_time():
 def test_nothing_stays_over_a_border():
     """Each batch fetches its own version, where the first batch of a run is not the program's, too."""
     two = of_rank(1, batches=(1, 1), first_batch=3)
-    assert texts(add_residency(legs("0F0 0B0", "0F1 0B1", ""), two)) == [
+    assert texts(add_residency(segments("0F0 0B0", "0F1 0B1", ""), two)) == [
         "0FETCH@3 0F0 0B0 0FREE@3",
         "0FETCH@4 0F1 0B1 0FREE@4",
         "",
@@ -52,10 +52,12 @@ def test_a_batch_fetches_2n_less_k(num_stages: int, resident: int, m: int):
     up = [f"{stage}F{each}" for stage in range(num_stages - 1) for each in range(m)]
     turn = [f"{num_stages - 1}{kind}{each}" for each in range(m) for kind in "FB"]
     down = [f"{stage}B{each}" for stage in reversed(range(num_stages - 1)) for each in range(m)]
-    [leg] = add_residency(legs(" ".join(up + turn + down)), of_rank(num_stages, batches=(m,), resident=resident))
-    count = [each.kind for each in leg].count(Kind.FETCH)
+    [segment] = add_residency(
+        segments(" ".join(up + turn + down)), of_rank(num_stages, batches=(m,), resident=resident)
+    )
+    count = [each.kind for each in segment].count(Kind.FETCH)
     assert count == 2 * num_stages - min(resident, num_stages)
-    assert [each.kind for each in leg].count(Kind.FREE) == count
+    assert [each.kind for each in segment].count(Kind.FREE) == count
 
 
 def host_words(row: list[Instruction]) -> str:
@@ -88,7 +90,7 @@ def host_words(row: list[Instruction]) -> str:
 )
 def test_gradients_leave_behind_the_last_backward(fields: dict, expected: str):
     """Of their own stage; updates at once, or behind the step, or behind both ends of tied embeddings."""
-    row = legs("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", "")
+    row = segments("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", "")
     assert host_words(add_host_updates(row, 0, of_rank(2, **fields))[0]) == expected
 
 
@@ -97,7 +99,7 @@ def test_a_rank_without_an_end_adds_no_embeddings():
     three = outline(
         "flush", num_stages=3, batches=(1,), tied_embeddings=True, residency=Residency(2, "eager"),
     )  # fmt: skip
-    rows = [add_host_updates(legs(f"{rank}F0 {rank}B0", ""), rank, three)[0] for rank in range(3)]
+    rows = [add_host_updates(segments(f"{rank}F0 {rank}B0", ""), rank, three)[0] for rank in range(3)]
     assert [host_words(row) for row in rows] == [
         "0B0 0STORE_GRAD@1 0REDUCE_EMBED@1 0UPDATE@1 0REDUCE_NORM@1 0STEP@1",
         "1B0 1STORE_GRAD@1 1UPDATE@1 1REDUCE_NORM@1 1STEP@1",

@@ -1,19 +1,19 @@
-"""Legs and outlines that are written down, for the passes' tests."""
+"""Segments and outlines that are written down, for the passes' tests."""
 
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import weight_policy
-from megatron.pipeline.schedules.passes import Legs
+from megatron.pipeline.schedules.passes import Segments
 from tests.pipeline.strategies import text
 
 
-def legs(*words: str) -> Legs:
-    """The legs of a rank; each argument is one."""
-    return [[Instruction.parse(word) for word in leg.split()] for leg in words]
+def segments(*words: str) -> Segments:
+    """The segments of a rank; each argument is one."""
+    return [[Instruction.parse(word) for word in segment.split()] for segment in words]
 
 
-def texts(result: Legs) -> list[str]:
-    return [text(leg) for leg in result]
+def texts(result: Segments) -> list[str]:
+    return [text(segment) for segment in result]
 
 
 def outline(weights: str, *, num_stages: int = 1, batches: tuple[int, ...] = (1, 1), **fields: object) -> Program:

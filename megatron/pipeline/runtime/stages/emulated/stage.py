@@ -221,19 +221,19 @@ class EmulatedUpdate:
         if self._embed is not None:
             self._embed.run(self._embed_buffer)
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         report = self._report(version)
         sums = all_reduce_norm(
             norm_squared=1.0,
             overflow=False,
-            wishes=wishes,
+            stop_requests=stop_requests,
             losses=losses,
             loss_names=EmulatedStage.loss_names,
             group=self._job_group,
             device=torch.device("cpu"),
         )
         report.grad_norm = sums.norm
-        report.wishes = sums.wishes
+        report.stop_requests = sums.stop_requests
 
     def step(self, version: int) -> BatchReport:
         sleep_for(self._step_seconds)

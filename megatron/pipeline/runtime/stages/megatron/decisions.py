@@ -24,7 +24,7 @@ class Decisions:
     """Those of one rank.
 
     Args:
-        optimizer, scheduler, loss_names, gauges: as for `MegatronWeightUpdate`.
+        optimizer, scheduler, loss_names, rank_metrics: as for `MegatronWeightUpdate`.
         delay: by how many batches the weights of a batch lie behind it.
         world: all ranks of the job, used on the chain's thread; None for a single one.
 
@@ -41,7 +41,7 @@ class Decisions:
         delay: int,
         world: ChainGroup | None,
         loss_names: tuple[str, ...],
-        gauges: Mapping[str, Callable[[], float]] | None,
+        rank_metrics: Mapping[str, Callable[[], float]] | None,
     ) -> None:
         inner = single_optimizer(optimizer)
         self._optimizer = optimizer
@@ -49,7 +49,7 @@ class Decisions:
         self._scaler = getattr(inner, "grad_scaler", None)
         self._world = world
         self._loss_names = loss_names
-        self._gauges = dict(gauges or {})
+        self._rank_metrics = dict(rank_metrics or {})
         self.clip_grad = inner.config.clip_grad
         self.scales = LossScales(self._scaler, delay=delay + 1)
 
@@ -62,7 +62,7 @@ class Decisions:
         self,
         report: BatchReport,
         norm_squared: float,
-        wishes: int,
+        stop_requests: int,
         losses: Mapping[str, tuple[float, float]],
         *,
         layers_squared: Sequence[float] = (),
@@ -74,20 +74,20 @@ class Decisions:
         sums = all_reduce_norm(
             norm_squared=norm_squared,
             overflow=not math.isfinite(norm_squared),
-            wishes=wishes,
+            stop_requests=stop_requests,
             losses=losses,
             loss_names=self._loss_names,
             group=self._world and self._world.process_group,
             device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
             layers_squared=layers_squared,
-            gauges={name: read() for name, read in self._gauges.items()},
+            rank_metrics={name: read() for name, read in self._rank_metrics.items()},
         )
         overflow = sums.num_overflows > 0
         report.grad_norm = sums.norm / report.loss_scale
         report.overflow = self._scaler is not None and overflow
-        report.wishes = sums.wishes
+        report.stop_requests = sums.stop_requests
         report.layers_squared = tuple(each / report.loss_scale**2 for each in sums.layers_squared)
-        report.gauges = sums.gauges
+        report.rank_metrics = sums.rank_metrics
         report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
             self._scaler is None and overflow

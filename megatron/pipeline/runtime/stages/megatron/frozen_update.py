@@ -57,7 +57,7 @@ class MegatronFrozenUpdate:
         chunks: the rank's, each wrapped in megatron.core's DDP.
         optimizer: megatron.core's, of no parameters; its groups have the learning rates.
         num_layers: of the model, where the norms of layers come with the reports; 0: they do not.
-        scheduler, weights, loss_names, timeout, gauges: as for `MegatronWeightUpdate`.
+        scheduler, weights, loss_names, timeout, rank_metrics: as for `MegatronWeightUpdate`.
     """
 
     replicas_predict_apart = False
@@ -72,7 +72,7 @@ class MegatronFrozenUpdate:
         num_layers: int = 0,
         loss_names: tuple[str, ...] = ("lm loss",),
         timeout: timedelta | None = None,
-        gauges: Mapping[str, Callable[[], float]] | None = None,
+        rank_metrics: Mapping[str, Callable[[], float]] | None = None,
     ) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
@@ -83,7 +83,7 @@ class MegatronFrozenUpdate:
         self._groups = ChainGroups.create(timeout=timeout or DEFAULT_TIMEOUT)
         self._decisions = Decisions(
             optimizer, scheduler, delay=self.weights.delay or 0, world=self._groups.world, loss_names=loss_names,
-            gauges=gauges,
+            rank_metrics=rank_metrics,
         )  # fmt: skip
         self._last_norm: float | None = None
         self._reports: dict[int, BatchReport] = {}  # by the version that the batch leads to
@@ -99,11 +99,11 @@ class MegatronFrozenUpdate:
         """The report of the batch, which is completed later."""
         return self._reports[version]
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Complete the batch's report; learning rate and loss scale go on."""
         report = self._reports.pop(version)
         report.loss_scale = self._decisions.scales.of_batch(report.batch)
-        self._decisions.complete(report, 0.0, wishes, losses, layers_squared=self._nothing)
+        self._decisions.complete(report, 0.0, stop_requests, losses, layers_squared=self._nothing)
         self._decisions.note(report)
         self._decisions.advance(report)
         self._last_norm = report.grad_norm

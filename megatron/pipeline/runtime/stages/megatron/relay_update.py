@@ -68,7 +68,7 @@ class MegatronRelayUpdate:
     Args:
         chunks: the rank's model chunks, in the order of their stages.
         optimizer: what `get_megatron_optimizer` returned for them; not the distributed optimizer.
-        scheduler, loss_names, timeout, gauges: as for `MegatronWeightUpdate`; `ledger` adds its own.
+        scheduler, loss_names, timeout, rank_metrics: as for `MegatronWeightUpdate`; `ledger` adds its own.
         stages: those of the chunks.
         residency: of the schedule.
         host: what to call this host; replicas that say the same share one store. None: its host name.
@@ -91,7 +91,7 @@ class MegatronRelayUpdate:
         residency: Residency,
         loss_names: tuple[str, ...] = ("lm loss",),
         timeout: timedelta | None = None,
-        gauges: Mapping[str, Callable[[], float]] | None = None,
+        rank_metrics: Mapping[str, Callable[[], float]] | None = None,
         host: str | None = None,
         gathers: bool = False,
     ) -> None:
@@ -135,7 +135,7 @@ class MegatronRelayUpdate:
         )
         self._decisions = Decisions(
             optimizer, scheduler, delay=0, world=self._groups.world, loss_names=loss_names,
-            gauges={**(gauges or {}), **self.ledger.gauges},
+            rank_metrics={**(rank_metrics or {}), **self.ledger.rank_metrics},
         )  # fmt: skip
         self._reduction = GradientReduction(list(chunks), self._inner, (), self._groups)
         self._norms = NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device)
@@ -242,12 +242,12 @@ class MegatronRelayUpdate:
         for each, (name, place) in places.items():
             place.own(name, on_host[each]).copy_(place.own(name, back[each]))
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, stop requests."""
         norms = self._norms.take(version)
         assert len(norms) == len(self._reduction.counted), "the program has a REDUCE_GRAD for each stage or none"
         report = self._batches[version].report
-        self._decisions.complete(report, self._reduction.norm_squared(norms).item(), wishes, losses)
+        self._decisions.complete(report, self._reduction.norm_squared(norms).item(), stop_requests, losses)
 
     def _slot(self, stage: int) -> GradientSlot:
         """What the stage has added up, on the device."""

@@ -82,8 +82,8 @@ class MegatronWeightUpdate:
         uniform: predictions are to be equal over cuts into stages: each clips as the step before did, and not by what
             its stage's own gradients ask for.
         timeout: of the chain's collectives; default: ten minutes.
-        gauges: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of all
-            ranks come with the batch's report. The same names on all ranks.
+        rank_metrics: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of
+            all ranks come with the batch's report. The same names on all ranks.
         layers: whose gradient norms come with the batch's report; None: no layer's.
         allocating: what surrounds the allocations, which lie before the first collective; a rank that fails there can
             tell the others.
@@ -106,7 +106,7 @@ class MegatronWeightUpdate:
         reduce_partial: bool = False,
         uniform: bool = False,
         timeout: timedelta | None = None,
-        gauges: Mapping[str, Callable[[], float]] | None = None,
+        rank_metrics: Mapping[str, Callable[[], float]] | None = None,
         layers: LayersOfParameters | None = None,
         allocating: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
@@ -137,7 +137,8 @@ class MegatronWeightUpdate:
         self._groups = ChainGroups.create(timeout=self._timeout)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
         self._decisions = Decisions(
-            optimizer, scheduler, delay=rule.delay or 0, world=self._groups.world, loss_names=loss_names, gauges=gauges
+            optimizer, scheduler, delay=rule.delay or 0, world=self._groups.world, loss_names=loss_names,
+            rank_metrics=rank_metrics
         )  # fmt: skip
         self._scales = self._decisions.scales
         self._layers = layers
@@ -219,12 +220,12 @@ class MegatronWeightUpdate:
         self._reduction.over_embedding(self._gradients[self._batches[version - 1].slot])
 
     @torch.no_grad()
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, wishes."""
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, stop requests."""
         batch = self._batches[version - 1]
         self._prepare(batch)
         self._decisions.complete(
-            batch.report, batch.norm_squared.item(), wishes, losses,
+            batch.report, batch.norm_squared.item(), stop_requests, losses,
             layers_squared=() if batch.layers_squared is None else batch.layers_squared.tolist(),
         )  # fmt: skip
         batch.norm_reduced.reach()

@@ -62,7 +62,7 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
     if world is not None:
         world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
-    dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and wishes between stretches
+    dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and stop requests between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())
 

@@ -33,8 +33,8 @@ class FrozenUpdate:
     def step(self, version: int) -> BatchReport:
         return self._reports[version]
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        self._reduction.reduce_norm(self._reports.pop(version), 0.0, wishes, losses)
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        self._reduction.reduce_norm(self._reports.pop(version), 0.0, stop_requests, losses)
 
     def begin_evaluation(self) -> None:
         """Its weights are always the newest."""

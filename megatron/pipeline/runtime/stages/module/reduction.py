@@ -77,13 +77,13 @@ class ModuleReduction:
             other.copy_(first)
 
     def reduce_norm(
-        self, report: BatchReport, norm_squared: float, wishes: int, losses: Mapping[str, tuple[float, float]]
+        self, report: BatchReport, norm_squared: float, stop_requests: int, losses: Mapping[str, tuple[float, float]]
     ) -> None:
         """Complete the report with what all ranks of the job say; `norm_squared`: of this rank."""
         sums = all_reduce_norm(
             norm_squared=norm_squared if self.counts_in_norm else 0.0,
             overflow=not math.isfinite(norm_squared),
-            wishes=wishes,
+            stop_requests=stop_requests,
             losses=losses,
             loss_names=self.loss_names,
             group=self.job_group,
@@ -91,7 +91,7 @@ class ModuleReduction:
         )
         report.overflow = sums.num_overflows > 0
         report.grad_norm = sums.norm
-        report.wishes = sums.wishes
+        report.stop_requests = sums.stop_requests
         report.losses = sums.mean_losses
         report.nan = not all(math.isfinite(loss) for loss in report.losses.values())
 

@@ -135,12 +135,12 @@ class ModuleRelayUpdate:
             place = places[name]
             place.own(name, place.gradients[name]).copy_(place.own(name, each))
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]
         taken = self._norms.take(version)
         norms = [norm for name, norm in taken.items() if name not in self._reduction.uncounted]
         local = torch.stack(norms).square().sum().item() if norms else 0.0
-        self._reduction.reduce_norm(pending.report, local, wishes, losses)
+        self._reduction.reduce_norm(pending.report, local, stop_requests, losses)
 
     def step(self, version: int) -> BatchReport:
         pending = self._pending[version]

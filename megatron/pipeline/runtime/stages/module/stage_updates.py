@@ -47,12 +47,12 @@ class StageUpdates:
         """All stages have stepped."""
         return self._reports[version]
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Chain thread, behind the steps: complete the report."""
         norms, rates = zip(*(update.take_stepped(version) for update in self._updates.values()), strict=True)
         report = self._reports.pop(version)
         report.learning_rate = rates[0]
-        self._reduction.reduce_norm(report, sum(norms), wishes, losses)
+        self._reduction.reduce_norm(report, sum(norms), stop_requests, losses)
 
     def begin_evaluation(self) -> None:
         self.show_newest()

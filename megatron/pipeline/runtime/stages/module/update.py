@@ -153,14 +153,14 @@ class ModuleUpdate:
         if self._tied is not None and self._tied.group is not None:
             self._reduction.add_copies(self._pending[version].buffer.views)
 
-    def reduce_norm(self, version: int, wishes: int, losses: Mapping[str, tuple[float, float]]) -> None:
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         pending = self._pending[version]
         stepped = pending.buffer is None
         if self._tied is not None and self._tied.group is None:  # no instruction is for this rank alone
             assert not stepped, "tied copies are added up before the step"
             self._reduction.add_copies(pending.buffer.views)
         local = (pending.norm_squared if stepped else self._norm_squared(pending.buffer)).item()
-        self._reduction.reduce_norm(pending.report, local, wishes, losses)
+        self._reduction.reduce_norm(pending.report, local, stop_requests, losses)
         pending.reduced = True
         if stepped:
             del self._pending[version]

@@ -119,8 +119,8 @@ def train(
                 for report in engine.run_batch(size, size * case.micro_batch_size):
                     outcome.losses.append(report.losses["lm loss"])
                     outcome.norms.append(report.grad_norm)
-                    outcome.device_peaks += map(int, report.gauges["device_peak_bytes"])
-                    outcome.host_peaks += map(int, report.gauges["host_peak_bytes"])
+                    outcome.device_peaks += map(int, report.rank_metrics["device_peak_bytes"])
+                    outcome.host_peaks += map(int, report.rank_metrics["host_peak_bytes"])
             engine.drain()
             if engine.input_stash is not None:
                 outcome.num_offloaded = engine.input_stash.num_offloaded

@@ -1,4 +1,4 @@
-"""The chain's last link: one rank's overflow, wish or loss is every rank's; the groups are the chain's own."""
+"""The chain's last link: one rank's overflow, stop request or loss is every rank's; the groups are the chain's own."""
 
 import pytest
 
@@ -62,15 +62,15 @@ def all_cases() -> list[dict]:
     ]
 
 
-def gauges() -> dict:
-    """The report's gauges of a batch for which each rank measures its own number."""
+def rank_metrics() -> dict:
+    """The report's rank_metrics of a batch for which each rank measures its own number."""
     rank = torch.distributed.get_rank()
     case = updates(dtype="float32")
     with cases.parallel(case):
         stages, update = cases.build(case)
         update = MegatronWeightUpdate(
             update.chunks, update.optimizer, weights=TWO_BW, num_stages=2, stage=stages[0].index,
-            gauges={"bytes": lambda: 2**40 + rank, "level": lambda: 0.5 * rank},
+            rank_metrics={"bytes": lambda: 2**40 + rank, "level": lambda: 0.5 * rank},
         )  # fmt: skip
         update.begin_batch(INFO)
         update.begin_backward(INFO)
@@ -85,8 +85,8 @@ def results():
 
 def test_what_ranks_measure_reaches_all_by_rank():
     """Every report holds every rank's values, exactly, beside the sums of losses."""
-    for report in workers.run(2, f"{__name__}:gauges"):
-        assert report.gauges == {"bytes": (2**40, 2**40 + 1), "level": (0.0, 0.5)}
+    for report in workers.run(2, f"{__name__}:rank_metrics"):
+        assert report.rank_metrics == {"bytes": (2**40, 2**40 + 1), "level": (0.0, 0.5)}
         assert report.losses == {"lm loss": 1.5}
 
 
@@ -108,11 +108,11 @@ def test_a_good_batch_steps_everywhere(results):
         assert result["slots"] == 2 and result["num_steps"] == 2 and result["grads_dropped"]
 
 
-def test_losses_and_wishes_of_any_rank_reach_all(results):
-    """Sums over ranks: the loss of the last stage, and the union of the wishes."""
+def test_losses_and_stop_requests_of_any_rank_reach_all(results):
+    """Sums over ranks: the loss of the last stage, and the union of the stop requests."""
     for rank in results:
         assert rank[2]["report"].losses == {"lm loss": 1.5}
-        assert rank[2]["report"].wishes == 0b11
+        assert rank[2]["report"].stop_requests == 0b11
 
 
 def test_every_element_counts_once(results):

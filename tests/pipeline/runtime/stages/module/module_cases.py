@@ -282,18 +282,18 @@ def hold_of_a_sent_output() -> tuple[bool, bool]:
     return result
 
 
-def wishes_by_batch(num_batches: int, wish_at: int) -> list[int]:
-    """Each rank sets a bit of its own before batch `wish_at`; the wishes that the reports bring."""
+def stop_requests_by_batch(num_batches: int, stop_request_at: int) -> list[int]:
+    """Each rank sets a bit of its own before batch `stop_request_at`; the stop requests that the reports bring."""
     pipeline = Pipeline("2bw", Training(batches=(2,) * num_batches))
     reports = []
     for batch in range(num_batches):
-        if batch == wish_at:
-            pipeline.engine.wishes |= 1 << 2 * dist.get_rank()
+        if batch == stop_request_at:
+            pipeline.engine.stop_requests |= 1 << 2 * dist.get_rank()
         reports += pipeline.engine.run_batch(2, 2)
     reports += pipeline.engine.drain()
     dist.barrier()
     pipeline.close()
-    return [report.wishes for report in reports]
+    return [report.stop_requests for report in reports]
 
 
 def message_of_unknown_instruction() -> str:
@@ -321,10 +321,10 @@ def reports_with_a_late_norm(num_batches: int) -> list[int]:
             stepped.set()
         return report
 
-    def late_reduce_norm(version, wishes, losses):
+    def late_reduce_norm(version, stop_requests, losses):
         if version == 1 and not stepped.wait(20):
             raise TimeoutError("the second step waits for the first norm")
-        reduce_norm(version, wishes, losses)
+        reduce_norm(version, stop_requests, losses)
 
     update.step, update.reduce_norm = announced_step, late_reduce_norm
     reports = [report for _ in range(num_batches) for report in pipeline.engine.run_batch(1, 1)]

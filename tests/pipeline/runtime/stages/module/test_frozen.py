@@ -95,9 +95,9 @@ def test_activations_move_behind_a_frozen_prefix(preset, rank_of_stage, num_froz
     assert max(bounds) == -(-(num_stages - num_frozen + 2) // 2)
     stream, moves = schedule.stream(), [[] for _ in outcomes]
     for batch, num_microbatches in enumerate(batches):
-        for legs in (stream.start_batch(num_microbatches), stream.drain() if batch in (1, 3) else ()):
-            for rank, leg in enumerate(legs):
-                moves[rank] += [str(each) for each in leg if each.kind in MOVES]
+        for segments in (stream.start_batch(num_microbatches), stream.drain() if batch in (1, 3) else ()):
+            for rank, segment in enumerate(segments):
+                moves[rank] += [str(each) for each in segment if each.kind in MOVES]
     for outcome, bound, due in zip(outcomes, bounds, moves, strict=True):
         assert outcome.moves == due
         assert outcome.peak_saved_on_rank <= bound

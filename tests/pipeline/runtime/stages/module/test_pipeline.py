@@ -224,13 +224,13 @@ def test_sent_outputs_are_freed_once_they_are_read():
     assert held_before and not held_after
 
 
-def test_wishes_of_any_rank_reach_all():
-    """The union of the ranks' wishes comes with the report of the batch that they travelled with, on every rank."""
-    wishes = workers.run(
-        2, "tests.pipeline.runtime.stages.module.module_cases:wishes_by_batch", num_batches=6, wish_at=3
+def test_stop_requests_of_any_rank_reach_all():
+    """The union of the ranks' stop requests comes with the report of the batch that they travelled with."""
+    stop_requests = workers.run(
+        2, "tests.pipeline.runtime.stages.module.module_cases:stop_requests_by_batch", num_batches=6, stop_request_at=3
     )
-    assert wishes[0] == wishes[1]
-    assert wishes[0][:2] == [0, 0] and wishes[0][-3:] == [0b101] * 3
+    assert stop_requests[0] == stop_requests[1]
+    assert stop_requests[0][:2] == [0, 0] and stop_requests[0][-3:] == [0b101] * 3
 
 
 def test_an_unknown_instruction_is_refused_before_anything_runs():
