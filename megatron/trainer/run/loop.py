@@ -261,7 +261,7 @@ class Loop:
         return bool(stop_request.item())
 
     def validate(self) -> bool:
-        """Evaluate on the validation data and report it; False if a stop request to stop came meanwhile."""
+        """Evaluate on the validation data and report it; False if a stop request came meanwhile."""
         run = self.run
         self.validated_iteration = run.iteration
         if not self._validation:
@@ -269,7 +269,7 @@ class Loop:
         return self._evaluate("validation", self._validation)
 
     def test(self) -> bool:
-        """Evaluate on the test data and report it; False if a stop request to stop came meanwhile."""
+        """Evaluate on the test data and report it; False if a stop request came meanwhile."""
         return self._evaluate("test", self._samples(2, "test", 0))
 
     def _evaluate(self, name: str, iterators: list[MicrobatchIterator]) -> bool:
