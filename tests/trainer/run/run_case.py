@@ -60,8 +60,8 @@ def train_case(
     each batch's gradients, by stage what was saved: microbatches at most, and the bytes in which one moved; the
     shared files that the run has mapped, with their bytes; and the bytes that it has fetched from the host.
 
-    `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank is asked
-    to stop. `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
+    `flags`: after those of `base`. `stop_after`: rank -> iteration after whose report that rank is asked to stop.
+    `minutes_ago`: when the program was started. `look_after`: iterations after which to look at what the process takes
     (`resources`). `watch`: "module:function" of what is called with the run before it trains, and returns what is
     called at its end for the entry `watched`.
     """
