@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.pipeline.program.instruction import TrafficKind as Instruction
+from megatron.pipeline.program.instruction import Kind as Instruction
 from megatron.pipeline.schedules import Schedule
 from megatron.placement import Degrees, ModelShape, RecomputeScope, TrafficKind, count_transfers, estimate_traffic
 from megatron.placement.bandwidth import saved_activation_bytes

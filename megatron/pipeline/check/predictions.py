@@ -28,7 +28,6 @@ from megatron.pipeline.check.compact import (
     F,
     W,
 )
-from megatron.pipeline.schedules.passes.predictions import reads_ties
 
 
 def prove_predictions(compact: CompactProgram) -> None:
@@ -65,7 +64,7 @@ def codes_of_predictions(compact: CompactProgram, rank: int) -> tuple[int, ...]:
 
 
 def _ties(compact: CompactProgram, rank: int) -> bool:
-    return any(reads_ties(compact.program, stage) for stage in compact.stages_of(rank))
+    return any(compact.program.reads_ties(stage) for stage in compact.stages_of(rank))
 
 
 def _require_numbers(compact: CompactProgram) -> None:

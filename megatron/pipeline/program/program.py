@@ -177,6 +177,11 @@ class Program:
             return self.provisional_microbatches
         return self.batches[batch - self.first_batch] - self.unread[stage]
 
+    def reads_ties(self, stage: int) -> bool:
+        """Whether a stage's predictions read a gradient of tied embeddings that another rank has a part of."""
+        last = self.num_stages - 1
+        return self.tied_embeddings and self.crosses(0, last) and stage in (0, last)
+
     def num_read_of_ties(self, batch: int) -> int:
         """The same for embeddings that the first and the last stage share: as many as both have."""
         return min(self.num_read(0, batch), self.num_read(self.num_stages - 1, batch))

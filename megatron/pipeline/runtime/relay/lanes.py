@@ -23,7 +23,7 @@ import torch
 
 from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.program.instruction import AWAITED, Instruction
-from megatron.pipeline.program.instruction import LaneThread as LaneName
+from megatron.pipeline.program.instruction import Lane as LaneName
 from megatron.pipeline.program.lane_order import LaneOrder
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.transport.lane import LaneThread

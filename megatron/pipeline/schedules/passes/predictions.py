@@ -41,7 +41,7 @@ def _with_partial_gradients(segment: Segment, stage: int, batch: int, outline: P
         behind[num_read] = [Kind.HOLD]
     if outline.reduce_partial:
         behind[num_read].append(Kind.REDUCE_PARTIAL)
-    if reads_ties(outline, stage):
+    if outline.reads_ties(stage):
         behind.setdefault(outline.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
     extended: Segment = []
     num_done = 0
@@ -51,9 +51,3 @@ def _with_partial_gradients(segment: Segment, stage: int, batch: int, outline: P
             num_done += 1
             extended += [Instruction(kind, stage, version=batch + 1) for kind in behind.get(num_done, ())]
     return extended
-
-
-def reads_ties(outline: Program, stage: int) -> bool:
-    """Whether a stage's predictions read a gradient of tied embeddings that another rank has a part of."""
-    last = outline.num_stages - 1
-    return outline.tied_embeddings and outline.crosses(0, last) and stage in (0, last)
