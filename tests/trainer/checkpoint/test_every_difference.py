@@ -113,7 +113,7 @@ def late(name, flags):
 
 def test_the_tables_know_every_entry():
     """What is compared later needs a line here, too."""
-    classes = comparison._ONLY_OF.keys() - {"bert_binary_head"}  # tests/trainer/classification/test_checkpoints.py
+    classes = comparison._ONLY_OF.keys() - {"bert_binary_head"}  # tests/trainer/run/test_texts.py
     assert set(FACTS) | classes == set(comparison._facts(there()))
     assert set(PARTS) == set(comparison._NOT_BUILT_HERE)
     theirs = comparison.OTHER_NAMES
