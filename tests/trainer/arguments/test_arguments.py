@@ -313,8 +313,8 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
 def test_every_flag_is_read():
     """A flag that is neither refused nor said to be accepted without effect is read where the run is built."""
     folder = ROOT / "megatron"
-    arguments_folder = folder / "training" / "arguments"
-    hands_on = {"job.py", "model_words.py", "comparison.py"}  # they write or read the flags of other runs
+    arguments_folder = folder / "trainer" / "arguments"
+    hands_on = {"command.py", "model_argv.py", "comparison.py"}  # they write or read the flags of other runs
     sources = [path for path in folder.rglob("*.py") if arguments_folder not in path.parents]
     sources = [path for path in sources if path.name not in hands_on]
     text = "\n".join(path.read_text() for path in sources)
@@ -322,13 +322,13 @@ def test_every_flag_is_read():
     unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}
     assert unread == TRANSLATED
     rules = "\n".join(
-        (arguments_folder / f"{name}.py").read_text()
-        for name in ("rules_data", "rules_freezing", "rules_model", "rules_relay", "rules_run", "rules_stages")
+        (arguments_folder / "rules" / f"{name}.py").read_text()
+        for name in ("data", "freezing", "model", "relay", "run", "stages")
     )
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 
 
-def test_platform_turns_off_defaults_and_refuses_stop_requests():
+def test_platform_turns_off_defaults_and_refuses_what_cannot_be():
     """Fusions that CUDA packages provide are on there and off here; the implementation follows what is installed."""
     here, there = arguments(platform=CPU), arguments("--position-embedding-type rope", platform=GPU)
     assert (here.transformer_impl, there.transformer_impl) == ("local", "transformer_engine")
