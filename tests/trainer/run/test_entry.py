@@ -102,7 +102,7 @@ def test_rank_that_does_not_start_is_named():
 def test_error_of_a_rank_that_finds_no_others_is_told(capsys, monkeypatch):
     """Every such rank tells its own, unless the launcher has ended the job because rank 0 told it."""
     stop = StopSignal()
-    monkeypatch.setattr(entry, "_PATIENCE", 0.1)
+    monkeypatch.setattr(entry, "PATIENCE", 0.1)
     monkeypatch.setenv("RANK", "5")
     assert entry._end_alone("prog", OnThisRank("no job"), stop) == 2
     assert capsys.readouterr().err == "prog: error: rank 5: no job\n"
