@@ -7,6 +7,7 @@ import pytest
 from benchmarks import ftpipe
 
 
+@pytest.mark.full
 def test_emulated_stages_of_a_graph_execute_the_program(tmp_path, capsys):
     path = tmp_path / "found.json"
     small = ["--ranks", "2", "--forward", "0.002", "--payload", "4096", "--repeats", "1", "--json", str(path)]

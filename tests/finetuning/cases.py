@@ -8,6 +8,7 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -68,9 +69,9 @@ def partition(folder: Path, task: str, rank_of_stage: Sequence[int], *words: obj
 def finetune(folder: Path, task: str, *, words: Sequence[object] = (), dropout: float = 0.0, name: str) -> Outcome:
     """One run of all ranks."""
     folder = Path(folder)
-    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(dist.get_world_size()), str(dist.get_rank())
     metrics, output = folder / f"{name}.jsonl", folder / name
-    try:
+    ranks = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
+    with mock.patch.dict(os.environ, ranks):  # later cases of these processes find their own
         args = parse_args(
             [*tiny.command(folder, task, *words, dropout=dropout), "--output_dir", str(output), "--metrics_file",
              str(metrics), "--logging_steps", "1000"]
@@ -79,8 +80,6 @@ def finetune(folder: Path, task: str, *, words: Sequence[object] = (), dropout: 
         job.check_output_dir(args)
         dist.barrier()
         job.run(args, StopSignal())
-    finally:
-        del os.environ["WORLD_SIZE"], os.environ["RANK"]
     if dist.get_rank():
         return Outcome([])
     return Outcome(read_metrics(str(metrics)), weights_of(output, task) if args.do_train else {})

@@ -115,6 +115,7 @@ def test_a_stop_between_changes_goes_on_as_if_there_was_none(tmp_path):
     assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
 
 
+@pytest.mark.full
 def test_the_microbatch_grows():
     """Without dropout, which is drawn by microbatch."""
     flags = ELASTIC.replace("0.1", "0")
@@ -122,6 +123,7 @@ def test_the_microbatch_grows():
     nearly_equal(train(4, flags), train(4, f"{flags} {SHRINKS} {sizes}"))
 
 
+@pytest.mark.full
 def test_the_batch_grows_with_the_replicas(tmp_path):
     """As in a pipeline that stays, and is told these batches; and over stops, one right behind a decision."""
     flags = re.sub(r"--train-iters \d+", "", ELASTIC)
@@ -185,6 +187,7 @@ def test_after_a_fault_in_a_change_the_run_goes_on(fault, error, flags):
         assert all(before > 0 and meanwhile == 0 for each in found for before, meanwhile in each["watched"])
 
 
+@pytest.mark.full
 def test_after_a_rule_that_fails_the_run_goes_on():
     """On rank 0, which decides."""
     found = train(4, f"{ELASTIC} {SHRINKS}", watch="tests.trainer.changes.elastic_faults:a_rule_that_fails")

@@ -145,6 +145,7 @@ def test_the_other_optimizer(tmp_path, saved, loaded, dtype, stop):
     ]
 
 
+@pytest.mark.full
 def test_weights_alone(tmp_path):
     """Without the optimizer's state, what is frozen stays so; --finetune begins anew; other flags are refused."""
     flags = CASES["flush"]

@@ -88,6 +88,7 @@ def test_tensor_ranks_compute_together_what_one_of_them_has_not(images, tmp_path
     assert counts[-1][0] > 0 and counts[-1][1] > 26 - 8, "one rank reads in the second epoch at this depth"
 
 
+@pytest.mark.full
 def test_what_the_model_computes_is_in_the_key(images, tmp_path):
     """Nothing is learned, so weights are the same, and data are; but a layer computes something else."""
     run(2, images, f"--lr 1e-300 {cached(tmp_path)}")
@@ -158,6 +159,7 @@ def tensor_ranks(flags: str) -> int:
     return 2 if "--tensor-model-parallel-size 2" in flags else 1
 
 
+@pytest.mark.full
 def test_another_order_finds_the_same_samples(images, tmp_path):
     """All that the first run has written is read. Weights are loaded and do not move, so a loss is that of its samples:
     batches have others, and thirteen of them have all samples four times."""
