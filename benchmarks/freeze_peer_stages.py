@@ -134,9 +134,8 @@ def train(name: str, depth: int, result: Path, flags: list[str]) -> None:
         model = core_config.transformer_config(args)
         provider = run.parts.model_provider
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        chunk = unwrap_model(build_chunks(provider, model, stages=(stage,), layers=from_flags.layers_of_stages(model)))[
-            0
-        ]
+        layers = from_flags.layers_of_stages(model)
+        [chunk] = unwrap_model(build_chunks(provider, model, stages=(stage,), layers=layers))
         freeze(chunk, args, depth)
         peer = PEERS[name](run, chunk)
         gc.collect()

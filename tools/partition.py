@@ -29,9 +29,9 @@ import command_line
 from rich.console import Console
 from rich.table import Table
 
+from megatron.documents.writing import write_whole
 from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
-from megatron.placement.whole_files import write_whole
 
 GIB = 2**30
 

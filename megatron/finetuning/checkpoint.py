@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.capture.tensors import names_in_files, tensor_files
+from megatron.documents.writing import write_whole
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.model import first_line
-from megatron.placement.whole_files import write_whole
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 from megatron.trainer.ranks.agreement import agreed
 

@@ -17,8 +17,8 @@ from pydantic.dataclasses import dataclass
 from megatron.capture.export import Captured
 from megatron.capture.graph_file import stage_of_operators
 from megatron.capture.signature import check_signature
+from megatron.documents.writing import write_whole
 from megatron.pipeline.program.edges import StageGraph
-from megatron.placement.whole_files import write_whole
 
 FORM = 1
 LENGTHS = {

@@ -19,9 +19,9 @@ and what they stand for is decided anew (`megatron.placement.degrees`). Behind f
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.documents.reading import read_document
 from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.degrees import Degrees
-from megatron.placement.files import read_document
 
 Mapping = tuple[int, ...]
 """Logical rank by slot; a permutation of range(world size)."""

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.placement.files import read_document
+from megatron.documents.reading import read_document
 
 _GIGA = 1e9
 _MOST_GPUS = 65_536  # of a node; more is a slip of the pen, which would fill the memory

@@ -24,7 +24,7 @@ import command_line
 
 from grid_search_commands.search_inputs import ModelInput, add_model_arguments, cluster_names, read_cluster, read_model
 from grid_search_commands.search_script import remove_script, script_text
-from megatron.placement.whole_files import write_whole
+from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.planner import Planner
 from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, offered, search

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.placement.files import read_document
+from megatron.documents.reading import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.script import read_script

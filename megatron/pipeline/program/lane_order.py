@@ -27,7 +27,7 @@ a RELOAD waits for the OFFLOAD of its microbatch, and its recompute for the RELO
   STORE_GRAD gives it back when it is complete. The backward that takes one waits until one is free.
 
 - A forward waits for every OFFLOAD that stands before the last computation before it. An OFFLOAD thus has the time of
-  one computation, and after that its memory is free, whatever the timing (as an EVICT has, see `moves`).
+  one computation, and after that its memory is free, whatever the timing (as an EVICT has, see `move_order`).
 
 OFFLOAD and RELOAD are words of their own. EVICT and LOAD are about all that a microbatch saves, and move it to another
 rank; here it is its input alone, and nobody meets. So no word has two meanings, and the words that a program may have

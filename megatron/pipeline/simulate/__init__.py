@@ -35,7 +35,7 @@ __all__ = ["Costs", "SimulationError", "Span", "Timeline", "simulate"]
 
 def simulate(program: Program, costs: Costs | None = None, *, synchronous_moves: bool = False) -> Timeline:
     """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else
-        nothing). `synchronous_moves`: for comparison, computations do not overlap with moves (`moves.MoveOrder`).
+        nothing). `synchronous_moves`: for comparison, computations do not overlap with moves (`move_order.MoveOrder`).
 
     Returns:
         The timeline, from 0, with the spans of every instruction of the program.

@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.placement.files import read_document
+from megatron.documents.reading import read_document
 from megatron.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device
 

@@ -2,7 +2,7 @@
 
 A file holds `{"entries": [...]}` or a list of entries, each with an id and the parts model, hardware, config and
 measured. Papers leave things out, so hardly a field is always there. What follows from another field, or is the same in
-all of a paper's runs, is filled in (entry_model.py, entry_hardware.py, `_SOFTWARE`, each with its source) and said;
+all of a paper's runs, is filled in (model_names.py, hardware.py, `_SOFTWARE`, each with its source) and said;
 where more is missing, the entry cannot be predicted, and says why.
 """
 
@@ -14,10 +14,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from megatron.documents.reading import read_document
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.placement.files import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import (

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from megatron.documents.reading import read_document
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.placement.files import read_document
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict, judge
 from megatron.planner.planner import Planner

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from megatron.placement.whole_files import write_whole
+from megatron.documents.writing import write_whole
 from megatron.planner.memory.memory import GIB
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 

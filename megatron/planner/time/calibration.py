@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.placement.files import read_document
+from megatron.documents.reading import read_document
 from megatron.planner.time.constants import Constants
 
 _FOLDER = Path(__file__).parent / "calibrations"

@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron.documents.writing import write_whole
 from megatron.placement.bandwidth import RecomputeScope
-from megatron.placement.whole_files import write_whole
 from megatron.planner.memory.architecture import Architecture
 
 VERSION = 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron.placement.whole_files import write_whole
+from megatron.documents.writing import write_whole
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.search.offers import preset_of
 from megatron.planner.trial.settings import Settings, differences

@@ -32,7 +32,6 @@ from megatron.trainer.dry_run.missing import choose_vocabulary, missing_checkpoi
 from megatron.trainer.dry_run.text import DryRun, print_dry_run, to_dict
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.hosting import hosting_of
 from megatron.trainer.plan.proving import prove
 from megatron.trainer.plan.rank_mapping import decide, degrees_of, evictors, model_shape, recompute_scope
 from megatron.trainer.report.log import packages_not_here
@@ -107,7 +106,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     optimizer_config(args)
     schedule = pipeline_schedule(args)
     report, demand = prove(args, schedule)
-    layers, hosting = from_flags.layers_of_stages(config), hosting_of(args, schedule)
+    layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args, schedule)
     memory = estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
         layers=layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,

@@ -6,9 +6,10 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.schedules import PRESETS
+from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
 from megatron.planner.job.software import Software
+from megatron.planner.memory.hosted import Hosting
 from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 
@@ -141,3 +142,11 @@ def software(args: argparse.Namespace) -> RunSoftware:
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         own_communicators=uses_nccl(args),
     )
+
+
+def hosting_of(args: argparse.Namespace, schedule: Schedule) -> Hosting | None:
+    """How weights live on the host; None where they live on the device."""
+    if schedule.residency is None:
+        return None
+    most = max(args.batch_sizes.all_num_microbatches())
+    return Hosting(stages=schedule.residency.stages, stash=schedule.residency.stash, num_microbatches=most)

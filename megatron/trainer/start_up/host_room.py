@@ -20,7 +20,6 @@ from megatron.planner import GIB, Activations
 from megatron.planner.memory.hosted import host_parts
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.hosting import hosting_of
 from megatron.trainer.plan.rank_mapping import this_process
 
 
@@ -44,7 +43,7 @@ def require_room(args: argparse.Namespace, schedule: Schedule, layers: Sequence[
 
     Raises ValueError on all ranks alike.
     """
-    hosting = hosting_of(args, schedule)
+    hosting = from_flags.hosting_of(args, schedule)
     if hosting is None:
         return
     needs = [None] * args.world_size
@@ -62,7 +61,7 @@ def _own_need(args: argparse.Namespace, schedule: Schedule, layers: Sequence[int
         from_flags.training_state(args),
         [parameters[stage] for stage in schedule.stages_of(rank)],
         schedule.rank_of_stage,
-        hosting_of(args, schedule),
+        from_flags.hosting_of(args, schedule),
     )
     part = rank, parallel_state.get_tensor_model_parallel_rank()
     host = this_process().host

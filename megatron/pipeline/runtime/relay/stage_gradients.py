@@ -2,7 +2,7 @@
 
 A stage takes a buffer with its first backward of a batch; autograd adds to views of it in place, as to any gradient.
 Its STORE_GRAD gives the buffer back once it has copied it to the host. Who takes one next is the row's order, and it
-takes the one that was given back first: a backward waits for just that copy (`residency.LaneOrder`), on CUDA with its
+takes the one that was given back first: a backward waits for just that copy (`lane_order.LaneOrder`), on CUDA with its
 stream, too. What the norm needs is taken on the device, before the gradients leave.
 """
 

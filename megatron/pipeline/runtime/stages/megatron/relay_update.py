@@ -147,7 +147,7 @@ class MegatronRelayUpdate:
 
     @torch.no_grad()
     def _warm_up(self, chunks: Sequence[RelayChunk]) -> None:
-        """Every collective of training, once, on gradients that are zero (see `megatron_warm_up`)."""
+        """Every collective of training, once, on gradients that are zero (see `warm_up`)."""
         for stage in self.store.stages:
             self.gradients.accumulate(stage)
             slot = self._slot(stage)

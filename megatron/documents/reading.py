@@ -1,4 +1,4 @@
-"""Reads the files that users write for this room: JSON, or else YAML. Errors are one sentence.
+"""Reads the files that users write: JSON, or else YAML. Errors are one sentence.
 
 JSON is tried first, since YAML 1.1 is not quite a superset of it: tabs and numbers such as 1e2 are JSON only. A key
 that is given twice is an error in both, where the parsers would silently take the last.
