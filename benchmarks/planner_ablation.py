@@ -23,8 +23,8 @@ from rich.table import Table
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.published import row_errors
 from megatron.planner.published.entries import Entry, load_entries
+from megatron.planner.published.validation import row_errors
 from megatron.planner.time import first_principles, iteration
 from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.closed_forms import StageTimes, end_of_batch

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grid_search_commands.tables import note_unread, print_table
-from megatron.planner.published import (
+from megatron.planner.published.entries import Entry, load_entries
+from megatron.planner.published.fit import is_timed
+from megatron.planner.published.prediction import predict
+from megatron.planner.published.validation import (
     FEWEST_OTHERS,
     RowError,
     choices,
@@ -22,9 +25,6 @@ from megatron.planner.published import (
     row_errors,
     validate,
 )
-from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.fit import is_timed
-from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import DEFAULT_NAME, Calibration, load_calibration
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.planner.published.entries import Entry
-from megatron.planner.published.errors import RowError
+from megatron.planner.published.validation.errors import RowError
 
 _FEWEST = 3
 TOP = 3

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.planner.published import Fact, choices, judge_facts, load_facts, row_errors, validate
 from megatron.planner.published.entries import read_entry
 from megatron.planner.published.fit import fit_entries
 from megatron.planner.published.prediction import predict
+from megatron.planner.published.validation import Fact, choices, judge_facts, load_facts, row_errors, validate
 from megatron.planner.time.calibration import Calibration, constants_as_dict, load_calibration
 from tests.planner.published import measured
 from tests.planner.published.bpipe_memory import facts as published_facts

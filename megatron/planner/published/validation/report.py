@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.planner.published.entries import Entry
-from megatron.planner.published.errors import RowError
-from megatron.planner.published.feasibility import Judged
-from megatron.planner.published.selection import TOP, TableChoice
+from megatron.planner.published.validation.errors import RowError
+from megatron.planner.published.validation.feasibility import Judged
+from megatron.planner.published.validation.selection import TOP, TableChoice
 
 PRESSURE = "allocator"  # what the note of an entry says where its authors saw memory pressure
 
