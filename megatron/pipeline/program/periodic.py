@@ -7,6 +7,7 @@ batches.
 
 from dataclasses import dataclass, replace
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Rows
 from megatron.pipeline.program.program import Program, shifted_row
 
@@ -16,14 +17,14 @@ class PeriodicProgram:
     """Rows of a fill, of one period, which is one batch, and of a drain.
 
     Attributes:
-        outline: the program of the fill and the drain, without its rows.
+        extent: what the fill and the drain span together.
         fill: from the drained start on.
         period: the batch after the fill.
         drain: what comes after the fill where no period does.
         num_microbatches: of each batch.
     """
 
-    outline: Program
+    extent: Extent
     fill: Rows
     period: Rows
     drain: Rows
@@ -44,5 +45,5 @@ class PeriodicProgram:
                 row += shifted_row(period, microbatches=index * self.num_microbatches, versions=index)
             row += shifted_row(drain, microbatches=num_periods * self.num_microbatches, versions=num_periods)
             rows.append(tuple(row))
-        batches = self.outline.batches + (self.num_microbatches,) * num_periods
-        return replace(self.outline, rows=tuple(rows), batches=batches)
+        batches = self.extent.batches + (self.num_microbatches,) * num_periods
+        return Program.of(replace(self.extent, batches=batches), tuple(rows))

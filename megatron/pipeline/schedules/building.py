@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program, shifted_row
@@ -31,13 +32,13 @@ def build_in_segments(
     schedule: Schedule, order: Order, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0
 ) -> ProgramInSegments:
     """The program of batches that the schedule takes, with the places at which a run could be drained."""
-    outline = _outline(schedule, order, batches, first_batch, first_microbatch)
-    ordered = [_order_segments(order, rank, outline) for rank in range(schedule.num_ranks)]
+    extent = _extent(schedule, order, batches, first_batch, first_microbatch)
+    ordered = [_order_segments(order, rank, extent) for rank in range(schedule.num_ranks)]
     if schedule.balance:
-        ordered = add_balance(ordered, outline, bounds_of_ranks(order))
-    segments_of_rank = [_with_updates(segments, rank, outline) for rank, segments in enumerate(ordered)]
+        ordered = add_balance(ordered, extent, bounds_of_ranks(order))
+    segments_of_rank = [_with_updates(segments, rank, extent) for rank, segments in enumerate(ordered)]
     goes_on_with = [order.goes_on_with(rank) for rank in range(schedule.num_ranks)]
-    return ProgramInSegments.join(outline, add_communication(segments_of_rank, outline, goes_on_with))
+    return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent, goes_on_with))
 
 
 def build_periodic(schedule: Schedule, order: Order, num_microbatches: int) -> PeriodicProgram:
@@ -46,7 +47,7 @@ def build_periodic(schedule: Schedule, order: Order, num_microbatches: int) -> P
     batches = (num_microbatches,) * num_fill
     built = schedule.build_in_segments((*batches, num_microbatches))
     return PeriodicProgram(
-        outline=_outline(schedule, order, batches),
+        extent=_extent(schedule, order, batches),
         fill=built.segments(0, num_fill),
         period=built.segments(num_fill, num_fill + 1),
         drain=tuple(shifted_row(row, microbatches=-num_microbatches, versions=-1) for row in built.drain),
@@ -58,8 +59,7 @@ def build_evaluation(
     schedule: Schedule, order: Order, num_microbatches: int, version: int, first_microbatch: int = 0
 ) -> Program:
     """Forwards of one batch with one weight version."""
-    outline = Program(
-        rows=((),) * schedule.num_ranks,
+    extent = Extent(
         rank_of_stage=schedule.rank_of_stage,
         edges=schedule.edges,
         batches=(num_microbatches,),
@@ -72,38 +72,37 @@ def build_evaluation(
     microbatches = range(first_microbatch, first_microbatch + num_microbatches)
     segments_of_rank = []
     for rank in range(schedule.num_ranks):
-        computations = (each for segment in _segments_of(order, rank, outline, [microbatches]) for each in segment)
+        computations = (each for segment in _segments_of(order, rank, extent, [microbatches]) for each in segment)
         forwards = [replace(each, version=version) for each in computations if each.kind is Kind.FORWARD]
         segments = [forwards]
-        segments_of_rank.append(add_residency(segments, outline) if outline.residency else segments)
-    return ProgramInSegments.join(outline, add_communication(segments_of_rank, outline)).program
+        segments_of_rank.append(add_residency(segments, extent) if extent.residency else segments)
+    return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent)).program
 
 
 # --- parts
 
 
-def _with_updates(segments: Segments, rank: int, outline: Program) -> Segments:
+def _with_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     """The order of a rank, with all that concerns it alone."""
-    if outline.recompute:
-        segments = add_recompute(segments, outline)
-    if outline.residency:
-        segments = add_residency(segments, outline)
-        if outline.residency.stashes_on_host:
-            segments = add_stash(segments, outline)
-        segments = add_host_updates(segments, rank, outline)
+    if extent.recompute:
+        segments = add_recompute(segments, extent)
+    if extent.residency:
+        segments = add_residency(segments, extent)
+        if extent.residency.stashes_on_host:
+            segments = add_stash(segments, extent)
+        segments = add_host_updates(segments, rank, extent)
     else:
-        segments = add_updates(segments, rank, outline)
-    if outline.weights.predicts:
-        segments = add_predictions(segments, rank, outline)
-    return set_versions(segments, outline)
+        segments = add_updates(segments, rank, extent)
+    if extent.weights.predicts:
+        segments = add_predictions(segments, rank, extent)
+    return set_versions(segments, extent)
 
 
-def _outline(
+def _extent(
     schedule: Schedule, order: Order, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0
-) -> Program:
+) -> Extent:
     stages = range(schedule.num_stages)
-    return Program(
-        rows=((),) * schedule.num_ranks,
+    return Extent(
         rank_of_stage=schedule.rank_of_stage,
         edges=schedule.edges,
         batches=tuple(batches),
@@ -140,16 +139,16 @@ def _predictions(schedule: Schedule, batches: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _order_segments(order: Order, rank: int, outline: Program) -> Segments:
+def _order_segments(order: Order, rank: int, extent: Extent) -> Segments:
     """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
-    first = outline.first_batch
-    batches = [outline.microbatches_of(batch) for batch in range(first, first + len(outline.batches))]
-    if not outline.weights.drains:
-        return _segments_of(order, rank, outline, batches)
-    stretches = [_segments_of(order, rank, outline, [batch]) for batch in batches]
+    first = extent.first_batch
+    batches = [extent.microbatches_of(batch) for batch in range(first, first + len(extent.batches))]
+    if not extent.weights.drains:
+        return _segments_of(order, rank, extent, batches)
+    stretches = [_segments_of(order, rank, extent, [batch]) for batch in batches]
     return [*(segment + drain for segment, drain in stretches), []]
 
 
-def _segments_of(order: Order, rank: int, outline: Program, batches: Sequence[range]) -> Segments:
+def _segments_of(order: Order, rank: int, extent: Extent, batches: Sequence[range]) -> Segments:
     """What the order says of a rank; one that does not interleave is asked for the rank's stage."""
-    return order.segments(rank if order.interleaves else outline.stages_of(rank)[0], batches)
+    return order.segments(rank if order.interleaves else extent.stages_of(rank)[0], batches)

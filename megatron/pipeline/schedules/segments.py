@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Row, Rows
 from megatron.pipeline.program.program import Program, shifted_row
 from megatron.pipeline.schedules.passes import Segments
@@ -25,13 +26,13 @@ class ProgramInSegments:
     borders: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def join(outline: Program, segments_of_rank: Sequence[Segments]) -> "ProgramInSegments":
-        """`outline` with the rows that the ranks' segments make up."""
+    def join(extent: Extent, segments_of_rank: Sequence[Segments]) -> "ProgramInSegments":
+        """The program of the rows that the ranks' segments make up."""
         rows = tuple(
             tuple(instruction for segment in segments for instruction in segment) for segments in segments_of_rank
         )
         borders = tuple(tuple(accumulate(map(len, segments), initial=0)) for segments in segments_of_rank)
-        return ProgramInSegments(outline.with_rows(rows), borders)
+        return ProgramInSegments(Program.of(extent, rows), borders)
 
     def segments(self, first: int, end: int) -> Rows:
         """What each rank does in the segments from `first` up to, and without, `end`."""

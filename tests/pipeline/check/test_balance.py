@@ -242,5 +242,5 @@ def test_a_period_that_ends_with_another_microbatch_away_is_rejected():
 
 def pair(fill: tuple[str, str], period: tuple[str, str], drain: tuple[str, str], *, batches: tuple[int, ...] = (1,)):
     rows = [written(*part, batches=batches).rows for part in (fill, period, drain)]
-    outline = written("", "", batches=batches)
-    return PeriodicProgram(outline=outline, fill=rows[0], period=rows[1], drain=rows[2], num_microbatches=1)
+    extent = written("", "", batches=batches)
+    return PeriodicProgram(extent=extent, fill=rows[0], period=rows[1], drain=rows[2], num_microbatches=1)

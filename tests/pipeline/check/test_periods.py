@@ -19,8 +19,8 @@ def periodic(
 ) -> PeriodicProgram:
     """A periodic program on one rank; the drain as it stands after the fill."""
     rows = [written(row, batches=fill_batches, **fields).rows for row in (fill, period, drain)]
-    outline = written("", batches=fill_batches, **fields)
-    return PeriodicProgram(outline=outline, fill=rows[0], period=rows[1], drain=rows[2], num_microbatches=size)
+    extent = written("", batches=fill_batches, **fields)
+    return PeriodicProgram(extent=extent, fill=rows[0], period=rows[1], drain=rows[2], num_microbatches=size)
 
 
 @settings(max_examples=150, deadline=None)

@@ -16,7 +16,7 @@ def test_unrolled_is_built(data: st.DataObject):
     schedule = data.draw(schedules(max_stages=5))
     num_microbatches = data.draw(sizes(schedule))
     periodic = schedule.build_periodic(num_microbatches)
-    num_fill = len(periodic.outline.batches)
+    num_fill = len(periodic.extent.batches)
     for num_periods in (0, 1, data.draw(st.integers(2, 6))):
         unrolled = periodic.unroll(num_periods)
         assert unrolled == schedule.build((num_microbatches,) * (num_fill + num_periods))

@@ -56,5 +56,5 @@ def test_extent():
 )
 def test_entry_versions(weights: str, first_batch: int, versions: tuple[int, ...]):
     """A drained state before batch a has made version a; 2bw has kept the one before, which batch a will use."""
-    program = Program((), (0,), (1,), weight_policy(weights), first_batch=first_batch)
+    program = Program((0,), (1,), weight_policy(weights), first_batch=first_batch, rows=())
     assert program.entry_versions == versions

@@ -17,7 +17,7 @@ def build(name, num_stages, batches, **flags):
 def program(*rows, batches=(1,), stages=None):
     """A program from the text of its rows."""
     parsed = tuple(tuple(map(Instruction.parse, row.split())) for row in rows)
-    return Program(parsed, tuple(range(stages or len(rows))), tuple(batches), FLUSH)
+    return Program(tuple(range(stages or len(rows))), tuple(batches), FLUSH, rows=parsed)
 
 
 def without_transfers(program):

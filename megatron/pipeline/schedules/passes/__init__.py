@@ -1,9 +1,8 @@
 """From the order of computations to a complete program, one concern a pass.
 
 A pass reads and returns the row of one rank, cut into *segments*: what the rank does between the first forward of a
-batch and the first forward of the next one, and at last what remains for the drain. `outline` is the program to be,
-without
-its rows: its batches, weight policy and chain.
+batch and the first forward of the next one, and at last what remains for the drain. `extent` is what the
+program to be spans: its batches, weight policy and chain.
 
     balance         the moves of saved activations between pairs of ranks; this one takes all ranks at once
     recompute       an R before each backward

@@ -31,9 +31,9 @@ freed.
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 _Saved = tuple[int, int]  # stage, microbatch
@@ -52,18 +52,18 @@ def balanced_bounds(max_saved: Sequence[int], pairs: Pairs) -> tuple[int, ...]:
     )
 
 
-def add_balance(segments_of_rank: Sequence[Segments], outline: Program, bounds: Sequence[int]) -> list[Segments]:
+def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Sequence[int]) -> list[Segments]:
     """The segments of all ranks, which hold computations alone, with the moves that keep every rank within its bound.
 
     Args:
         segments_of_rank: F and B (or I and W), in segments; no segment but the last begins with anything but a forward.
-        outline: the program to be.
+        extent: the program to be.
         bounds: for each rank the most microbatches that it may hold at any moment (`balanced_bounds`).
 
     Raises:
         ValueError: a bound is too small for the order.
     """
-    pairs = outline.pairs
+    pairs = extent.pairs
     partners = [pairs.of_rank(rank) for rank in range(len(segments_of_rank))]
     balanced = [
         list(segments) if rank == partner else _Evictor(segments, bounds[rank], pairs.num_frozen).segments()

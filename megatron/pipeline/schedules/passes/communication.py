@@ -14,8 +14,8 @@ transfers, even where a send completes only once its receive is posted.
 
 from collections.abc import Iterator, Sequence
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, Instruction, Kind, Tensor
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 Turn = tuple[Kind, int, int]
@@ -74,11 +74,11 @@ class _Draft:
 _Needs = dict[tuple[Tensor, int, int], tuple[_Draft, int, int]]  # (tensor, stage, microbatch) -> where
 
 
-def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], outline: Program, needs: _Needs) -> None:
+def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], extent: Extent, needs: _Needs) -> None:
     """Of what a rank goes on with behind a border, have the receives posted before its last computation ahead of it."""
-    first = outline.first_microbatch
+    first = extent.first_microbatch
     border = first
-    for place, size in enumerate(outline.batches):
+    for place, size in enumerate(extent.batches):
         border += size
         begins = drafts[place].last_begins
         goes_on = next(
@@ -96,21 +96,21 @@ _Route = tuple[int, Kind, Kind, int | None, int | None]
 """To which stage, the words of both ends, and the peer that each of them names."""
 
 
-def _routes(outline: Program, tensor: Tensor, stage: int) -> list[_Route]:
+def _routes(extent: Extent, tensor: Tensor, stage: int) -> list[_Route]:
     """Where a tensor of a stage is sent, the nearest stage first."""
-    graph, send, receive = outline.graph, SEND_OF[tensor], RECEIVE_OF[tensor]
+    graph, send, receive = extent.graph, SEND_OF[tensor], RECEIVE_OF[tensor]
     return [
         (
             target, send, receive, graph.named_peer(Instruction(send, stage), target),
             graph.named_peer(Instruction(receive, target), stage),
         )
         for target in sorted(graph.takers(tensor, stage), key=lambda each: abs(each - stage))
-        if outline.crosses(stage, target)
+        if extent.crosses(stage, target)
     ]  # fmt: skip
 
 
 def add_communication(
-    segments_of_rank: Sequence[Segments], outline: Program, goes_on_with: Sequence[Sequence[Turn]] = ()
+    segments_of_rank: Sequence[Segments], extent: Extent, goes_on_with: Sequence[Sequence[Turn]] = ()
 ) -> list[Segments]:
     """The segments of all ranks, with the transfers that take each tensor to the stage on another rank that needs it.
 
@@ -128,9 +128,9 @@ def add_communication(
             tensor = instruction.kind.row.needs
             needs[tensor, instruction.stage, instruction.microbatch] = draft, needed, posted
     for turns, own in zip(goes_on_with, drafts_of_rank, strict=False):
-        _post_earlier(turns, own, outline, needs)
+        _post_earlier(turns, own, extent, needs)
     routes = {
-        (tensor, stage): _routes(outline, tensor, stage) for tensor in Tensor for stage in range(outline.num_stages)
+        (tensor, stage): _routes(extent, tensor, stage) for tensor in Tensor for stage in range(extent.num_stages)
     }
     for draft in drafts:
         for made, instruction in enumerate(draft.segment):

@@ -16,26 +16,26 @@ their lane for the end of the batch, and soon the rank for a gradient buffer: a 
 behind it.
 """
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_host_updates(segments: Segments, rank: int, outline: Program) -> Segments:
+def add_host_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     """The segments of a rank, one for each batch and an empty one, with what makes the next version."""
     *batches, rest = segments
     assert not rest, "weights on the host have one version, so every batch drains"
-    return [*(_Batch(rank, index, outline).segment(segment) for index, segment in enumerate(batches)), rest]
+    return [*(_Batch(rank, index, extent).segment(segment) for index, segment in enumerate(batches)), rest]
 
 
 class _Batch:
     """A batch of a rank."""
 
-    def __init__(self, rank: int, index: int, outline: Program) -> None:
-        self._outline, self._version = outline, outline.first_batch + index + 1
-        self._stages = outline.stages_of(rank)
-        self._left = dict.fromkeys(self._stages, outline.batches[index])  # backwards to come
-        ends = {0, outline.num_stages - 1} if outline.reduces_embeddings(rank) else set()
+    def __init__(self, rank: int, index: int, extent: Extent) -> None:
+        self._extent, self._version = extent, extent.first_batch + index + 1
+        self._stages = extent.stages_of(rank)
+        self._left = dict.fromkeys(self._stages, extent.batches[index])  # backwards to come
+        ends = {0, extent.num_stages - 1} if extent.reduces_embeddings(rank) else set()
         self._ends = [stage for stage in self._stages if stage in ends]
 
     def segment(self, segment: Segment) -> Segment:
@@ -45,27 +45,27 @@ class _Batch:
             if instruction.kind in ENDS_BACKWARD:
                 result += self._after(instruction.stage)
         result.append(self._word(Kind.STEP))
-        if not self._outline.residency.is_eager:
+        if not self._extent.residency.is_eager:
             result += [self._word(Kind.UPDATE, stage) for stage in self._stages]
         return result
 
     def _after(self, stage: int) -> Segment:
         """What follows a backward: nothing, unless it is the stage's last."""
-        outline = self._outline
+        extent = self._extent
         self._left[stage] -= 1
         if self._left[stage]:
             return []
-        words = [self._word(Kind.REDUCE_GRAD, stage)] if outline.data_parallel else []
+        words = [self._word(Kind.REDUCE_GRAD, stage)] if extent.data_parallel else []
         words.append(self._word(Kind.STORE_GRAD, stage))
-        if outline.residency.is_eager and stage not in self._ends:
+        if extent.residency.is_eager and stage not in self._ends:
             words.append(self._word(Kind.UPDATE, stage))
         if any(self._left.values()):
             return words
         if self._ends:
             words.append(self._word(Kind.REDUCE_EMBED))
-        if outline.residency.is_eager:
+        if extent.residency.is_eager:
             words += [self._word(Kind.UPDATE, end) for end in self._ends]
-        if outline.global_norm:
+        if extent.global_norm:
             words.append(self._word(Kind.REDUCE_NORM))
         return words
 

@@ -12,37 +12,37 @@ of those microbatches of batch t-1 that are done at the stage. Three things foll
   wanted): it keeps and reads as many microbatches as both stages have done, so that their copies stay equal.
 """
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, REDUCTIONS, Instruction, Kind
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_predictions(segments: Segments, rank: int, outline: Program) -> Segments:
+def add_predictions(segments: Segments, rank: int, extent: Extent) -> Segments:
     """The segments of a rank with one stage, which hold their chains and STEPs, with a prediction at the end of each
     batch's own segment.
     """
-    (stage,) = outline.stages_of(rank)
+    (stage,) = extent.stages_of(rank)
     result = list(segments)
-    for index, segment in enumerate(segments[: len(outline.batches)]):
-        batch = outline.first_batch + index
+    for index, segment in enumerate(segments[: len(extent.batches)]):
+        batch = extent.first_batch + index
         chain = [each for each in segment if each.kind in REDUCTIONS and each.version == batch + 1]
         before = [each for each in segment if each not in chain]
         predict = Instruction(Kind.PREDICT, stage, version=batch + 1)
-        result[index] = [*_with_partial_gradients(before, stage, batch, outline), predict, *chain]
+        result[index] = [*_with_partial_gradients(before, stage, batch, extent), predict, *chain]
     return result
 
 
-def _with_partial_gradients(segment: Segment, stage: int, batch: int, outline: Program) -> Segment:
+def _with_partial_gradients(segment: Segment, stage: int, batch: int, extent: Extent) -> Segment:
     """A segment with what a prediction needs before it: kept gradients, and their reductions."""
-    num_read = outline.num_read(stage, batch)
-    of_batch = [each.kind in ENDS_BACKWARD and outline.batch_of(each.microbatch) == batch for each in segment]
+    num_read = extent.num_read(stage, batch)
+    of_batch = [each.kind in ENDS_BACKWARD and extent.batch_of(each.microbatch) == batch for each in segment]
     behind: dict[int, list[Kind]] = {}  # number of backwards -> what follows the last of them
-    if outline.reduce_partial or num_read < sum(of_batch):
+    if extent.reduce_partial or num_read < sum(of_batch):
         behind[num_read] = [Kind.HOLD]
-    if outline.reduce_partial:
+    if extent.reduce_partial:
         behind[num_read].append(Kind.REDUCE_PARTIAL)
-    if outline.reads_ties(stage):
-        behind.setdefault(outline.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
+    if extent.reads_ties(stage):
+        behind.setdefault(extent.num_read_of_ties(batch), []).append(Kind.REDUCE_PARTIAL_EMBED)
     extended: Segment = []
     num_done = 0
     for each, is_of_batch in zip(segment, of_batch, strict=True):

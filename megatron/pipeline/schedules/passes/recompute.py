@@ -5,18 +5,18 @@ stage: where the gradient of the output is still on its way, the recompute runs 
 waits for it.
 """
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, Instruction, Kind
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_recompute(segments: Segments, outline: Program) -> Segments:
+def add_recompute(segments: Segments, extent: Extent) -> Segments:
     """The segments with an R before each B, or before the I of a backward in halves, at the stages that recompute."""
     result = []
     for segment in segments:
         extended: Segment = []
         for instruction in segment:
-            if instruction.kind in BEGINS_BACKWARD and outline.recomputes(instruction.stage):
+            if instruction.kind in BEGINS_BACKWARD and extent.recomputes(instruction.stage):
                 extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))
             extended.append(instruction)
         result.append(extended)

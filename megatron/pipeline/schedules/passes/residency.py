@@ -14,25 +14,25 @@ weights, or the run may be drained there.
 
 from itertools import groupby
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Kind
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_residency(segments: Segments, outline: Program) -> Segments:
+def add_residency(segments: Segments, extent: Extent) -> Segments:
     """The segments of a rank, which hold computations alone, each of one batch, with what brings their weights."""
-    return [_with_weights(segment, outline) if segment else [] for segment in segments]
+    return [_with_weights(segment, extent) if segment else [] for segment in segments]
 
 
-def _with_weights(segment: Segment, outline: Program) -> Segment:
-    batch = outline.batch_of(segment[0].microbatch)
-    version = outline.weights.version_of(batch, newest=batch)
+def _with_weights(segment: Segment, extent: Extent) -> Segment:
+    batch = extent.batch_of(segment[0].microbatch)
+    version = extent.weights.version_of(batch, newest=batch)
     runs = [list(run) for _, run in groupby(segment, key=lambda each: each.stage)]
     stages = [run[0].stage for run in runs]
     resident: list[int] = []
     result: Segment = []
     for index, run in enumerate(runs):
-        wanted = _next(stages, index, outline.residency.stages)
+        wanted = _next(stages, index, extent.residency.stages)
         result += [Instruction(Kind.FREE, stage, version=version) for stage in resident if stage not in wanted]
         result += [Instruction(Kind.FETCH, stage, version=version) for stage in wanted if stage not in resident]
         result += run

@@ -17,27 +17,27 @@ and A for a RELOAD, nobody waits where X + 2A <= 9C; else each stage does for wh
 (`ahead=1`), as is natural where nothing else is in the lane, that is 6C; each one more takes an input of memory.
 """
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.lane_order import RELOADED_AHEAD
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 _BETWEEN = 2  # computations from a forward to its RELOAD: the OFFLOAD has the time of one
 
 
-def add_stash(segments: Segments, outline: Program, *, ahead: int = RELOADED_AHEAD) -> Segments:
+def add_stash(segments: Segments, extent: Extent, *, ahead: int = RELOADED_AHEAD) -> Segments:
     """The segments of a rank, which hold computations and what brings their weights, each of one batch, with what moves
     their inputs; `ahead`: how many backwards before its own an input is asked for.
     """
-    return [_with_moves(segment, outline, ahead) for segment in segments]
+    return [_with_moves(segment, extent, ahead) for segment in segments]
 
 
-def _with_moves(segment: Segment, outline: Program, ahead: int) -> Segment:
+def _with_moves(segment: Segment, extent: Extent, ahead: int) -> Segment:
     heads, units = _units(segment)
     forwards = {_saved(unit): at for at, unit in enumerate(units) if unit.kind is Kind.FORWARD}
     behind: dict[int, Segment] = {}  # position in the segment -> what stands behind it
     for at, unit in enumerate(units):
-        if unit.kind not in BEGINS_BACKWARD or unit.stage == 0 or not outline.recomputes(unit.stage):
+        if unit.kind not in BEGINS_BACKWARD or unit.stage == 0 or not extent.recomputes(unit.stage):
             continue
         begun, back = forwards[_saved(unit)], at - ahead
         if back - begun >= _BETWEEN and any(each.stage != unit.stage for each in units[begun:at]):

@@ -14,17 +14,17 @@ Where each stage uses its newest version (`delay` None) each stage has its own, 
 it needs at once. The norm comes after the last of them on the rank, for the report alone, and nobody waits for it.
 """
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def add_updates(segments: Segments, rank: int, outline: Program) -> Segments:
+def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     """The segments of a rank with the chain after each batch's last backward, and the STEPs."""
-    is_frozen = outline.is_frozen(rank)
+    is_frozen = extent.is_frozen(rank)
     ends = {Kind.FORWARD} if is_frozen else ENDS_BACKWARD
-    chains = [_Chain(rank, stages, outline) for stages in outline.owners(rank)]
-    left = dict.fromkeys(range(outline.first_batch, outline.first_batch + len(outline.batches)), len(chains))
+    chains = [_Chain(rank, stages, extent) for stages in extent.owners(rank)]
+    left = dict.fromkeys(range(extent.first_batch, extent.first_batch + len(extent.batches)), len(chains))
     result = []
     for segment in segments:
         extended: Segment = []
@@ -35,49 +35,49 @@ def add_updates(segments: Segments, rank: int, outline: Program) -> Segments:
                 links = chain.after(instruction)
                 if links is None:
                     continue
-                batch = outline.batch_of(instruction.microbatch)
+                batch = extent.batch_of(instruction.microbatch)
                 left[batch] -= 1
-                if not left[batch] and outline.global_norm:
+                if not left[batch] and extent.global_norm:
                     links.append(chains[0].link(Kind.REDUCE_NORM, batch + 1))
                 extended += links
         result.append(extended)
-    delay = outline.weights.delay
+    delay = extent.weights.delay
     if delay is not None and not is_frozen:
-        num_batches = len(outline.batches)
+        num_batches = len(extent.batches)
         for index in range(num_batches):
             last_segment_without = min(
                 index + delay, num_batches
             )  # the segment after it begins with the version's first use
-            result[last_segment_without].append(chains[0].link(Kind.STEP, outline.first_batch + index + 1))
+            result[last_segment_without].append(chains[0].link(Kind.STEP, extent.first_batch + index + 1))
     return result
 
 
 class _Chain:
     """What a rank posts when a batch has ended there, at all of the `stages` that step at once."""
 
-    def __init__(self, rank: int, stages: tuple[int, ...], outline: Program) -> None:
+    def __init__(self, rank: int, stages: tuple[int, ...], extent: Extent) -> None:
         self.stages = stages
-        self._outline, self._rank = outline, rank
-        sizes = enumerate(outline.batches, start=outline.first_batch)
-        self._is_frozen = outline.is_frozen(rank)
-        trained = [stage for stage in stages if self._is_frozen or not outline.graph.is_forward_only(stage)]
+        self._extent, self._rank = extent, rank
+        sizes = enumerate(extent.batches, start=extent.first_batch)
+        self._is_frozen = extent.is_frozen(rank)
+        trained = [stage for stage in stages if self._is_frozen or not extent.graph.is_forward_only(stage)]
         self._left = {batch: size * len(trained) for batch, size in sizes}
 
     def after(self, end: Instruction) -> Segment | None:
         """What follows this end of a backward (without backwards: a forward), but for the norm, if it is the batch's
         last at these stages; else None.
         """
-        outline = self._outline
-        batch = outline.batch_of(end.microbatch)
+        extent = self._extent
+        batch = extent.batch_of(end.microbatch)
         self._left[batch] -= 1
         if self._left[batch]:
             return None
         if self._is_frozen:
             return [self.link(Kind.STEP, batch + 1)]
-        kinds = [Kind.REDUCE_GRAD] if outline.data_parallel else []
-        if outline.reduces_embeddings(self._rank):
+        kinds = [Kind.REDUCE_GRAD] if extent.data_parallel else []
+        if extent.reduces_embeddings(self._rank):
             kinds.append(Kind.REDUCE_EMBED)
-        if outline.weights.updates_alone:
+        if extent.weights.updates_alone:
             kinds.append(Kind.STEP)
         return [self.link(kind, batch + 1) for kind in kinds]
 

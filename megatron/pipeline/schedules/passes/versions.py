@@ -7,17 +7,17 @@ predicted up to the version of its own batch, or stepped with the gradients that
 
 from dataclasses import replace
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 
-def set_versions(segments: Segments, outline: Program) -> Segments:
+def set_versions(segments: Segments, extent: Extent) -> Segments:
     """The segments of a rank, which hold their updates already, with a version for each computation."""
-    rule = outline.weights
-    newest = dict.fromkeys(range(outline.num_stages), max(outline.entry_versions))
-    unstepped = dict.fromkeys(range(outline.num_stages), 0)  # backwards since the last STEP, where that is asked
+    rule = extent.weights
+    newest = dict.fromkeys(range(extent.num_stages), max(extent.entry_versions))
+    unstepped = dict.fromkeys(range(extent.num_stages), 0)  # backwards since the last STEP, where that is asked
     version_of: dict[tuple[int, int], int] = {}
     result = []
     for segment in segments:
@@ -25,19 +25,19 @@ def set_versions(segments: Segments, outline: Program) -> Segments:
         for instruction in segment:
             kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
             if kind is rule.maker:
-                rank = outline.rank_of_stage[stage]
-                made_for = next(stages for stages in outline.owners(rank) if stage in stages)
+                rank = extent.rank_of_stage[stage]
+                made_for = next(stages for stages in extent.owners(rank) if stage in stages)
                 newest |= dict.fromkeys(made_for, instruction.version)
                 unstepped |= dict.fromkeys(made_for, 0)
             elif kind is Kind.FORWARD:
-                version_of[stage, microbatch] = rule.version_of(outline.batch_of(microbatch), newest=newest[stage])
+                version_of[stage, microbatch] = rule.version_of(extent.batch_of(microbatch), newest=newest[stage])
             elif rule.refreshes and kind.is_computation:
                 version_of[stage, microbatch] = newest[stage]
             if kind.is_computation:
                 version = version_of[stage, microbatch]
                 instruction = Instruction(kind, stage, microbatch, version)
                 if rule.looks_ahead:
-                    horizon = outline.batch_of(microbatch) - version if kind is Kind.FORWARD else 0
+                    horizon = extent.batch_of(microbatch) - version if kind is Kind.FORWARD else 0
                     if horizon and rule.ahead is Ahead.PREDICTION:
                         instruction = replace(instruction, horizon=horizon)
                     elif horizon:

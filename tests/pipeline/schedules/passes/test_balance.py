@@ -11,13 +11,13 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.passes.balance import add_balance, balanced_bounds
-from tests.pipeline.schedules.passes.written import outline, segments, texts
+from tests.pipeline.schedules.passes.written import extent, segments, texts
 from tests.pipeline.strategies import kinds_of, text
 
 
 def balance(evictor: list[str], *, bound: int) -> list[list[str]]:
     """What the pass makes of an evictor's segments and of an acceptor's empty ones, as words."""
-    program = outline("2bw", num_stages=2, batches=(1,) * (len(evictor) - 1))
+    program = extent("2bw", num_stages=2, batches=(1,) * (len(evictor) - 1))
     result = add_balance([segments(*evictor), segments(*[""] * len(evictor))], program, (bound, bound))
     return [texts(each) for each in result]
 

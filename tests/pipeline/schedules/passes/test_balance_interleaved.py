@@ -5,6 +5,7 @@ from itertools import chain
 import pytest
 
 from megatron.pipeline.check import check
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH
@@ -35,14 +36,14 @@ def interleaved(rank: int, p: int, v: int, m: int) -> list[Instruction]:
 
 def balanced(p: int, v: int, m: int) -> Program:
     """A complete flush program of one batch, balanced within the appendix's bound."""
-    outline = Program(((),) * p, tuple(range(p)) * v, (m,), FLUSH, global_norm=False)
+    extent = Extent(tuple(range(p)) * v, (m,), FLUSH, global_norm=False)
     segments_of_rank = [[interleaved(rank, p, v, m), []] for rank in range(p)]
     saved = [p * (v - 1) + 2 * (p - rank - 1) + 1 for rank in range(p)]
-    segments_of_rank = add_balance(segments_of_rank, outline, balanced_bounds(saved, outline.pairs))
+    segments_of_rank = add_balance(segments_of_rank, extent, balanced_bounds(saved, extent.pairs))
     segments_of_rank = [
-        set_versions(add_updates(segments, rank, outline), outline) for rank, segments in enumerate(segments_of_rank)
+        set_versions(add_updates(segments, rank, extent), extent) for rank, segments in enumerate(segments_of_rank)
     ]
-    return ProgramInSegments.join(outline, add_communication(segments_of_rank, outline)).program
+    return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent)).program
 
 
 def test_figure_10():

@@ -9,15 +9,15 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes.host_updates import add_host_updates
 from megatron.pipeline.schedules.passes.residency import add_residency
-from tests.pipeline.schedules.passes.written import outline, segments, texts
+from tests.pipeline.schedules.passes.written import extent, segments, texts
 
 RELAY = "0F0 0F1 1F0 1F1 2F0 2F1 3F0 3B0 3F1 3B1 2B0 2B1 1B0 1B1 0B0 0B1"
 
 
 def of_rank(num_stages: int, *, batches: tuple[int, ...] = (2,), resident: int = 2, **fields: object) -> Program:
-    """The outline of a program on one rank."""
+    """What a program on one rank spans."""
     residency = Residency(resident, fields.pop("update", "deferred"))
-    return outline("flush", rank_of_stage=(0,) * num_stages, batches=batches, residency=residency, **fields)
+    return extent("flush", rank_of_stage=(0,) * num_stages, batches=batches, residency=residency, **fields)
 
 
 def test_a_fetch_stands_behind_what_makes_room():
@@ -96,7 +96,7 @@ def test_gradients_leave_behind_the_last_backward(fields: dict, expected: str):
 
 def test_a_rank_without_an_end_adds_no_embeddings():
     """Of three ranks, the first and the last do, behind their last backward."""
-    three = outline(
+    three = extent(
         "flush", num_stages=3, batches=(1,), tied_embeddings=True, residency=Residency(2, "eager"),
     )  # fmt: skip
     rows = [add_host_updates(segments(f"{rank}F0 {rank}B0", ""), rank, three)[0] for rank in range(3)]

@@ -1,7 +1,7 @@
-"""Segments and outlines that are written down, for the passes' tests."""
+"""Segments and extents that are written down, for the passes' tests."""
 
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import weight_policy
 from megatron.pipeline.schedules.passes import Segments
 from tests.pipeline.strategies import text
@@ -16,7 +16,7 @@ def texts(result: Segments) -> list[str]:
     return [text(segment) for segment in result]
 
 
-def outline(weights: str, *, num_stages: int = 1, batches: tuple[int, ...] = (1, 1), **fields: object) -> Program:
-    """A program without rows; one stage a rank unless `rank_of_stage` says otherwise."""
+def extent(weights: str, *, num_stages: int = 1, batches: tuple[int, ...] = (1, 1), **fields: object) -> Extent:
+    """What a program spans; one stage a rank unless `rank_of_stage` says otherwise."""
     fields.setdefault("rank_of_stage", tuple(range(num_stages)))
-    return Program(rows=((),) * num_stages, batches=batches, weights=weight_policy(weights), **fields)
+    return Extent(batches=batches, weights=weight_policy(weights), **fields)
