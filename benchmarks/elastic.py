@@ -26,7 +26,8 @@ optimizer, and activations of as many microbatches as are in flight; of a frozen
 
 What is told and not measured (`--help` has the defaults) is printed above the tables: seconds of layers, reads, writes,
 reductions and moved state. What is measured before anything is predicted: the latency of a transfer, an all-reduce of
-the norm over all ranks, and a transition in which nothing moves.
+the norm over all ranks and of few bytes over replicas, what the engine takes around a computation, and a transition in
+which nothing moves.
 """
 
 import argparse
@@ -201,14 +202,21 @@ def seconds_of_state(args: argparse.Namespace) -> tuple[float, float, float]:
     return reduce, MOVE, STATE_BYTES / rate if args.link else 0.0
 
 
-def setting_of(args: argparse.Namespace, *, latency: float = 0.0, norm: float = 0.0, rebuild: float = 0.0) -> Setting:
-    """Raises ValueError where the static pipeline cannot be, or does not fit."""
+def setting_of(args: argparse.Namespace, found: dict[str, float] | None = None) -> Setting:
+    """`found`: what was measured before; without it, it takes no time.
+
+    Raises:
+        ValueError: the static pipeline cannot be, or does not fit.
+    """
+    latency, norm, reduction, around, rebuild = (
+        (found or {}).get(each, 0.0) for each in ("latency", "norm", "reduction", "around", "transition")
+    )
     reduce, move, move_layer = seconds_of_state(args)
     forward = tuple(args.layer_times * (args.layers if len(args.layer_times) == 1 else 1))
     layers = Layers(
         forward, tuple(args.backward * each for each in forward), frozen_bytes=args.frozen, saved_bytes=args.saved,
         read=args.read, write=args.write, occupation=args.link, latency=0.0 if args.link else latency,
-        reduce=reduce, norm=norm,
+        reduce=reduce, reduce_latency=reduction, norm=norm, around=around,
     )  # fmt: skip
     setting = Setting(
         layers=layers, num_stages=args.stages, num_microbatches=args.microbatches,
@@ -224,7 +232,8 @@ def setting_of(args: argparse.Namespace, *, latency: float = 0.0, norm: float = 
 
 
 def calibrated(args: argparse.Namespace, directory: Path) -> Setting:
-    """Told what a transfer takes on this computer, and a transition between two pipelines of all ranks."""
+    """The setting with what transfers, reductions, the engine and a transition between two pipelines of all ranks take
+    on this computer."""
     from benchmarks.elastic_ranks import ElasticJob, ElasticRank
     from benchmarks.emulated_ranks import run_job
 
@@ -233,8 +242,7 @@ def calibrated(args: argparse.Namespace, directory: Path) -> Setting:
     others = [setting.of_shape(each, 0) for each in shapes[-1:]]
     trial = tuple(each for each in (setting.static(), *others) if each is not None)
     job = ElasticJob(trial=trial, layers=setting.layers, arms={}, **of_job(args))
-    found = run_job(job, directory, ElasticRank)
-    return setting_of(args, latency=found["latency"], norm=found["norm"], rebuild=found["transition"])
+    return setting_of(args, run_job(job, directory, ElasticRank))
 
 
 def measured(args: argparse.Namespace, arms: dict, directory: Path) -> dict[str, list[list[dict]]]:

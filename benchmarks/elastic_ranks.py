@@ -19,6 +19,8 @@ from benchmarks.elastic_plan import Phase
 from benchmarks.emulated_ranks import TIMEOUT, Job, Rank, gathered
 from benchmarks.paced_links import PacedLink
 from megatron.elastic.pipelines import Layers, PipelineOption, schedule_of, stages_of
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.emulated.stage import (
     EmulatedReduction,
@@ -33,14 +35,16 @@ from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
 
 EMULATED = "gloo, emulated"
 """A backend of this benchmark: layers say what its links are."""
-NUM_TRIALS, NUM_NORMS = 4, 20
+NUM_TRIALS, NUM_NORMS, NUM_TRACED = 4, 20, 2
+COMPUTATIONS = Kind.FORWARD, Kind.BACKWARD
+TRANSFERS = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticJob(Job):
     """`arms`: name -> phases, each arm `repeats` times, in turns. Without arms, what the planning has to be told is
-    measured: the latency of a transfer, an all-reduce of few bytes, and a transition between `trial`'s pipelines in
-    which nothing moves.
+    measured: the latency of a transfer, all-reduces of few bytes, and between `trial`'s pipelines transitions in which
+    nothing moves and what the engine takes around a computation.
     """
 
     arms: dict[str, tuple[Phase, ...]]
@@ -49,7 +53,11 @@ class ElasticJob(Job):
 
 
 class TimedStage(EmulatedStage):
-    """Whose times may change between batches."""
+    """A stage whose times may change between batches."""
+
+    @property
+    def times(self) -> EmulatedTimes:
+        return self._times
 
     def change(self, times: EmulatedTimes) -> None:
         self._times = times
@@ -61,6 +69,7 @@ class ElasticRank(Rank):
     def run(self) -> dict:
         """Measure everything; on rank 0 as plain data."""
         self._engine_now: PipelineEngine | None = None
+        self._tracer: Tracer | None = None
         self._phase_now: Phase | None = None
         self._stages_now: list[TimedStage] = []
         self._groups: list = []
@@ -75,27 +84,58 @@ class ElasticRank(Rank):
 
     def _calibrate(self) -> dict:
         latencies = [each for scope in range(3) for each in self._latencies(f"latency/{scope}")]
-        norm = self._norm()
-        seconds = []
+        norm, reduction = self._all_reduce(None), self._reduction()
+        transitions, around = [], []
         for number in range(NUM_TRIALS + 1):
             pipeline = self.job.trial[number % len(self.job.trial)]
-            seconds.append(self._transition(Phase(self.job.layers, pipeline, 0, 1)))
-            self._run_batches(pipeline, 2)
+            self._tracer = Tracer(num_batches=NUM_TRACED)
+            transitions.append(self._transition(Phase(self.job.layers, pipeline, 0, 1)))
+            self._run_batches(pipeline, 1 + NUM_TRACED)
+            around.append(self._around())
         self._change_to(None)
-        transition = statistics.median(seconds[1:])
-        latency = statistics.median(latencies) if latencies else 0.0  # one rank has no links
-        return {"latency": latency, "norm": norm, "transition": transition}
+        return {
+            "latency": statistics.median(latencies) if latencies else 0.0,  # one rank has no links
+            "norm": norm, "reduction": reduction, "transition": statistics.median(transitions[1:]),
+            "around": statistics.median(around),
+        }  # fmt: skip
 
-    def _norm(self) -> float:
-        """Seconds of an all-reduce over all ranks that come to it together, as they do where all wait for it."""
+    def _reduction(self) -> float:
+        """Seconds of an all-reduce within each half of the ranks, in both at once, as replicas of two stages have
+        it."""
+        world = dist.get_world_size()
+        halves = [dist.new_group(list(half)) for half in (range(world // 2), range(world // 2, world)) if half]
+        (own,) = [each for each in halves if each is not dist.GroupMember.NON_GROUP_MEMBER]
+        found = self._all_reduce(own)
+        dist.destroy_process_group(own)
+        return found
+
+    def _all_reduce(self, group) -> float:
+        """Seconds of an all-reduce over ranks that come to it together, as they do where all wait for it."""
         sums, samples = torch.zeros(6, dtype=torch.float64), []
         for _ in range(NUM_NORMS):
             meeting = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
             dist.broadcast(meeting, 0)
             sleep_for(meeting.item() - time.monotonic())
-            dist.all_reduce(sums)
+            dist.all_reduce(sums, group=group)
             samples.append(max(gathered(time.monotonic() - meeting.item())))
         return statistics.median(samples)
+
+    def _around(self) -> float:
+        """Seconds that the engine took for a computation besides what the stage slept for, its transfers' instructions
+        included; the mean over all ranks."""
+        taken, count = 0.0, 0
+        if self._engine_now is not None:
+            of_stage = {stage.index: stage.times for stage in self._stages_now}
+            for span in self._engine_now.trace().spans:
+                if span.track != COMPUTE or span.instruction.kind not in (*COMPUTATIONS, *TRANSFERS):
+                    continue
+                taken += span.end - span.start
+                if span.instruction.kind in COMPUTATIONS:
+                    times = of_stage[span.instruction.stage]
+                    taken -= times.forward if span.instruction.kind is Kind.FORWARD else times.backward
+                    count += 1
+        everyone = gathered((taken, count))
+        return sum(each for each, _ in everyone) / sum(each for _, each in everyone)
 
     def _run_phase(self, phase: Phase) -> dict:
         """Seconds of each batch but the first, of all from drained to drained, and of the transition before them."""
@@ -184,8 +224,9 @@ class ElasticRank(Rank):
         LINKS[EMULATED, "cpu"] = paced if layers.occupation else GlooLink
         first = rank - place
         self._engine_now = PipelineEngine(
-            schedule, self._stages_now, update, ranks=range(first, first + p), timeout=TIMEOUT, backend=EMULATED
-        )
+            schedule, self._stages_now, update, ranks=range(first, first + p), timeout=TIMEOUT, backend=EMULATED,
+            tracer=self._tracer,
+        )  # fmt: skip
         _prove(schedule, pipeline.num_microbatches)
 
     def _times(self, phase: Phase) -> list[EmulatedTimes]:

@@ -121,8 +121,9 @@ def show_setting(setting: Setting, args: argparse.Namespace) -> None:
         f"told, ms: read {1e3 * layers.read:.2f} and write {1e3 * layers.write:.2f} a microbatch, with nothing of it "
         f"hidden; reduce {1e3 * layers.reduce:.2f} a layer; a transfer {1e3 * layers.occupation:.4g}; told, s: move "
         f"{setting.move:g} where layers change ranks{move_layer}",
-        f"measured before, ms: latency {1e3 * layers.latency:.2f}, norm {1e3 * layers.norm:.2f}; s: a transition in "
-        f"which nothing moves {setting.rebuild:.2f}",
+        f"measured before, ms: latency {1e3 * layers.latency:.2f}, norm {1e3 * layers.norm:.2f}, the least "
+        f"reduction {1e3 * layers.reduce_latency:.2f}, the engine around a computation {1e3 * layers.around:.2f}; s: a "
+        f"transition in which nothing moves {setting.rebuild:.2f}",
         f"memory: a trained layer is 1, its activations of a microbatch {layers.saved_bytes:g}, a frozen layer "
         f"{layers.frozen_bytes:.3g}; the limit {setting.limit:.2f} {is_told}; "
         f"weights of what is cached are {weights}",

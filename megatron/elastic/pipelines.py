@@ -39,7 +39,9 @@ class Layers:
             None: there is no cache.
         occupation, latency: seconds that a transfer between ranks holds its link, and from then to its arrival.
         reduce: seconds of the reduction of a layer's gradients over replicas, whatever their number.
+        reduce_latency: seconds that a rank's reduction takes besides, however little it carries.
         norm: seconds of the all-reduce of the norm over all ranks.
+        around: seconds of the runtime around each computation of a stage, where the layers' are without them.
     """
 
     forward: tuple[float, ...]
@@ -52,7 +54,9 @@ class Layers:
     occupation: float = 0.0
     latency: float = 0.0
     reduce: float = 0.0
+    reduce_latency: float = 0.0
     norm: float = 0.0
+    around: float = 0.0
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.backward) >= 1:
@@ -180,11 +184,16 @@ def schedule_of(layers: Layers, pipeline: PipelineOption) -> tuple[Schedule, Cos
         pipeline.preset, num_stages=len(stages), rank_of_stage=tuple(each.rank for each in stages),
         num_frozen=sum(not each.num_trained for each in stages), data_parallel=pipeline.num_replicas > 1,
     )  # fmt: skip
-    reduce = layers.reduce if pipeline.num_replicas > 1 else 0.0
+    reduces, around = pipeline.num_replicas > 1, layers.around
     return schedule, Costs(
-        forward=[each.forward for each in stages], backward=[each.backward for each in stages],
-        reduce_grad=[reduce * each.num_trained for each in stages], forward_bytes=layers.occupation,
-        backward_bytes=layers.occupation, bandwidth=1.0, latency=layers.latency, reduce_norm=layers.norm,
+        forward=[each.forward + around for each in stages],
+        backward=[each.backward + around if each.num_trained else 0.0 for each in stages],
+        reduce_grad=[
+            layers.reduce * each.num_trained + layers.reduce_latency if reduces and each.num_trained else 0.0
+            for each in stages
+        ],
+        forward_bytes=layers.occupation, backward_bytes=layers.occupation, bandwidth=1.0, latency=layers.latency,
+        reduce_norm=layers.norm,
     )  # fmt: skip
 
 

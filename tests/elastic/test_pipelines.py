@@ -101,8 +101,18 @@ def test_reductions_and_transfers_take_time():
     assert one(slow, 2).seconds == pytest.approx(one(plain, 2).seconds + 4)
     normed = pipelines(Layers((1.0,) * 8, (2.0,) * 8, norm=0.5), 0, world=4, num_microbatches=16)
     assert one(normed, 4).seconds == pytest.approx(one(plain, 4).seconds + 0.5)
+    short = pipelines(Layers((1.0,) * 8, (2.0,) * 8, reduce_latency=0.5), 0, world=4, num_microbatches=16)
+    assert one(short, 4).seconds == one(plain, 4).seconds, "no replicas"
+    assert one(short, 2).seconds == pytest.approx(one(plain, 2).seconds + 0.5), "a rank's reduction, not a layer's"
     sent = pipelines(Layers((1.0,) * 8, (2.0,) * 8, occupation=0.5), 0, world=4, num_microbatches=16)
     assert one(sent, 4).seconds > one(plain, 4).seconds and one(sent, 1).seconds == one(plain, 1).seconds
+
+
+def test_the_runtime_takes_time_around_each_computation():
+    """Around those of a stage, however many layers it has; nothing runs backward through a frozen one."""
+    layers = Layers((1.0,) * 8, (2.0,) * 8, around=0.25)
+    assert one(pipelines(layers, 0, world=1, num_microbatches=4), 1).seconds == pytest.approx(4 * (24 + 2 * 0.25))
+    assert one(pipelines(layers, 3, world=1, num_microbatches=4), 1).seconds == pytest.approx(4 * (18 + 3 * 0.25))
 
 
 def test_activations_take_memory():
