@@ -40,22 +40,24 @@ from megatron.pipeline.check.device_operations import (
 )
 
 
-class RankPlace(NamedTuple):
-    """A rank of the job, by its place in each degree."""
+class RankCoordinates(NamedTuple):
+    """A rank of the job, by its coordinate in each degree."""
 
     pipeline: int
     tensor: int
     data: int
 
 
-IsEarly = Callable[[RankPlace], bool]
+IsEarly = Callable[[RankCoordinates], bool]
 
 
 class QueueingDevice:
     """One rank: its threads, its device, and where all of them have come."""
 
-    def __init__(self, place: RankPlace, operations: RankOperations, *, is_early: bool, shares: bool) -> None:
-        self.place, self.operations, self.is_early = place, operations, is_early
+    def __init__(
+        self, coordinates: RankCoordinates, operations: RankOperations, *, is_early: bool, shares: bool
+    ) -> None:
+        self.coordinates, self.operations, self.is_early = coordinates, operations, is_early
         self.complete = bytearray(len(operations.stream))
         self.queue_of_stream = [0 if shares else stream for stream in range(operations.num_streams)]
         self.queues: list[list[int]] = [[] for _ in range(1 if shares else operations.num_streams)]
@@ -84,11 +86,11 @@ class QueueExecution:
         """
         self.degrees = tensor, data
         self.devices = {
-            place: QueueingDevice(
-                place, operations, is_early=is_early is not None and is_early(place), shares=shares[rank]
+            coordinates: QueueingDevice(
+                coordinates, operations, is_early=is_early is not None and is_early(coordinates), shares=shares[rank]
             )
             for rank, operations in enumerate(ranks)
-            for place in (RankPlace(rank, i, k) for i in range(tensor) for k in range(data))
+            for coordinates in (RankCoordinates(rank, i, k) for i in range(tensor) for k in range(data))
         }
         self._is_free = is_early is None
         self._joined: dict[tuple, list[tuple[QueueingDevice, int]]] = {}
@@ -167,7 +169,7 @@ class QueueExecution:
                 device.waits_of_threads.append((awaited, thread))
                 return False
         elif action == MEET:
-            return self._meet(device, thread, (*argument, *device.place[1:]))
+            return self._meet(device, thread, (*argument, *device.coordinates[1:]))
         return True
 
     def _meet(self, device: QueueingDevice, thread: int, key: tuple) -> bool:
@@ -223,7 +225,7 @@ class QueueExecution:
     def key(self, device: QueueingDevice, operation: int) -> tuple:
         """What the members of a collective have in common, and nobody else."""
         members, which, _ = device.operations.joint[operation]
-        _, i, k = device.place
+        _, i, k = device.coordinates
         if members == SAME_PLACE:
             return which, i, k
         return which, NONE if members != DATA else i, NONE if members != TENSOR else k

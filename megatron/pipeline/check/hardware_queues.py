@@ -25,7 +25,7 @@ from itertools import product
 
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.device_operations import AWAIT, LAUNCH, MAIN, POST, RankOperations, lower
-from megatron.pipeline.check.device_queues import IsEarly, QueueExecution, RankPlace
+from megatron.pipeline.check.device_queues import IsEarly, QueueExecution, RankCoordinates
 from megatron.pipeline.check.queue_deadlock import explain_queue_deadlock
 from megatron.pipeline.program.program import Program
 
@@ -157,10 +157,10 @@ class _Job:
         if not open_ranks:
             yield None
         elif len(open_ranks) * tensor * data <= _MOST_EXHAUSTIVE:
-            places = [RankPlace(rank, i, k) for rank in open_ranks for i in range(tensor) for k in range(data)]
-            for choice in product((False, True), repeat=len(places)):
-                early = dict(zip(places, choice, strict=True))
-                yield lambda place, early=early: early.get(place, False)
+            ranks = [RankCoordinates(rank, i, k) for rank in open_ranks for i in range(tensor) for k in range(data)]
+            for choice in product((False, True), repeat=len(ranks)):
+                early = dict(zip(ranks, choice, strict=True))
+                yield lambda rank, early=early: early.get(rank, False)
         else:
             yield from _patterns(len(self.ranks), tensor, data)
 
@@ -185,7 +185,7 @@ def _patterns(num_ranks: int, tensor: int, data: int) -> Iterator[IsEarly]:
             table = tuple(early[corner] != turn for turn in turns for corner in corners)
             if table not in seen:
                 seen.add(table)
-                yield lambda place, early=early, turns=turns: early[place[1:]] != turns[place.pipeline]
+                yield lambda rank, early=early, turns=turns: early[rank[1:]] != turns[rank.pipeline]
 
 
 def _launches_alone(operations: RankOperations) -> bool:

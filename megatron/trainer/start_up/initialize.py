@@ -16,7 +16,7 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.pipeline.runtime.stages.megatron.place import embedding_ranks
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.platform import engine_keeps_main_grad
 from megatron.trainer.arguments.rules.run import pipeline_schedule
@@ -86,7 +86,7 @@ def set_up(args: argparse.Namespace) -> None:
 def make_groups(args: argparse.Namespace) -> None:
     """megatron.core's process groups. Collective.
 
-    Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.stages.megatron.place`.
+    Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.stages.megatron.pipeline_position`.
     """
     rank_of_stage, arrangement = pipeline_schedule(args).rank_of_stage, args.arrangement
     parallel_state.initialize_model_parallel(

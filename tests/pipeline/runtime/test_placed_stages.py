@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.pipeline.runtime.stages.megatron.place import at_stage, config_of_stage, embedding_ranks
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
 from tests import workers
 from tests.pipeline.placed_schedules import registered
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases

@@ -41,7 +41,7 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(slots=True)
-class _Place:
+class _Arrival:
     """Where the activations of a microbatch arrive; the buffer is taken when the move is posted."""
 
     buffer: Tensor | None = None
@@ -75,8 +75,8 @@ class ActivationTransfers:
         self._order = order
         self._sizes: dict[int, int] = {}  # own stage -> bytes of its buffers
         self._lent_sizes: dict[int, int] = {}  # the same for stages of the pair; only on the thread of the moves
-        self._lent: dict[_Key, _Place] = {}
-        self._loading: dict[_Key, _Place] = {}
+        self._lent: dict[_Key, _Arrival] = {}
+        self._loading: dict[_Key, _Arrival] = {}
         self._loaded: dict[_Key, Tensor] = {}  # until the end of its backward: the buffer
         self._num_loaded: Counter[int] = Counter()  # size -> loads that were requested and whose backward has not ended
         self.waiting: tuple[Instruction, int] | None = None
@@ -112,25 +112,25 @@ class ActivationTransfers:
 
     def accept(self, instruction: Instruction) -> None:
         key, evictor = _key(instruction), self._pairs.of_stage(instruction.stage)
-        place = self._lent[key] = _Place()
+        arrival = self._lent[key] = _Arrival()
 
         def move() -> None:
             self._saved.add(instruction.stage)
             if evictor not in self._lent_sizes:
                 self._lent_sizes[evictor] = self._transfer(instruction, self._link.receive_size)
-            place.buffer = self._memory.take_buffer(self._lent_sizes[evictor])
-            self._transfer(instruction, lambda: self._link.receive(place.buffer, instruction.microbatch))
+            arrival.buffer = self._memory.take_buffer(self._lent_sizes[evictor])
+            self._transfer(instruction, lambda: self._link.receive(arrival.buffer, instruction.microbatch))
 
         self._request(instruction, move)
 
     def give_back(self, instruction: Instruction) -> None:
-        place = self._lent.pop(_key(instruction), None)
-        if place is None:
+        arrival = self._lent.pop(_key(instruction), None)
+        if arrival is None:
             raise _missing(instruction, Kind.ACCEPT)
 
         def move() -> None:
-            self._transfer(instruction, lambda: self._link.send(place.buffer, instruction.microbatch))
-            place.buffer = None
+            self._transfer(instruction, lambda: self._link.send(arrival.buffer, instruction.microbatch))
+            arrival.buffer = None
             self._saved.remove(instruction.stage)
 
         self._request(instruction, move)
@@ -141,12 +141,12 @@ class ActivationTransfers:
         size = self._sizes[instruction.stage]
         self._num_loaded[size] += 1
         self._memory.pool.reserve(self._num_loaded[size], size)
-        place = self._loading[_key(instruction)] = _Place()
+        arrival = self._loading[_key(instruction)] = _Arrival()
 
         def move() -> None:
             self._saved.add(instruction.stage)
-            place.buffer = self._memory.take_buffer(size)
-            self._transfer(instruction, lambda: self._link.receive(place.buffer, instruction.microbatch))
+            arrival.buffer = self._memory.take_buffer(size)
+            self._transfer(instruction, lambda: self._link.receive(arrival.buffer, instruction.microbatch))
 
         self._request(instruction, move)
 
@@ -189,10 +189,10 @@ class ActivationTransfers:
     def finish_load(self, stage: Stage, microbatch: Microbatch) -> None:
         """After `wait_for`, ahead of a recompute or a backward: hand over what was loaded, if it was."""
         key = stage.index, microbatch.index
-        place = self._loading.pop(key, None)
-        if place is not None:
-            self._loaded[key] = place.buffer  # else it is free before it is marked, while kernels still read it
-            stage.load(microbatch, place.buffer)
+        arrival = self._loading.pop(key, None)
+        if arrival is not None:
+            self._loaded[key] = arrival.buffer  # else it is free before it is marked, while kernels still read it
+            stage.load(microbatch, arrival.buffer)
 
     def end_backward(self, stage: int, microbatch: int) -> None:
         """What was loaded for the backward is needed no longer."""

@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot, bucket_of
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
 from megatron.pipeline.runtime.stages.megatron.optimizers import MegatronCoreOptimizer
-from megatron.pipeline.runtime.stages.megatron.place import tied_embeddings
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.weights import named_parameters
 from megatron.pipeline.runtime.update.gradient_norm import norms_of, sum_of_squares
 

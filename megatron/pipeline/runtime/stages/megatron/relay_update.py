@@ -42,7 +42,7 @@ from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
 from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups, uses_nccl
 from megatron.pipeline.runtime.stages.megatron.optimizers import masters_of, single_optimizer
-from megatron.pipeline.runtime.stages.megatron.place import tied_embeddings
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction
 from megatron.pipeline.runtime.stages.megatron.relay_chunk import RelayChunk, show_as_main_grad
 from megatron.pipeline.runtime.stages.megatron.warm_up import warm_up_common

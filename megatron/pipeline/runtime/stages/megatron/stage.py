@@ -30,7 +30,7 @@ from megatron.pipeline.runtime.activations.dropout import SeededDropout
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
-from megatron.pipeline.runtime.stages.megatron.place import at_stage
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage
 from megatron.pipeline.runtime.stages.megatron.prefix import without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
