@@ -44,7 +44,7 @@ def explain_queue_deadlock(compact: CompactProgram, execution: QueueExecution, w
     start = 0 if node is None else path.index(node)
     device, position = story.where(path[start])
     reason = f"deadlock {where}: {'; '.join(sentences[start:])}"
-    return compact.error(device.place.pipeline, position, reason)
+    return compact.error(device.coordinates.pipeline, position, reason)
 
 
 class _Story:
@@ -150,17 +150,17 @@ class _Story:
         others = (
             other
             for other in self._execution.devices.values()
-            if other is not device and other.place[1:] == device.place[1:]
+            if other is not device and other.coordinates[1:] == device.coordinates[1:]
         )
         return next(other for other in others if (MEET, meeting) in other.operations.steps[MOVES])
 
     def _word(self, device: QueueingDevice, operation: int) -> str:
         """`0F4@1 (tensor group)`."""
         operations = device.operations
-        instruction = self._rows[device.place.pipeline][operations.position[operation]]
+        instruction = self._rows[device.coordinates.pipeline][operations.position[operation]]
         return f"{instruction} ({operations.stream_names[operations.stream[operation]]})"
 
 
 def _name(device: QueueingDevice) -> str:
-    pipeline, tensor, data = device.place
+    pipeline, tensor, data = device.coordinates
     return f"rank {pipeline} (tensor {tensor}, data {data})"
