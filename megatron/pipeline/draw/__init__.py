@@ -1,6 +1,6 @@
 """Timelines as pictures (`draw_timeline`) and as text for terminals (`timeline_text`)."""
 
 from megatron.pipeline.draw.figure import draw_timeline
-from megatron.pipeline.draw.text import timeline_text
+from megatron.pipeline.draw.text_timeline import timeline_text
 
 __all__ = ["draw_timeline", "timeline_text"]

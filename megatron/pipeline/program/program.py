@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
-from megatron.pipeline.program import text
+from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind, Row, Rows
 
@@ -73,16 +73,16 @@ class Program(Extent):
 
     def to_csv(self) -> str:
         """The text form: `# key: value` lines, then a line of comma-separated instructions for each rank."""
-        return text.to_csv(self)
+        return csv_text.to_csv(self)
 
     def to_torch_csv(self, *, communication: bool = False) -> str:
-        """The text that torch.distributed.pipelining reads (see `megatron.pipeline.program.text`)."""
-        return text.to_torch_csv(self, communication=communication)
+        """The text that torch.distributed.pipelining reads (see `megatron.pipeline.program.csv_text`)."""
+        return csv_text.to_torch_csv(self, communication=communication)
 
     @classmethod
     def from_csv(cls, csv: str, **given: object) -> Program:
-        """Read the text form, or a compute-only CSV file of torch's (see `text.read_csv`)."""
-        return cls(**text.read_csv(csv, **given))
+        """Read the text form, or a compute-only CSV file of torch's (see `csv_text.read_csv`)."""
+        return cls(**csv_text.read_csv(csv, **given))
 
 
 def shifted_row(row: Iterable[Instruction], *, microbatches: int, versions: int) -> Row:

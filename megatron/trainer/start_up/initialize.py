@@ -86,7 +86,7 @@ def set_up(args: argparse.Namespace) -> None:
 def make_groups(args: argparse.Namespace) -> None:
     """megatron.core's process groups. Collective.
 
-    Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.stages.megatron.pipeline_position`.
+    Several stages on a rank are not megatron.core's affair (`pipeline.runtime.stages.megatron.pipeline_position`).
     """
     rank_of_stage, arrangement = pipeline_schedule(args).rank_of_stage, args.arrangement
     parallel_state.initialize_model_parallel(

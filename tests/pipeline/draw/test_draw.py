@@ -352,9 +352,9 @@ def test_colours_are_known():
     """Every shade that a computation may have is a colour that rich can print."""
     from rich.color import Color
 
-    from megatron.pipeline.draw import text
+    from megatron.pipeline.draw import text_timeline
 
-    for shades in text._COLOURS.values():
+    for shades in text_timeline._COLOURS.values():
         for shade in shades:
             assert Color.parse(shade).number is not None
 

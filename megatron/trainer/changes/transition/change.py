@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.pipeline.check import check
-from megatron.pipeline.program.text import to_csv
+from megatron.pipeline.program.csv_text import to_csv
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.transition import parallel_groups
