@@ -217,8 +217,10 @@ class Shaping:
         return from_flags.training_state(args).gradients(own, num_buffers=1)
 
     def _expected(self, arrangement: Arrangement, batches_left: int) -> float | None:
-        """As `_seconds`, the mean over the batches until more layers may freeze, or the run ends. Of a cache that
-        begins anew the first epoch finds nothing, or what the depth before has put out: it computes and writes.
+        """As `_seconds`, the mean over what is left of the run. Of a cache that begins anew the first epoch finds
+        nothing, or what the depth before has put out: it computes and writes. When more layers freeze, what there is
+        goes on being read and the new layers alone are computed, so it saves as much then; where a cache has to begin
+        anew with them, what it has holds until they may freeze.
         """
         args = self._args
         reading, now = self._seconds(arrangement), args.arrangement
@@ -228,12 +230,16 @@ class Shaping:
         if self._epoch is None:
             self._epoch = num_samples(args, "train")
         batches = batches_left
-        if arrangement.num_frozen < args.num_layers - 1 and args.freeze_training:
+        if self._begins_anew_when_more_freeze() and arrangement.num_frozen < args.num_layers - 1:
             batches = min(batches_left, args.freeze_interval)
         missing = 1.0 - self._share_that_is_read(arrangement, batches)
         goes_deeper = now.cached and now.micro_batch_size == arrangement.micro_batch_size
         first = self._seconds(arrangement, num_stored=min(now.num_frozen, arrangement.num_frozen) if goes_deeper else 0)
         return missing * (first or reading) + (1 - missing) * reading
+
+    def _begins_anew_when_more_freeze(self) -> bool:
+        """Whether what a cache has is of no use to a deeper freeze (`PrefixCache.read_older`)."""
+        return self._args.freeze_training and (self._args.fp32_residual_connection or self._microbatches is not None)
 
     def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
         """Of the microbatches of so many batches from a depth's first on: those of which all samples were there.

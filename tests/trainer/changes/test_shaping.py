@@ -121,6 +121,23 @@ def test_the_first_epoch_at_a_depth_is_priced_as_misses(shaping):
     assert shaping._seconds(cached) < expected < shaping._seconds(cached, num_stored=0)
 
 
+@pytest.mark.parametrize("begins_anew", [None, "fp32_residual_connection", "elastic_micro_batch_size"])
+def test_a_cache_is_filled_for_later_depths_too(shaping, begins_anew: str | None):
+    """With intervals of an epoch its first epoch at a depth may be the last one there; the next depth reads what there
+    is, except where a cache begins anew."""
+    args = shaping._args
+    args.activation_cache, args.activation_cache_use, args.freeze_interval = "somewhere", "auto", 10
+    shaping._epoch, shaping._disk = 10 * 8, CacheSeconds(0.01, 0.01, 0.01)
+    if begins_anew == "fp32_residual_connection":
+        args.fp32_residual_connection = True
+    elif begins_anew:
+        shaping._microbatches = (1, 1)
+    wanted, _ = shaping.decide(args.arrangement.with_frozen(6), batches_left=60)
+    assert wanted.cached == (begins_anew is None)
+    assert shaping.decide(args.arrangement.with_frozen(7), batches_left=60)[0].cached, "no layer is left to freeze"
+    assert not shaping.decide(args.arrangement.with_frozen(7), batches_left=10)[0].cached, "nobody will read"
+
+
 def test_the_rank_that_reads_has_fewer_layers(shaping):
     """The seconds of reading are work of the first rank."""
     shaping._args.activation_cache = "somewhere"
