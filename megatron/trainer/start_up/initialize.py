@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime.stages.megatron.place import embedding_ranks
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.platform import engine_keeps_main_grad
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.plan.arrangement import arrange, arrangement_to_begin_with, first_arrangement
 from megatron.trainer.ranks import agreement
@@ -88,7 +87,7 @@ def make_groups(args: argparse.Namespace) -> None:
 
     Several stages on a rank are not megatron.core's affair: see `megatron.pipeline.runtime.stages.megatron.place`.
     """
-    rank_of_stage, arrangement = pipeline_schedule(args).rank_of_stage, args.arrangement
+    rank_of_stage, arrangement = args.schedule.rank_of_stage, args.arrangement
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -170,7 +170,7 @@ def parse_args(
             "vit", "bert-classify") has no flag.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
-    other: see `rules.validate_args`. Raises ValueError with one sentence.
+    other: see `validation.validate_args`. Raises ValueError with one sentence.
     """
     parser = _shared_parser(prog)
     namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
