@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron.trainer.arguments.flags.parser import GROUPS, shown
+from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.rules import bert, classification, data, freezing, model, programs, run, stages
 
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
@@ -40,7 +40,7 @@ def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -
 
 
 def _notes_on_ignored(args: argparse.Namespace) -> list[str]:
-    given = [flag for group in GROUPS for flag in group.flags if flag.ignored and flag.dest in args.given]
+    given = [flag for flag in FLAGS if flag.ignored and flag.dest in args.given]
     values = [(flag, getattr(args, flag.dest)) for flag in given]
     return [
         f"{shown(flag, value)} has no effect: {flag.ignored}" for flag, value in values if value not in flag.neutral
@@ -55,7 +55,7 @@ def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> l
         args: the arguments after the checkpoint's were taken over.
     """
     notes = []
-    for flag in (flag for group in GROUPS for flag in group.flags):
+    for flag in FLAGS:
         if flag.dest in given and given[flag.dest] != (taken := getattr(args, flag.dest)):
             written = shown(flag, given[flag.dest])
             notes.append(

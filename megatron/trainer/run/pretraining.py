@@ -9,8 +9,9 @@ from datetime import timedelta
 from megatron.pipeline import interrupt
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.parser import destinations
+from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.hardware_queues import require_hardware_queues
-from megatron.trainer.checkpoint.arguments import PARALLEL_ARGUMENTS
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.checkpoint.ownership import release_all
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank, this_process
@@ -108,6 +109,6 @@ def _take_over(args: argparse.Namespace) -> list[str]:
     given = {name: getattr(args, name) for name in args.given if hasattr(args, name)}
     saved = apply_checkpoint_arguments(args)
     if args.use_mp_args_from_checkpoint_args:
-        for name in (name for name in PARALLEL_ARGUMENTS if hasattr(saved, name)):
+        for name in (name for name in destinations(Role.DEGREES) if hasattr(saved, name)):
             setattr(args, name, getattr(saved, name))
     return notes_on_overridden(given, args)

@@ -19,7 +19,7 @@ from megatron.trainer.arguments.flags import (
     refusals,
     training,
 )
-from megatron.trainer.arguments.flags.specification import Flag, Group
+from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 from megatron.trainer.arguments.flags.spelling import meant
 
 GROUPS: tuple[Group, ...] = (
@@ -43,6 +43,12 @@ GROUPS: tuple[Group, ...] = (
     ignored.GROUP,
     refusals.GROUP,
 )
+FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS for flag in group.flags)
+
+
+def destinations(role: Role) -> tuple[str, ...]:
+    """Of the flags with this role, in the order of docs/flags.md."""
+    return tuple(flag.dest for flag in FLAGS if role in flag.roles)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,7 +155,7 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     if extra and not names:
         raise ValueError(f"'{extra[0]}' belongs to no flag; write every value after its flag")
     known = [word for action in parser._actions for word in action.option_strings]
-    refused = {word for group in GROUPS for flag in group.flags if flag.refused for word in flag.names}
+    refused = {word for flag in FLAGS if flag.refused for word in flag.names}
     namespace.unknown = []
     for name in names:
         near = meant(name, known, refused)

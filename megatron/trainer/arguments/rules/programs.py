@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.trainer.arguments.flags import bert, classification
-from megatron.trainer.arguments.flags.parser import GROUPS, shown
+from megatron.trainer.arguments.flags.parser import FLAGS, shown
 
 Refusals = Mapping[str, tuple[object, str]]
 """Destination -> (the value that asks for nothing, why any other is refused)."""
@@ -30,7 +30,7 @@ def owners(args: argparse.Namespace) -> None:
 
 def refuse_values(args: argparse.Namespace, refusals: Refusals) -> None:
     """Raise ValueError for the first value that asks for what the program does not have."""
-    named = {each.dest: each for group in GROUPS for each in group.flags}
+    named = {each.dest: each for each in FLAGS}
     for name, (neutral, reason) in refusals.items():
         value = getattr(args, name)
         if value != neutral:
