@@ -135,9 +135,7 @@ def _complete(args: argparse.Namespace) -> list[str]:
             )
         apply_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
-    machine = Platform(
-        is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
-    )
+    machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
     return notes + resolve_platform(args, machine)
 
 

@@ -35,7 +35,6 @@ def this_platform() -> Platform:
         is_cuda=backend.is_cuda(),
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
-        num_local_devices=torch.cuda.device_count() if backend.is_cuda() else 0,
         engine_keeps_main_grad=engine_keeps_main_grad(_engine_version()),
     )
 

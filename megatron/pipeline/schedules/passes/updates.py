@@ -23,7 +23,7 @@ def add_updates(segments: Segments, rank: int, outline: Program) -> Segments:
     """The segments of a rank with the chain after each batch's last backward, and the STEPs."""
     is_frozen = outline.is_frozen(rank)
     ends = {Kind.FORWARD} if is_frozen else ENDS_BACKWARD
-    chains = [_Chain(rank, stages, outline) for stages in outline.owners(rank)]
+    chains = [_ChainOfStages(rank, stages, outline) for stages in outline.owners(rank)]
     left = dict.fromkeys(range(outline.first_batch, outline.first_batch + len(outline.batches)), len(chains))
     result = []
     for segment in segments:
@@ -52,7 +52,7 @@ def add_updates(segments: Segments, rank: int, outline: Program) -> Segments:
     return result
 
 
-class _Chain:
+class _ChainOfStages:
     """What a rank posts when a batch has ended there, at all of the `stages` that step at once."""
 
     def __init__(self, rank: int, stages: tuple[int, ...], outline: Program) -> None:

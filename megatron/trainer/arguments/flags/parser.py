@@ -51,7 +51,7 @@ def destinations(role: Role) -> tuple[str, ...]:
     return tuple(flag.dest for flag in FLAGS if role in flag.roles)
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         # argparse names a flag with all its aliases
         raise ValueError(re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", message.removeprefix("argument ")))
@@ -91,7 +91,7 @@ def _help(flag: Flag) -> str:
 
 def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS) -> argparse.ArgumentParser:
     """The parser with all groups; its `error` raises ValueError."""
-    parser = _Parser(
+    parser = _FlagParser(
         prog=prog,
         allow_abbrev=False,
         description="Train a transformer through a pipeline program.",

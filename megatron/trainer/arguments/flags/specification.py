@@ -94,7 +94,6 @@ def option(
     text: str,
     *,
     aliases: Iterable[str] = (),
-    dest: str | None = None,
     choices: Collection[Any] | None = None,
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
@@ -104,7 +103,7 @@ def option(
     return Flag(
         names=(name, *aliases),
         help=text,
-        dest=dest or _destination(name),
+        dest=_destination(name),
         type=path if kind is str and metavar in _PATHS else kind,
         default=default,
         choices=choices,
@@ -140,7 +139,6 @@ def refused(
     kind: Callable[[str], Any] = str,
     default: Any = None,
     neutral: tuple[Any, ...] = (),
-    aliases: Iterable[str] = (),
 ) -> Flag:
     """A flag of Megatron-LM that parses and is then refused with `reason`, which ends in what to do instead.
 
@@ -148,7 +146,7 @@ def refused(
     """
     is_switch = takes == 0
     return Flag(
-        names=(name, *aliases),
+        names=(name,),
         help=f"Refused: {reason}",
         dest=_destination(name),
         type=None if is_switch else kind,
