@@ -12,9 +12,9 @@ that is newer than a checkpoint was off there, since no model had it yet.
 import argparse
 from collections.abc import Iterator
 
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
+from megatron.trainer.arguments.rules.programs import ONLY_OF
 
 MODEL_ARGUMENTS = destinations(Role.SHAPE)
 """What decides the shape or the meaning of the weights."""
@@ -25,12 +25,7 @@ _OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq
               "use_rope_scaling", "rope_scaling_factor")  # fmt: skip
 _OF_HEADS = ("num_classes", "class_names", "untie_embeddings_and_output_weights")
 # Facts of some architectures only. Megatron-LM stores these arguments for every model.
-_ONLY_OF = {
-    "bert_binary_head": ("bert", "bert-classify"),
-    "num_classes": CLASSIFIERS,
-    "class_names": ("bert-classify",),
-    **dict.fromkeys(("img_h", "img_w", "num_channels", "patch_dim", "vision_class_token"), ("vit",)),
-}
+_ONLY_OF = {name: ONLY_OF[name] for name in MODEL_ARGUMENTS if name in ONLY_OF} | {"class_names": ("bert-classify",)}
 # Ours -> Megatron-LM's name, where its arguments follow megatron.core's configuration.
 OTHER_NAMES = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
 # What a model had before Megatron-LM got the argument; also what None stands for.

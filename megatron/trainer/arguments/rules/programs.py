@@ -18,13 +18,17 @@ _OWNERS = (
     (classification.VISION, ("vit",), "pretrain_vision_classify.py"),
 )
 _SHARED = {"bert_binary_head": ("bert", "bert-classify")}
+ONLY_OF = {
+    each.dest: _SHARED.get(each.dest, architectures) for group, architectures, _ in _OWNERS for each in group.flags
+}
+"""Destination -> the architectures to which it belongs, where these are not all."""
 
 
 def owners(args: argparse.Namespace) -> None:
     """Flags fit the architecture of the program."""
-    for group, architectures, programs in _OWNERS:
+    for group, _, programs in _OWNERS:
         for each in group.flags:
-            if each.dest in args.given and args.architecture not in _SHARED.get(each.dest, architectures):
+            if each.dest in args.given and args.architecture not in ONLY_OF[each.dest]:
                 raise ValueError(f"{each.name} belongs to {programs}; leave it out")
 
 
