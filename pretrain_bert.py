@@ -36,25 +36,19 @@ def forward_step(data_iterator, model):
     return output, partial(bert_loss, batch.get("loss_mask"), batch.get("is_random"))
 
 
-def parts() -> dict:
-    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
+def program():
+    """What a run is put together from: a `TrainingProgram`."""
     from megatron.trainer.data.bert import bert_fields, build_bert_datasets, loss_names
+    from megatron.trainer.start_up.program import TrainingProgram
 
-    return {
-        "model_provider": model_provider,
-        "forward_step": forward_step,
-        "datasets_provider": build_bert_datasets,
-        "fields_provider": bert_fields,
-        "loss_names": loss_names,
-    }
-
-
-def main(args: Namespace, stop, started: float) -> None:
-    """Train as the flags say."""
-    from megatron.trainer.run.pretraining import pretrain
-
-    pretrain(args, stop, started, **parts())
+    return TrainingProgram(
+        model_provider=model_provider,
+        forward_step=forward_step,
+        datasets_provider=build_bert_datasets,
+        fields_provider=bert_fields,
+        loss_names=loss_names,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_bert.py", main, defaults=DEFAULTS))
+    sys.exit(entry.run("pretrain_bert.py", program, defaults=DEFAULTS))

@@ -34,19 +34,13 @@ def forward_step(data_iterator, model):
     return output, partial(language_model_loss, loss_mask)
 
 
-def parts() -> dict:
-    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
+def program():
+    """What a run is put together from: a `TrainingProgram`."""
     from megatron.trainer.data.datasets import build_datasets
+    from megatron.trainer.start_up.program import TrainingProgram
 
-    return {"model_provider": model_provider, "forward_step": forward_step, "datasets_provider": build_datasets}
-
-
-def main(args: Namespace, stop, started: float) -> None:
-    """Train as the flags say."""
-    from megatron.trainer.run.pretraining import pretrain
-
-    pretrain(args, stop, started, **parts())
+    return TrainingProgram(model_provider=model_provider, forward_step=forward_step, datasets_provider=build_datasets)
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", main))
+    sys.exit(entry.run("pretrain_gpt.py", program))

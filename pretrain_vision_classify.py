@@ -36,26 +36,20 @@ def forward_step(data_iterator, model):
     return output, partial(classification_loss, batch.get("labels"), batch.get("counts"))
 
 
-def parts() -> dict:
-    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
+def program():
+    """What a run is put together from: a `TrainingProgram`."""
     from megatron.trainer.data.images import build_vision_datasets, vision_fields
     from megatron.trainer.models.classification_loss import loss_names
+    from megatron.trainer.start_up.program import TrainingProgram
 
-    return {
-        "model_provider": model_provider,
-        "forward_step": forward_step,
-        "datasets_provider": build_vision_datasets,
-        "fields_provider": vision_fields,
-        "loss_names": loss_names,
-    }
-
-
-def main(args: Namespace, stop, started: float) -> None:
-    """Train as the flags say."""
-    from megatron.trainer.run.pretraining import pretrain
-
-    pretrain(args, stop, started, **parts())
+    return TrainingProgram(
+        model_provider=model_provider,
+        forward_step=forward_step,
+        datasets_provider=build_vision_datasets,
+        fields_provider=vision_fields,
+        loss_names=loss_names,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_vision_classify.py", main, defaults=DEFAULTS))
+    sys.exit(entry.run("pretrain_vision_classify.py", program, defaults=DEFAULTS))

@@ -79,6 +79,7 @@ def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
 def load_model(args: argparse.Namespace) -> tuple:
     """(model in evaluation mode, tokenizer, number of ids that may be drawn). Raises ValueError."""
     from megatron.trainer.checkpoint.checkpoint import load_checkpoint
+    from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
     from megatron.trainer.models import core_config
     from megatron.trainer.models.gpt import build_chunks, gpt_model
@@ -91,7 +92,7 @@ def load_model(args: argparse.Namespace) -> tuple:
         return lambda pre, post: gpt_model(args, model_config, pre_process=pre, post_process=post)
 
     chunks = build_chunks(provider_of, core_config.transformer_config(args))
-    load_checkpoint(args=args, chunks=chunks)
+    load_checkpoint(RunParts(chunks), args=args)
     return chunks[0].eval(), tokenizer, min(vocab_size(args, tokenizer), args.padded_vocab_size)
 
 

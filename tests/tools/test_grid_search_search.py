@@ -200,7 +200,7 @@ def test_programs_have_these_defaults(architecture):
 def test_flags_of_any_model_survive():
     """A job keeps every flag that a configuration does not decide, and the program reads the same from it."""
     words = MODERN.split()
-    gpu = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=8)
+    gpu = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
     job = Job.read(words, architecture="gpt", platform=gpu)
     assert job.dropped == ("--tensor-model-parallel-size 2",) and not job.clips_gradients
     again = Job.read(job.words, architecture="gpt", platform=gpu)

@@ -23,8 +23,8 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
 
     from megatron.core import parallel_state
     from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
-    from megatron.trainer.arguments.rules.run import pipeline_schedule
     from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, save_checkpoint
+    from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.models import core_config
     from megatron.trainer.models.gpt import build_chunks, gpt_model
     from megatron.trainer.plan import from_flags
@@ -41,16 +41,15 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     initialize(args)
     args.padded_vocab_size = 512
     model_config = core_config.transformer_config(args)
-    schedule = pipeline_schedule(args)
     chunks = build_chunks(
         lambda own_config: lambda pre, post: gpt_model(args, own_config, pre_process=pre, post_process=post),
         model_config,
-        stages=schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank()),
+        stages=args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank()),
         layers=from_flags.layers_of_stages(model_config),
     )
     for iteration in (5, 7):
         save_checkpoint(
-            CheckpointWriter(directory), args=args, position=CheckpointPosition(iteration=iteration), chunks=chunks
+            CheckpointWriter(directory), RunParts(chunks), args=args, position=CheckpointPosition(iteration=iteration)
         )
         with contextlib.suppress(StopIteration):
             next(chunks[0].parameters()).data.neg_()

@@ -107,7 +107,6 @@ def platform_of(cluster: Cluster) -> Platform:
         is_cuda=not cluster.is_cpu,
         has_transformer_engine=cluster.gpu not in _WITHOUT_ENGINE,
         has_apex=not cluster.is_cpu,
-        num_local_devices=0 if cluster.is_cpu else max(node.gpus for node in cluster.topology.nodes),
     )
 
 

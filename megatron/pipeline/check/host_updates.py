@@ -50,10 +50,10 @@ def prove_host_updates(compact: CompactProgram) -> None:
     """
     if compact.program.residency is not None:
         for rank in range(len(compact.codes)):
-            _Rank(compact, rank).prove()
+            _RankUpdates(compact, rank).prove()
 
 
-class _Rank:
+class _RankUpdates:
     """What has happened in a row so far. Batches are counted from the first of the program."""
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:

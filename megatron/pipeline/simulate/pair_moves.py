@@ -7,7 +7,7 @@ from megatron.pipeline.program.move_order import awaited_moves
 from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 
-class _Queue:
+class _RankMoves:
     """The moves of a rank, in order: those that it has requested, and when each one was complete."""
 
     __slots__ = ("awaited", "ends", "requested")
@@ -27,7 +27,7 @@ class PairMoves:
 
     def __init__(self, state: SimulationState, seconds: dict[Kind, list[float]], *, synchronous: bool) -> None:
         self._state, self._seconds = state, seconds
-        self._queues = [_Queue() for _ in state.rows]
+        self._queues = [_RankMoves() for _ in state.rows]
         self._pairs = state.program.pairs
         options = {"num_frozen": self._pairs.num_frozen, "synchronous": synchronous}
         self.awaited = [

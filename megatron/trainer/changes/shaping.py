@@ -27,7 +27,6 @@ from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.classification import num_samples
 from megatron.trainer.arguments.rules.freezing import of_interval
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.changes.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
 from megatron.trainer.changes.link_times import LinkTimes, measure_links
 from megatron.trainer.plan import from_flags
@@ -52,7 +51,7 @@ class Outlook:
 
 def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
     """By rank of a pipeline of a job arranged as `args` say, as the planner counts."""
-    _, demand = prove(args, pipeline_schedule(args))
+    _, demand = prove(args)
     return estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
         layers=args.arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,

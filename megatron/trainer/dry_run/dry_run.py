@@ -23,7 +23,6 @@ from megatron.placement.report import PlacementReport, make_report
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.changes.prefix_cache import missing_cache
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.dry_run import hosted
@@ -104,9 +103,8 @@ def check_job(args: argparse.Namespace) -> DryRun:
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
     config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
     optimizer_config(args)
-    schedule = pipeline_schedule(args)
-    report, demand = prove(args, schedule)
-    layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args, schedule)
+    report, demand = prove(args)
+    layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)
     memory = estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
         layers=layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
@@ -115,7 +113,6 @@ def check_job(args: argparse.Namespace) -> DryRun:
     placement, lines, processes = place(args)
     return DryRun(
         args=args,
-        schedule=schedule,
         report=report,
         memory=memory,
         verdict=_judge(args, memory),
@@ -124,7 +121,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         notes=notes,
         warnings=warnings,
         changes=planned_changes(args, layers, processes) if args.changes and not args.skip_train else [],
-        hosted=hosting and hosted.hosted_run(args, schedule, hosting, memory, layers, placement),
+        hosted=hosting and hosted.hosted_run(args, hosting, memory, layers, placement),
     )
 
 
@@ -138,9 +135,7 @@ def _complete(args: argparse.Namespace) -> list[str]:
             )
         apply_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
-    machine = Platform(
-        is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
-    )
+    machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
     return notes + resolve_platform(args, machine)
 
 

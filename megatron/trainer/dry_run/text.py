@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass, field
 
 from megatron.pipeline.check import CheckReport
-from megatron.pipeline.schedules import Schedule
 from megatron.placement.report import PlacementReport
 from megatron.placement.text import tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
@@ -27,7 +26,6 @@ class DryRun:
     """
 
     args: argparse.Namespace
-    schedule: Schedule
     report: CheckReport
     memory: tuple[RankMemory, ...]
     verdict: Verdict | None

@@ -40,7 +40,6 @@ from megatron.placement.pairs import (
 )
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.placement.traffic import Traffic, estimate_traffic
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, wait_for_readers
 
 HOST_NAME = "PIPELINE_HOST_NAME"
@@ -124,7 +123,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
         seconds = placement_cost(mapping, degrees, traffic, topology).total_seconds
         usual = placement_cost(standard(degrees), degrees, traffic, topology).total_seconds
         lines[0] += f"; an iteration's transfers take {seconds:.4g} s in sum (standard: {usual:.4g} s)"
-        if balances_activations(args):
+        if args.schedule.balance:
             lines += _judge_bandwidth(args, mapping, degrees, topology)
     return list(slots.logical_ranks(mapping)), lines
 
@@ -138,14 +137,9 @@ def degrees_of(args: argparse.Namespace) -> Degrees:
     )  # fmt: skip
 
 
-def balances_activations(args: argparse.Namespace) -> bool:
-    """Whether the run moves activations between the stages of a pair."""
-    return pipeline_schedule(args).balance
-
-
 def evictors(args: argparse.Namespace) -> tuple[int, ...]:
     """The ranks of a pipeline that move activations to their pair in a batch of the largest size."""
-    return pipeline_schedule(args).evicting_ranks((max(args.batch_sizes.all_num_microbatches()),))
+    return args.schedule.evicting_ranks((max(args.batch_sizes.all_num_microbatches()),))
 
 
 def _mapping(
@@ -175,7 +169,7 @@ def model_shape(args: argparse.Namespace, degrees: Degrees) -> ModelShape:
         micro_batch_size=args.micro_batch_size,
         pipeline=degrees.pipeline,
         tensor=degrees.tensor,
-        num_virtual_stages=1 if args.frozen_stages is not None else pipeline_schedule(args).num_virtual_stages,
+        num_virtual_stages=1 if args.frozen_stages is not None else args.schedule.num_virtual_stages,
         sequence_parallel=args.sequence_parallel,
         element_bytes=_element_bytes(args),
     )
@@ -183,7 +177,7 @@ def model_shape(args: argparse.Namespace, degrees: Degrees) -> ModelShape:
 
 def estimated_traffic(args: argparse.Namespace, degrees: Degrees) -> Traffic:
     """What an iteration of the largest batch sends."""
-    counts = count_transfers(pipeline_schedule(args), max(args.batch_sizes.all_num_microbatches()))
+    counts = count_transfers(args.schedule, max(args.batch_sizes.all_num_microbatches()))
     return estimate_traffic(
         model_shape(args, degrees), degrees, counts,
         vocabulary_size=_vocabulary_size(args), scope=recompute_scope(args),
@@ -239,7 +233,7 @@ def recompute_scope(args: argparse.Namespace) -> RecomputeScope:
 
 def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:
     first = f"rank mapping {args.rank_mapping} on {len(slots.nodes)} node{'s' * (len(slots.nodes) > 1)}"
-    if balances_activations(args):
+    if args.schedule.balance:
         moving = evictors(args)
         lines = [f"{first}: {describe_crossing(mapping, degrees, slots.node_sizes, moving)}"]
         if args.rank_topology is None and count_crossing(mapping, degrees, slots.node_sizes, moving):

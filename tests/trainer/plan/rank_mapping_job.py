@@ -37,4 +37,4 @@ def model_provider(args, config):
 pretrain_gpt.model_provider = model_provider
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", pretrain_gpt.main))
+    sys.exit(entry.run("pretrain_gpt.py", pretrain_gpt.program))

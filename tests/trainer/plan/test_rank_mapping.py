@@ -186,7 +186,7 @@ def test_advice_where_nothing_is_asked_for(monkeypatch, local, words):
     args = balanced("--tensor-model-parallel-size 2", world_size=8)
     (line,) = rank_mapping.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines
     assert line.startswith(words)
-    args.pipeline_schedule = "flush"
+    args = arguments(f"{PIPELINE} --tensor-model-parallel-size 2", world_size=8)
     assert rank_mapping.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines == ()
 
 

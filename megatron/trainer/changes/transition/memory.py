@@ -67,7 +67,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldState:
     """What one rank tells the others that it has."""
 
     parts: list[TensorPart]
@@ -126,7 +126,7 @@ class MemoryStore:
             self._pieces = pieces_of(_tensors(sharded))
             objects = _objects(sharded)
             pickled = {key: pickle.dumps(each.data) for key, each in objects.items()}
-        own = _Held(
+        own = _HeldState(
             [piece.part() for piece in self._pieces],
             {piece.key: (piece.global_shape, dtype_name(piece.data)) for piece in self._pieces},
             {key: (_replica(each), len(pickled[key])) for key, each in objects.items()},

@@ -26,7 +26,7 @@ _Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
 
 
 @dataclass
-class _Saved:
+class _SavedInputs:
     """Of one microbatch. `roots`: where its backward begins: (target, autograd edge of each output that has one)."""
 
     inputs: _Tensors
@@ -112,7 +112,7 @@ class GraphModuleStage:
         return versions
 
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
-        saved = _Saved(inputs)
+        saved = _SavedInputs(inputs)
         self.activations.put(microbatch.index, saved)
         if self._recompute:
             saved.random_state = RandomState.capture(self._device)
@@ -185,7 +185,7 @@ class GraphModuleStage:
             grad if owner is None else next(found) for grad, owner in zip(gradients, travelling.owners, strict=True)
         )
 
-    def _run_saving(self, microbatch: Microbatch, saved: _Saved) -> tuple[_Tensors, Tensor | None]:
+    def _run_saving(self, microbatch: Microbatch, saved: _SavedInputs) -> tuple[_Tensors, Tensor | None]:
         """The forward with a graph, from inputs that are leaves of it."""
         saved.inputs = {
             source: tuple(
