@@ -13,9 +13,9 @@ from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.closed_form_demand import closed_form_demand
 from megatron.planner.memory.demand import Demand
-from megatron.planner.memory.demands import schedule_demand, stated_demand
-from megatron.planner.memory.host_memory import HostVerdict, crowds, judge_host
 from megatron.planner.memory.memory import RankMemory, estimate_memory
+from megatron.planner.memory.node_memory import HostVerdict, crowds, judge_host
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.time.iteration import priced, simulated
 from megatron.planner.time.model import CostModel
 
@@ -77,10 +77,9 @@ class Planner:
 
         `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
         """
-        demand = schedule_demand if proved else stated_demand
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        held = demand(schedule, configuration.num_microbatches)
-        return self._memory(configuration, held, self.layers(configuration) if layers is None else layers)
+        demand = schedule_demand(schedule, configuration.num_microbatches, proved=proved)
+        return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
 
     def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
         """What each rank needs whatever the schedule: for one microbatch on one weight version, in equal stages."""

@@ -13,7 +13,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.placement import Degrees, ModelShape, count_transfers, estimate_traffic
 from megatron.planner import Architecture, Cluster, Configuration, Planner, demand_of
 from megatron.planner.memory.communicators import communicator_bytes
-from megatron.planner.memory.demands import schedule_demand, stated_demand
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search import SCOPES
 from megatron.planner.search.report import html_report
 from megatron.planner.time import closed_form, iteration, priced, simulated
@@ -133,20 +133,20 @@ def test_demands_are_those_of_proved_programs(schedule, p):
             else:
                 assert getattr(found, field.name) == getattr(exact, field.name), (m, field.name)
         if schedule in UNKNOWN:
-            assert stated_demand(built, m) == exact
+            assert schedule_demand(built, m, proved=False) == exact
         compared += 1
     assert compared
 
 
 def test_a_large_batch_of_a_bounded_order_holds_what_smaller_ones_do(monkeypatch):
-    from megatron.planner.memory import demands
+    from megatron.planner.memory import schedule_demand as choosing
 
     built = Schedule.preset("2bw-pairs", num_stages=3)
     whole = schedule_demand(built, 60)
-    monkeypatch.setattr(demands, "_MOST_PROVED", 1)
+    monkeypatch.setattr(choosing, "_MOST_PROVED", 1)
     proved = []
-    original = demands._proved
-    monkeypatch.setattr(demands, "_proved", lambda schedule, m: proved.append(m) or original(schedule, m))
+    original = choosing.proved_demand
+    monkeypatch.setattr(choosing, "proved_demand", lambda schedule, m: proved.append(m) or original(schedule, m))
     assert schedule_demand(built, 60) == whole and max(proved) < 60
 
 

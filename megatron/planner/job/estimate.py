@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict
-from megatron.planner.memory.host_memory import HostVerdict
 from megatron.planner.memory.memory import RankMemory
+from megatron.planner.memory.node_memory import HostVerdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.demands import stated_demand
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search.offers import PLAIN, fewest_ranks, name_of, offer
 from megatron.planner.search.outcome import Choice
 from megatron.planner.search.space import Space
@@ -94,7 +94,7 @@ def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
     except ValueError as error:
         return clause(error)
     try:
-        stated_demand(schedule, num_microbatches)
+        schedule_demand(schedule, num_microbatches, proved=False)
     except ValueError as error:
         return f"its program is refused at {str(error).splitlines()[0]}"
     if schedule.balance:

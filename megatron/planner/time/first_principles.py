@@ -19,7 +19,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.host_memory import crowds, fewest_sharing
+from megatron.planner.memory.node_memory import crowds, fewest_sharing
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.closed_forms import moving_parts

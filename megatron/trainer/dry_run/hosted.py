@@ -10,8 +10,8 @@ from megatron.pipeline.program.instruction import Lane
 from megatron.pipeline.schedules import Schedule
 from megatron.placement.report import PlacementReport
 from megatron.planner import DEVICES, GIB, Activations, Cluster, Configuration, RankMemory
-from megatron.planner.memory.host_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
 from megatron.planner.memory.hosted import HOST, Hosting
+from megatron.planner.memory.node_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
 from megatron.trainer.plan import from_flags
