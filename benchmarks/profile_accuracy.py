@@ -31,8 +31,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.trial.predict import predicted_seconds
 from megatron.planner.trial.records import Status, TrialEntry
 from megatron.planner.trial.runs import Runs

@@ -86,8 +86,17 @@ class Architecture:
         mask leaves.
         """
         h = self.hidden_size
+        ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
+        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * self._products_of_layer + ends)
+
+    def forward_operations(self, num_layers: float, num_sequences: int) -> float:
+        """Of a forward of so many layers alone: for a GPT-3 24 b s h^2 + 4 b s^2 h a layer."""
+        return 2.0 * num_sequences * self.sequence_length * num_layers * self._products_of_layer
+
+    @property
+    def _products_of_layer(self) -> int:
+        """Multiplications of a token in the matrix products of a layer's forward."""
+        h = self.hidden_size
         linear = h * (self.query_width + 2 * self.key_width) + self.query_width * h
         linear += h * self.ffn_hidden_size * (3 if self.gated else 2)
-        scores = 2 * self.query_width * self.sequence_length
-        ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
-        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * (linear + scores) + ends)
+        return linear + 2 * self.query_width * self.sequence_length

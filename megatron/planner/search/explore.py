@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.pipeline.program.weight_policies import TWO_BW
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict, judge, reserve_gib
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay, relayed, rules

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from megatron.pipeline.program.lane_order import DEVICE
 from megatron.pipeline.schedules import PRESETS
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.activations import RecomputeScope
 
 Flags = dict[str, int | str]
 """Value by flag; True for a switch."""

@@ -30,8 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 
 _FP32 = 4
