@@ -27,7 +27,7 @@ from command_line import count, positive
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import NAMES, Mapping, load_mapping, pair_adjacent, standard
+from megatron.placement.mapping import NAMED, NAMES, Mapping, load_mapping
 from megatron.placement.optimize import optimized
 from megatron.placement.pairs import describe_crossing, describe_need, pair_transfers
 from megatron.placement.report import PlacementReport, make_report
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     report = make_report(
         options.rank_mapping, mapping, degrees, topology, traffic=traffic,
         evictors=schedule.evicting_ranks((num_microbatches,)),
-        others={"standard": standard(degrees), "pair-adjacent": pair_adjacent(degrees)},
+        others={name: mapping(degrees) for name, mapping in NAMED.items()},
     )  # fmt: skip
     lines = _lines(options, report, cut) if schedule.balance and degrees.pipeline > 1 else []
     if options.json:
@@ -139,10 +139,8 @@ def _cut_model(options: argparse.Namespace, schedule: Schedule) -> CutModel | No
 
 
 def _mapping(options: argparse.Namespace, degrees: Degrees, topology: Topology, traffic: Traffic | None) -> Mapping:
-    if options.rank_mapping == "standard":
-        return standard(degrees)
-    if options.rank_mapping == "pair-adjacent":
-        return pair_adjacent(degrees)
+    if options.rank_mapping in NAMED:
+        return NAMED[options.rank_mapping](degrees)
     if options.rank_mapping == "optimized":
         assert traffic is not None
         return optimized(degrees, traffic, topology)

@@ -37,14 +37,8 @@ def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
         return f"tensor parallelism over {t} GPUs leaves a node of {space.gpus_per_node}"
     if space.gpus_per_node % t:
         return f"tensor parallelism over {t} GPUs does not divide a node of {space.gpus_per_node}"
-    for count, what in (
-        (model.num_attention_heads, "attention heads"),
-        (model.num_query_groups, "query groups"),
-        (model.ffn_hidden_size, "columns of the feed-forward layer"),
-    ):
-        if count % t:
-            return f"{count} {what} do not divide by tensor parallel size {t}"
-    return None
+    undivided = model.undivided(t)
+    return f"{undivided} do not divide by tensor parallel size {t}" if undivided else None
 
 
 def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | None:

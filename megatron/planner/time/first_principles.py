@@ -11,7 +11,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.placement.counts import MessageCounts, ends_of, exchanged
 from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import pair_adjacent, standard
+from megatron.placement.mapping import NAMED
 from megatron.placement.optimize import optimized
 from megatron.placement.traffic import Traffic
 from megatron.planner.job.cluster import Cluster
@@ -19,7 +19,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.node_memory import crowds, fewest_sharing
+from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.closed_forms import moving_parts
@@ -29,7 +29,6 @@ from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
 
 _GIGA = 1e9
-_NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
 
 
 class FirstPrinciples:
@@ -117,7 +116,7 @@ class FirstPrinciples:
                     f"the configuration takes {degrees.world_size} GPUs, the cluster has {topology.num_slots}; make "
                     "them equal"
                 )
-            mapping = optimized(degrees, traffic, topology) if traffic else _NAMED[name](degrees)
+            mapping = optimized(degrees, traffic, topology) if traffic else NAMED[name](degrees)
             self._links[key] = Links(degrees, mapping, topology)
         return self._links[key]
 
@@ -245,9 +244,8 @@ class FirstPrinciples:
         copy = 0 if state.weight_bytes == 4 else state.weight_bytes
         per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
         counts = stage_parameters(self.model, configuration.tensor, layers)
-        mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
-        degrees, node_of_slot = configuration.degrees, self.cluster.topology.node_of_slot
-        share = 1 / fewest_sharing(crowds(degrees, mapping(degrees), node_of_slot))
+        node_of_slot = self.cluster.topology.node_of_slot
+        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot))
         per_byte = 1 / rate
         if configuration.gathers_fetch:
             link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency
