@@ -30,7 +30,7 @@ from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMED, NAMES, Mapping, load_mapping
 from megatron.placement.optimize import optimized
 from megatron.placement.pairs import describe_crossing, describe_need, pair_transfers
-from megatron.placement.report import PlacementReport, make_report
+from megatron.placement.placement_report import PlacementReport, make_report
 from megatron.placement.topology import Topology, load_topology
 from megatron.placement.traffic import Traffic
 from megatron.planner.memory.activations import ActivationSetting, Recompute, RecomputeScope
@@ -169,7 +169,7 @@ def _lines(options: argparse.Namespace, report: PlacementReport, cut: CutModel |
 def _print(report: PlacementReport, lines: list[str]) -> None:
     from rich.console import Console
 
-    from megatron.placement.text import tables
+    from megatron.placement.placement_tables import tables
 
     plain = not sys.stdout.isatty()
     console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)

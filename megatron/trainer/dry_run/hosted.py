@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.program.instruction import Lane
 from megatron.pipeline.schedules import Schedule
-from megatron.placement.report import PlacementReport
+from megatron.placement.placement_report import PlacementReport
 from megatron.planner import DEVICES, GIB, Activations, Cluster, Configuration, RankMemory
 from megatron.planner.memory.hosted import HOST, Hosting
 from megatron.planner.memory.node_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
