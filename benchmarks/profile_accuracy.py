@@ -31,10 +31,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.records import Status, TrialEntry
+from megatron.planner.trial.results import Status, TrialEntry
 from megatron.planner.trial.runs import Runs
 from megatron.trainer.plan.model_argv import model_words
 from megatron.trainer.profile.session import Session

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
-from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread
 from megatron.trainer.plan.model_argv import model_words
 from megatron.trainer.profile.session import Session

@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # where the next one is
@@ -24,15 +25,17 @@ import command_line
 from command_line import count, positive
 
 from megatron.pipeline.schedules import PRESETS, Schedule
-from megatron.placement.bandwidth import ModelShape, RecomputeScope, estimated_forward_seconds
 from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import NAMES, Mapping, load_mapping, pair_adjacent, standard
+from megatron.placement.mapping import NAMED, NAMES, Mapping, load_mapping
 from megatron.placement.optimize import optimized
 from megatron.placement.pairs import describe_crossing, describe_need, pair_transfers
-from megatron.placement.report import PlacementReport, make_report
+from megatron.placement.placement_report import PlacementReport, make_report
 from megatron.placement.topology import Topology, load_topology
-from megatron.placement.traffic import Traffic, estimate_traffic
+from megatron.placement.traffic import Traffic
+from megatron.planner.memory.activations import ActivationSetting, Recompute, RecomputeScope
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.time.traffic import CutModel
 
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
 
@@ -57,15 +60,15 @@ def _run(options: argparse.Namespace) -> int:
     schedule = _schedule(options)
     num_microbatches = _num_microbatches(options, degrees, schedule)
     schedule.validate(num_microbatches)
-    shape = _shape(options, degrees)
-    traffic = None if shape is None else _traffic(options, degrees, shape, schedule, num_microbatches)
+    cut = _cut_model(options, schedule)
+    traffic = None if cut is None else cut.traffic(count_transfers(schedule, num_microbatches))
     mapping = _mapping(options, degrees, topology, traffic)
     report = make_report(
         options.rank_mapping, mapping, degrees, topology, traffic=traffic,
         evictors=schedule.evicting_ranks((num_microbatches,)),
-        others={"standard": standard(degrees), "pair-adjacent": pair_adjacent(degrees)},
+        others={name: mapping(degrees) for name, mapping in NAMED.items()},
     )  # fmt: skip
-    lines = _lines(options, report, shape) if schedule.balance and degrees.pipeline > 1 else []
+    lines = _lines(options, report, cut) if schedule.balance and degrees.pipeline > 1 else []
     if options.json:
         print(json.dumps({**report.to_dict(), "pair_transfers": lines}, indent=1))
     else:
@@ -114,37 +117,30 @@ def _num_microbatches(options: argparse.Namespace, degrees: Degrees, schedule: S
     return options.global_batch_size // per_microbatch
 
 
-def _shape(options: argparse.Namespace, degrees: Degrees) -> ModelShape | None:
+def _cut_model(options: argparse.Namespace, schedule: Schedule) -> CutModel | None:
+    """The model in its stages; None: only the ranks are known."""
     if options.num_layers is None:
         return None
-    return ModelShape(
-        num_layers=options.num_layers,
-        num_attention_heads=options.num_attention_heads,
-        hidden_size=options.hidden_size,
-        sequence_length=options.seq_length,
-        micro_batch_size=options.micro_batch_size,
-        pipeline=degrees.pipeline,
-        tensor=degrees.tensor,
-        num_virtual_stages=options.num_virtual_stages_per_pipeline_rank,
-        sequence_parallel=options.sequence_parallel,
+    model = Architecture.gpt3(
+        num_layers=options.num_layers, hidden_size=options.hidden_size,
+        num_attention_heads=options.num_attention_heads, sequence_length=options.seq_length,
+        vocabulary_size=options.vocab_size,
+    )  # fmt: skip
+    setting = ActivationSetting(
+        tensor=options.tensor_model_parallel_size, micro_batch_size=options.micro_batch_size,
+        sequence_parallel=options.sequence_parallel, recompute=Recompute.of(RecomputeScope(options.recompute)),
+    )  # fmt: skip
+    return CutModel(
+        model=replace(model, tied_embeddings=not options.untie_embeddings_and_output_weights),
+        setting=setting,
+        schedule=schedule,
+        layers=(options.num_layers / schedule.num_stages,) * schedule.num_stages,
     )
 
 
-def _traffic(
-    options: argparse.Namespace, degrees: Degrees, shape: ModelShape, schedule: Schedule, num_microbatches: int
-) -> Traffic:
-    return estimate_traffic(
-        shape, degrees, count_transfers(schedule, num_microbatches),
-        vocabulary_size=options.vocab_size, scope=RecomputeScope(options.recompute),
-        tied_embeddings=not options.untie_embeddings_and_output_weights,
-    )  # fmt: skip
-
-
 def _mapping(options: argparse.Namespace, degrees: Degrees, topology: Topology, traffic: Traffic | None) -> Mapping:
-    if options.rank_mapping == "standard":
-        return standard(degrees)
-    if options.rank_mapping == "pair-adjacent":
-        return pair_adjacent(degrees)
+    if options.rank_mapping in NAMED:
+        return NAMED[options.rank_mapping](degrees)
     if options.rank_mapping == "optimized":
         assert traffic is not None
         return optimized(degrees, traffic, topology)
@@ -154,26 +150,26 @@ def _mapping(options: argparse.Namespace, degrees: Degrees, topology: Topology, 
 # --- what is printed
 
 
-def _lines(options: argparse.Namespace, report: PlacementReport, shape: ModelShape | None) -> list[str]:
+def _lines(options: argparse.Namespace, report: PlacementReport, cut: CutModel | None) -> list[str]:
     """What is to be said about the transfers of pairs."""
-    nodes = [node.gpus for node in report.topology.nodes]
+    topology = report.topology
+    nodes = [node.gpus for node in topology.nodes]
     lines = [describe_crossing(report.mapping, report.degrees, nodes, report.evictors)]
-    if shape is None:
+    if cut is None:
         return lines
-    scope = RecomputeScope(options.recompute)
-    transfers = pair_transfers(report.mapping, report.degrees, report.topology, shape, scope, report.evictors)
+    transfers = pair_transfers(report.mapping, report.degrees, topology, cut.moved_bytes, report.evictors)
     if transfers:
         forward = options.forward_ms / 1e3 if options.forward_ms else None
-        if forward is None and report.topology.teraflops_per_gpu is not None:
-            forward = estimated_forward_seconds(shape, teraflops=report.topology.teraflops_per_gpu)
-        lines.append(describe_need(transfers, shape, scope, forward_seconds=forward))
+        if forward is None and topology.teraflops_per_gpu is not None:
+            forward = cut.forward_seconds(teraflops=topology.teraflops_per_gpu)
+        lines.append(describe_need(transfers, forward_seconds=forward))
     return lines
 
 
 def _print(report: PlacementReport, lines: list[str]) -> None:
     from rich.console import Console
 
-    from megatron.placement.text import tables
+    from megatron.placement.placement_tables import tables
 
     plain = not sys.stdout.isatty()
     console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)

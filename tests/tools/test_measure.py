@@ -13,7 +13,7 @@ import pytest
 
 from megatron.planner.trial.predict import predicted_seconds
 from megatron.planner.trial.process import MARK
-from megatron.planner.trial.records import read_entries
+from megatron.planner.trial.results import read_entries
 from tests.planner import profiles
 from tests.tools.in_process import ROOT, load_tool, runner
 from tests.trainer.run.run_case import BASE, data_flags

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.planner import Cluster
 from megatron.planner.search import Kept
-from megatron.planner.search.flags import hosting_words, prediction_words
+from megatron.planner.search.flags import as_words, hosting_flags, prediction_flags
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
 from megatron.trainer.plan.command import SOURCES, Job
@@ -39,8 +39,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         "DISTRIBUTED_OPTIMIZER": int(choice.distributed_optimizer), "RANK_MAPPING": choice.rank_mapping,
     }  # fmt: skip
     memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
-    predictions = prediction_words(estimate.configuration)
-    hosting = hosting_words(estimate.configuration)
+    predictions, hosting = (as_words(flags(estimate.configuration)) for flags in (prediction_flags, hosting_flags))
     training = [*_others(job), *filter(None, (predictions, hosting)), *places.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers

@@ -17,7 +17,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from megatron.documents.reading import read_document
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import (
@@ -29,6 +28,7 @@ from megatron.planner.job.software import (
     PIPEDREAM_2BW,
     Software,
 )
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.hardware import device_of, node_bandwidth, usual_gpus_per_node
 from megatron.planner.published.model_names import Count, ModelRecord

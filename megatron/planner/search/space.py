@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.mapping import NAMES
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.search.offers import offer, offered
 
 SCOPES = tuple(RecomputeScope)

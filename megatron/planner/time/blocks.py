@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy, weight_policy
-from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import Profile, ProfiledPlace, UpdateTime
 
 

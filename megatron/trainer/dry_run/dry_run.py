@@ -15,11 +15,10 @@ import os
 import sys
 
 from megatron.pipeline.check import ProgramError
-from megatron.placement.bandwidth import saved_activation_bytes
 from megatron.placement.hosts import Process
 from megatron.placement.mapping import inverse
 from megatron.placement.pairs import count_crossing
-from megatron.placement.report import PlacementReport, make_report
+from megatron.placement.placement_report import PlacementReport, make_report
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
@@ -32,7 +31,7 @@ from megatron.trainer.dry_run.text import DryRun, print_dry_run, to_dict
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.proving import prove
-from megatron.trainer.plan.rank_mapping import decide, degrees_of, evictors, model_shape, recompute_scope
+from megatron.trainer.plan.rank_mapping import cut_model, decide, degrees_of, evictors
 from megatron.trainer.report.log import packages_not_here
 
 _REFUSED = 1
@@ -161,7 +160,7 @@ def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str], list[Pr
     topology, moving = Topology(nodes=nodes, bandwidth=bandwidth), evictors(args)
     report = make_report(args.rank_mapping, tuple(ranks), degrees, topology, evictors=moving)
     if given is None and moving and not count_crossing(report.mapping, degrees, [node.gpus for node in nodes], moving):
-        num_bytes = saved_activation_bytes(model_shape(args, degrees), recompute_scope(args))
+        num_bytes = max(cut_model(args).moved_bytes[rank] for rank in moving)
         lines.append(
             f"pairs move {num_bytes / 1e9:.3g} GB for a microbatch; the bandwidth that hides it is that over the time "
             "of a forward (BPipe, appendix B): give --rank-topology with teraflops_per_gpu to compare"

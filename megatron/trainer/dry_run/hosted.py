@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.program.instruction import Lane
-from megatron.placement.report import PlacementReport
+from megatron.placement.placement_report import PlacementReport
 from megatron.planner import DEVICES, GIB, Activations, Cluster, Configuration, RankMemory
-from megatron.planner.memory.host_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
 from megatron.planner.memory.hosted import HOST, Hosting
+from megatron.planner.memory.node_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
 from megatron.trainer.plan import from_flags

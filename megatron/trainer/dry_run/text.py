@@ -5,10 +5,10 @@ import sys
 from dataclasses import dataclass, field
 
 from megatron.pipeline.check import CheckReport
-from megatron.placement.report import PlacementReport
-from megatron.placement.text import tables
+from megatron.placement.placement_report import PlacementReport
+from megatron.placement.placement_tables import tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
-from megatron.planner.text import memory_as_dict, memory_table
+from megatron.planner.memory_table import memory_as_dict, memory_table
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun

@@ -3,8 +3,8 @@
 Problem: a user describes a model by the flags of a training program, often those of a whole script. Some of them
 (degrees, microbatch, schedule, recompute) are what the search is for; others (data, paths) do not matter yet.
 
-Solution: a `Job` keeps the flags that stay, in their groups, and gives for every configuration the whole command line,
-the namespace that the program's own rules make of it, and their refusal. No torch in here.
+Solution: a `Job` keeps the flags that stay, in their groups, and gives for every configuration the namespace that the
+program's own rules make of it, and their refusal. No torch in here.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.planner import Architecture, Configuration
-from megatron.planner.search.flags import configuration_words
+from megatron.planner.search.flags import configuration_flags
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
@@ -85,18 +85,22 @@ class Job:
 
     # --- configurations
 
-    def command(self, configuration: Configuration) -> list[str]:
-        """All words after the program, what a run needs and the user has not said filled in."""
-        topology = ("--rank-topology", "topology.yaml") if configuration.rank_mapping == "optimized" else ()
-        return [*self.words, *self._stand_ins, *configuration_words(configuration), *topology]
+    def namespace(self, configuration: Configuration) -> argparse.Namespace:
+        """What the program's parser makes of the job and a configuration.
+
+        A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. That
+        its words are parsed to these values a test shows.
+        """
+        flags = configuration_flags(configuration)
+        if configuration.rank_mapping == "optimized":
+            flags["--rank-topology"] = "topology.yaml"
+        values = {_DESTINATIONS[name]: value for name, value in flags.items()}
+        given = tuple(sorted({*self._whole.given, *values}))
+        return argparse.Namespace(**{**vars(self._whole), **values, "given": given})
 
     def arguments(self, configuration: Configuration) -> argparse.Namespace:
         """What the program's rules make of a configuration. Raises ValueError where they refuse it."""
-        args = self._parsed(self.command(configuration))
-        validate_args(args, world_size=configuration.num_gpus)
-        resolve_platform(args, self.platform)
-        args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))
-        return args
+        return self._checked(self.namespace(configuration), world_size=configuration.num_gpus)
 
     def refusal(self, configuration: Configuration) -> str | None:
         """Why the program refuses a configuration: the first clause of what it says."""
@@ -183,12 +187,20 @@ class Job:
     @cached_property
     def _alone(self) -> argparse.Namespace:
         """On one GPU, whatever the batch."""
-        args = self._parsed(self.command(_SMALLEST))
+        args = self.namespace(_SMALLEST)
         args.rampup_batch_size = args.step_batch_size_schedule = None
-        validate_args(args, world_size=1)
+        return self._checked(args, world_size=1)
+
+    def _checked(self, args: argparse.Namespace, *, world_size: int) -> argparse.Namespace:
+        validate_args(args, world_size=world_size)
         resolve_platform(args, self.platform)
         args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))
         return args
+
+    @cached_property
+    def _whole(self) -> argparse.Namespace:
+        """The flags that stay, with what a run needs and the user has not said."""
+        return self._parsed([*self.words, *self._stand_ins])
 
     @cached_property
     def _stand_ins(self) -> tuple[str, ...]:
@@ -208,6 +220,7 @@ class Job:
 
 
 _SMALLEST = Configuration(micro_batch_size=1, global_batch_size=1)
+_DESTINATIONS = {name: flag.dest for flag in FLAGS for name in flag.names}
 
 
 def _absolute(flag: Flag, words: tuple[str, ...], folder: Path) -> tuple[str, ...]:

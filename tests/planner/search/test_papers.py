@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner import Cluster, load_cluster
+from megatron.planner.memory.activations import RecomputeScope
 from tests.planner.published.bpipe_memory import FIRST_FEASIBLE, ONLY_BALANCED
 from tests.planner.search.helper import a100, gpt3, run
 from tests.tools.in_process import ROOT

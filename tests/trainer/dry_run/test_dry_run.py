@@ -58,7 +58,7 @@ def test_job_that_is_right(dry):
     status, out, err, found = dry(f"{GPT3_96B} --pipeline-schedule bpipe --rank-mapping pair-adjacent")
     assert (status, err) == (0, "")
     assert "32 GPUs on 4 nodes, tensor 4 x pipeline 8 x data 1" in out and "proved for any number of batches" in out
-    assert "0 of 12 pairs that move activations cross a node" in out and "pairs move 3.48 GB" in out
+    assert "0 of 12 pairs that move activations cross a node" in out and "pairs move 3.49 GB" in out
     assert "\x1b" not in out and "─" not in out
     assert found["world_size"] == 32 and found["verdict"] is None and found["num_microbatches"] == [64]
     assert max(rank["saved_microbatches"] for rank in found["memory"]) == 5

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
-from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.profile import ProfiledPlace
 from megatron.trainer.plan.model_argv import model_words

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megatron.placement.cost import Level
 from megatron.placement.degrees import Degrees
 from megatron.placement.pairs import pair_places
-from megatron.placement.report import PlacementReport
+from megatron.placement.placement_report import PlacementReport
 from megatron.placement.traffic import TrafficKind
 
 if TYPE_CHECKING:

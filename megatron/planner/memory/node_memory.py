@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import NAMED, standard
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import GIB, RankMemory
 from megatron.planner.memory.parameters import layer_parameters, stage_parameters
@@ -61,6 +62,11 @@ def crowds(degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int]
         {stage: Crew(len(there), len(set(there))) for stage, there in tensor_ranks[node].items()}
         for node in sorted(tensor_ranks)
     ]
+
+
+def crowds_by_name(degrees: Degrees, rank_mapping: str, node_of_slot: Sequence[int]) -> list[Crowd]:
+    """The same by the name of a mapping; one that depends on more than the degrees brings alike ranks together."""
+    return crowds(degrees, NAMED.get(rank_mapping, standard)(degrees), node_of_slot)
 
 
 def fewest_sharing(nodes: Sequence[Crowd]) -> int:

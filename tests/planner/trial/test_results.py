@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from megatron.planner import Configuration
-from megatron.planner.trial.records import Result, ResultsFile, Status, TrialEntry, configuration_fields, read_entries
+from megatron.planner.trial.results import Result, ResultsFile, Status, TrialEntry, configuration_fields, read_entries
 from megatron.planner.trial.settings import Settings
 from tests.planner.trial.strategies import configurations
 

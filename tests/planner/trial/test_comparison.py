@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from megatron.planner.trial.records import Status
-from megatron.planner.trial.report import table_of
+from megatron.planner.trial.comparison import table_of
+from megatron.planner.trial.results import Status
 from tests.planner.trial.test_records import result
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.planner.trial.records import Result, Status
+from megatron.planner.trial.results import Result, Status
 
 
 def table_of(results: Sequence[Result]) -> Table:
