@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
+from megatron.documents.flag_files import FlagFileParser
 from megatron.trainer.arguments.flags import (
     bert,
     classification,
@@ -45,7 +46,7 @@ GROUPS: tuple[Group, ...] = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(FlagFileParser):
     def error(self, message: str) -> None:
         # argparse names a flag with all its aliases
         raise ValueError(re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", message.removeprefix("argument ")))
