@@ -6,6 +6,7 @@ A row is plain data, one line of a table and one object of the JSON file. Times 
 
 import statistics
 import sys
+from unittest.mock import patch
 
 from balance_cost_ranks import WITHOUT, BalanceContender, BalanceJob
 from emulated_rows import COMMON, Row, spread
@@ -19,7 +20,8 @@ def predicted_seconds(job: BalanceJob, contender: BalanceContender, num_microbat
     """Seconds of a batch by the simulator."""
     program = contender.schedule(job.num_stages).build((num_microbatches,))
     costs = Costs(forward=job.forward, backward=job.backward, evict=job.transfer)
-    return simulate(program, costs, synchronous_moves=contender.synchronous).makespan
+    with patch("megatron.pipeline.program.move_order.MoveOrder", contender.moves):
+        return simulate(program, costs).makespan
 
 
 def predicted_rows(scope: str, job: BalanceJob) -> list[Row]:
