@@ -28,14 +28,14 @@ compares what it executed with the program; a difference makes the exit status 1
 """
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.results import save, set_environment, status_of
 
 TIMES = {"none": (0.02248, 0.03632, 0.07412), "attention": (0.00763, 0.03632, 0.08357)}
 """Recompute scope -> seconds of a transfer, a forward and a backward (BPipe, Table 4)."""
@@ -92,8 +92,7 @@ def jobs(args: argparse.Namespace) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_environment()
     from balance_cost_ranks import BalanceRank
     from balance_cost_rows import predicted_rows, rows_of, show, show_predicted
     from emulated_ranks import run_job
@@ -107,13 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{number} of {len(plan)}: scope {scope}, {job.world_size} processes", file=sys.stderr, flush=True)
             rows += rows_of(predicted[scope], run_job(job, Path(directory), BalanceRank))
     show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
-    different = [row for row in rows if not row["executed_is_program"]]
-    for row in different:
-        print(f"executed something else than the program: {row['contender']}, m={row['microbatches']}", file=sys.stderr)
-    return 1 if different else 0
+    save(args, rows)
+    return status_of(rows, lambda row: f"{row['contender']}, m={row['microbatches']}")
 
 
 if __name__ == "__main__":

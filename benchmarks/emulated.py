@@ -34,14 +34,14 @@ the measured L. Every rank compares what it executed with the program; a differe
 """
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.results import save, set_environment, status_of
 
 SECTIONS = ("ideal", "warmup", "chain", "predictions", "speedup", "executor")
 CHAIN_SHARES = (0.25, 0.5, 0.9, 1.5)
@@ -184,20 +184,14 @@ def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_environment()
     with tempfile.TemporaryDirectory(prefix="emulated-") as directory:
         rows = measure(args, Path(directory))
     from emulated_rows import show
 
     show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
-    different = [row for row in rows if not row.get("executed_is_program", True)]
-    for row in different:
-        print(f"executed something else than the program: {row['contender']}, p={row['stages']}", file=sys.stderr)
-    return 1 if different else 0
+    save(args, rows)
+    return status_of(rows, lambda row: f"{row['contender']}, p={row['stages']}")
 
 
 if __name__ == "__main__":

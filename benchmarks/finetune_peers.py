@@ -39,10 +39,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import finetune_models
+from benchmarks.common.processes import torchrun
+from benchmarks.common.tables import terminal
 from benchmarks.finetune_speed import RANKS, ROOT, cut
 
 SIZE, MICROBATCHES = 4, 4
@@ -190,16 +191,15 @@ class Bench:
     def _launch(self, turns: Sequence[dict], *, stderr: int | None) -> subprocess.CompletedProcess:
         listed = self._folder / "turns.json"
         listed.write_text(json.dumps(turns))
-        return subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-             str(Path(__file__).with_name("finetune_peer_ranks.py")), str(listed), str(self._folder / "result.json")],
+        return torchrun(
+            RANKS, Path(__file__).with_name("finetune_peer_ranks.py"), listed, self._folder / "result.json",
             cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr, text=True,
         )  # fmt: skip
 
 
 def show(found: dict) -> None:
     """The table of the docs."""
-    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    console = terminal(120)
     columns = [word for name in found for word in (f"{name}, samples/s", "least to most", "ftpipe over it")]
     table = Table("", *columns)
     for arm in ARMS:

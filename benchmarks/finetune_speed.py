@@ -23,9 +23,10 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.processes import torchrun
+from benchmarks.common.tables import terminal
 from benchmarks.finetune_models import SOURCE, TARGET, write_t5
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.simulate.timeline import Timeline
@@ -85,11 +86,10 @@ def cut(model: Path, task: list[str], folder: Path) -> None:
 
 
 def run(folder: Path, name: str, task: list[str], steps: int) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "finetune.py",
-         "--model_name_or_path", str(folder / "t5"), *task, "--partition", str(folder / f"{name}.json"),
-         "--learning_rate", "1e-3", "--max_steps", str(steps), "--output_dir", str(folder / name),
-         "--pipeline_timeline", str(folder / "timeline"), "--pipeline_timeline_iterations", "10"],
+    torchrun(
+        RANKS, "finetune.py", "--model_name_or_path", folder / "t5", *task, "--partition", folder / f"{name}.json",
+        "--learning_rate", "1e-3", "--max_steps", steps, "--output_dir", folder / name,
+        "--pipeline_timeline", folder / "timeline", "--pipeline_timeline_iterations", "10",
         cwd=ROOT, check=True, capture_output=True,
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def batch_of(span) -> int:
 
 def show(found: dict) -> None:
     """The table of the docs."""
-    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    console = terminal(120)
     table = Table("", "stages", "ms a microbatch", "limit, ms", "of the limit", "simulated, ms")
     for name, each in found.items():
         shares = [limit / seconds for limit, seconds in zip(each["limit"], each["seconds"], strict=True)]

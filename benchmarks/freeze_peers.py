@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.tables import terminal
 from benchmarks.freeze_study import LAYERS, VIT, launch, python
 from megatron.trainer.report.metrics import read_metrics
 
@@ -121,7 +122,7 @@ def main() -> int:
     result = measure(options)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    show(result, Console() if sys.stdout.isatty() else Console(width=120, no_color=True))
+    show(result, terminal(120))
     return 0
 
 

@@ -21,7 +21,6 @@ that it can be seen: put `timeout 600` ahead of it.
 """
 
 import argparse
-import json
 import os
 import random
 import socket
@@ -32,6 +31,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.results import save
+from benchmarks.common.tables import spread
 
 SCHEDULES = ("flush", "2bw")
 PREFIXES = ("CUDA_DEVICE", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA")
@@ -122,8 +124,7 @@ def show(rows: list[dict], found: dict) -> None:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in row["tokens_per_second"].items())
         line = f"m = {row['microbatches']}: tokens/s {speeds}"
         if row["ratio"] is not None:
-            spread = f"({min(row['ratios']):.3f}-{max(row['ratios']):.3f})"
-            line += f"; 2bw over flush {row['ratio']:.3f} {spread}, ideal {row['ideal']:.3f}"
+            line += f"; 2bw over flush {spread(row['ratios'], 3)}, ideal {row['ideal']:.3f}"
         print(line)
     for name, losses in found["losses"].items():
         print(f"losses of {name}: first {losses[0]:.4f}, last {losses[-1]:.4f}")
@@ -201,10 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(rows, found)
     if num_stages > num_gpus:
         print(SHARED.format(stages=num_stages, gpus=num_gpus, s="s" if num_gpus > 1 else ""))
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        settings |= {"stages": num_stages, "gpus": num_gpus}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows, "found": found}, indent=1) + "\n")
+    save(argparse.Namespace(**vars(args) | {"stages": num_stages, "gpus": num_gpus}), rows, found=found)
     return 0
 
 

@@ -28,6 +28,7 @@ import networkx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.tables import terminal
 from benchmarks.partition_units_graphs import (
     CASES,
     COMPUTE,
@@ -258,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in options.graphs:
         if name not in CASES:
             parser.error(f"'{name}' is no graph; choose of {', '.join(CASES)}")
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    console = terminal(150)
     errors = Console(stderr=True)
     found = {}
     for name in options.graphs or CASES:

@@ -28,7 +28,6 @@ import argparse
 import gc
 import json
 import random
-import socket
 import statistics
 import sys
 import time
@@ -45,6 +44,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from thread_times import MAIN, ThreadTimes, thread_times
+
+from benchmarks.common.processes import gathered, run_group
 
 CONTENDERS = ("limit", "2bw", "2bw provisional", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe")
 
@@ -111,13 +112,6 @@ def own_times(contender, num_microbatches: int, num_batches: int) -> list[Own]:
         if rank == dist.get_rank():
             undisturbed, _ = _own_milliseconds(contender, num_microbatches, num_batches)
     return gathered(Own(together, undisturbed, step))
-
-
-def gathered(value) -> list:
-    """`value` of both ranks."""
-    values: list = [None, None]
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _own_milliseconds(contender, num_microbatches: int, num_batches: int) -> tuple[float, float]:
@@ -205,24 +199,18 @@ def _median(times: list[Own]) -> Own:
     return Own(*(statistics.median(values) for values in zip(*map(astuple, times), strict=True)))
 
 
-def run_rank(rank: int, port: int, args) -> None:
-    """One of the two processes."""
+def run(args) -> None:
+    """In one of the two processes."""
     from megatron import backend
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    torch.set_num_threads(1)
-    backend.install()
     backend.keep_freed_memory()  # as in training; for all contenders
     warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model, result = compare(args)
-    if rank == 0:
+    if dist.get_rank() == 0:
         report(model, result, args)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def report(model, result: Result, args) -> None:
@@ -319,11 +307,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse_arguments()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, args=(port, args), nprocs=2)
+    run_group(2, run, parse_arguments(), installs_backend=True)
 
 
 if __name__ == "__main__":

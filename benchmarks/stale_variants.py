@@ -28,9 +28,9 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.tables import terminal
 from benchmarks.stale_models import task_of
 from benchmarks.stale_replay import RULES, ReplayedStage, replay
 
@@ -150,7 +150,7 @@ def verdict(case: dict[str, list[float]], best: float, variant: str) -> tuple[fl
 
 def show(results: list[dict]) -> None:
     """The tables of the docs, and who wins."""
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    console = terminal(150)
     cases = over_flush(results)
     accuracy: dict[tuple, list[float]] = {}
     for each in results:

@@ -23,7 +23,6 @@ Figures are medians of the repeats with least and greatest in parentheses.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.results import save
+from benchmarks.common.tables import spread
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.move_order import pair_of
 from megatron.pipeline.program.program import Program
@@ -156,20 +157,17 @@ def rows_of(args: argparse.Namespace, found: dict) -> list[dict]:
     return rows
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
-
-
 def show(rows: list[dict]) -> None:
     for row in rows:
-        print(f"{row['mapping']}: {spread([1e3 * each for each in row['measured']], 1)} ms a batch")
+        print(f"{row['mapping']}: {spread([1e3 * each for each in row['measured']], 1, ',')} ms a batch")
         for host, predicted in enumerate(row["predicted"]):
-            sent = spread([each[host] / 1e6 for each in row["sent"]], 3)
+            sent = spread([each[host] / 1e6 for each in row["sent"]], 3, ",")
             total = sum(predicted.values()) / 1e6
             print(f"  host{host} sent {sent} MB a batch; the program's sends: {total:.3f} MB, of which pairs "
                   f"{predicted['pairs'] / 1e6:.3f}")  # fmt: skip
             if any(each[host] for each in row["resent"]):
-                print(f"    of which sent again, at most {spread([each[host] / 1e6 for each in row['resent']], 3)}")
+                resent = spread([each[host] / 1e6 for each in row["resent"]], 3, ",")
+                print(f"    of which sent again, at most {resent}")
     slow, fast = rows
     ratios = [a / b for a, b in zip(slow["measured"], fast["measured"], strict=True)]
     print(f"{slow['mapping']} over {fast['mapping']}: {spread(ratios, 3)}; simulated "
@@ -185,9 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"two_hosts.py: error: {error}", file=sys.stderr)
         return 1
     show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    save(args, rows)
     return 0
 
 
