@@ -35,14 +35,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.results import save, set_environment, status_of
+from benchmarks.common.results import parser_of, save, set_environment, status_of
 
 TIMES = {"none": (0.02248, 0.03632, 0.07412), "attention": (0.00763, 0.03632, 0.08357)}
 """Recompute scope -> seconds of a transfer, a forward and a backward (BPipe, Table 4)."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--stages", type=int, default=8, help="p, 4 to 16")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="m")
     parser.add_argument("--scopes", nargs="+", choices=list(TIMES), default=list(TIMES))
@@ -52,7 +52,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--payload", type=int, default=1 << 20, help="bytes between stages")
     parser.add_argument("--activations", type=int, default=1 << 22, help="bytes of a move")
     parser.add_argument("--smoke", action="store_true", help="4 stages, 8 microbatches, 2 pairs, small times and bytes")
-    parser.add_argument("--json", type=Path, help="file for every measured time")
     args = parser.parse_args(arguments)
     if args.smoke:
         args.stages, args.microbatches, args.pairs, args.synchronous_pairs = 4, [8], 2, 1

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.table import Table
 
 from benchmarks.common.processes import torchrun
+from benchmarks.common.results import parser_of
 from benchmarks.common.tables import terminal
 
 RANKS, STAGES = 4, 8
@@ -33,7 +34,7 @@ ARMS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, nargs="?", help="the folder that examples/sentiment.py made")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_convergence"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))

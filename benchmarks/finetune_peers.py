@@ -43,6 +43,7 @@ from rich.table import Table
 
 from benchmarks import finetune_models
 from benchmarks.common.processes import torchrun
+from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import terminal
 from benchmarks.finetune_speed import RANKS, ROOT, cut
 
@@ -84,12 +85,11 @@ MODELS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="also write what was measured")
     parser.add_argument("--models", nargs="+", choices=[each.name for each in MODELS], help="(default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each arm (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="batches of a turn, a multiple of 4 (default: 8)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a text (default: 256)")
-    parser.add_argument("--json", metavar="FILE", help="also write what was measured")
     options = parser.parse_args()
     if options.steps < 8 or options.steps % 4:
         parser.error(f"--steps {options.steps} has no quarters of 2 batches or more; give a multiple of 4 from 8 on")
@@ -100,8 +100,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             found[model.name] = measure(Bench(model, Path(folder), options), options.repeats)
     show(found)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
     return 0
 
 

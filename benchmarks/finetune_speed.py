@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.table import Table
 
 from benchmarks.common.processes import torchrun
+from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import terminal
 from benchmarks.finetune_models import SOURCE, TARGET, write_t5
 from megatron.pipeline.program.instruction import Kind
@@ -39,17 +40,15 @@ _COMPUTATIONS = [kind for kind in Kind if kind.is_computation or kind is Kind.ST
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="also write what was measured")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each partition (default: 3)")
     parser.add_argument("--steps", type=int, default=20, help="batches of a turn (default: 20)")
-    parser.add_argument("--json", metavar="FILE", help="also write what was measured")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options)
     show(found)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
     return 0
 
 

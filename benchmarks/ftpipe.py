@@ -15,8 +15,6 @@ gpipe          four ranks with a stage each, m = p = 4: `gpipe` over asynchronou
                drain; (m+p-1)/m = 1.75 at best
 """
 
-import argparse
-import json
 import random
 import sys
 from pathlib import Path
@@ -28,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.processes import run_group
+from benchmarks.common.results import parser_of, write
 from benchmarks.ftpipe_ranks import Contender, Job, run
 from megatron.partition import Graph, compete, parse_graph
 from megatron.pipeline.program.edges import Edge
@@ -123,12 +122,11 @@ def measured(job: Job) -> dict[str, list[float]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="also write all seconds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="pipeline ranks (default: 4 8)")
     parser.add_argument("--forward", type=float, default=0.02, help="mean seconds of a forward (default: 0.02)")
     parser.add_argument("--payload", type=int, default=MIB, help="bytes over each edge (default: 1 MiB)")
     parser.add_argument("--repeats", type=int, default=5, help="each is measured so often (default: 5)")
-    parser.add_argument("--json", metavar="FILE", help="also write all seconds")
     options = parser.parse_args(argv)
     found: dict[str, list[float]] = {}
     table = Table("", "seconds a microbatch", "of the busiest rank", "of the simulator", title="two stages a rank")
@@ -154,8 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     ratio = median(one / other for one, other in zip(found["gpipe"], found["ftpipe"], strict=True))
     console.print(f"gpipe takes {ratio:.3f} times as long as ftpipe, m = p = 4 (1.75 at best)")
-    if options.json:
-        Path(options.json).write_text(json.dumps(found) + "\n")
+    write(options.json, found)
     return 0
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.results import save
+from benchmarks.common.results import parser_of, save
 from benchmarks.common.tables import spread
 
 SCHEDULES = ("flush", "2bw")
@@ -45,7 +45,7 @@ NO_CUDA = "no CUDA device is there; measure on a machine that has one, or run be
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--stages", type=int, help="p; default: the number of GPUs, 2 where there is one")
     parser.add_argument("--microbatches", type=int, nargs="+", help="m, at least p; default p, 2p and 4p")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
@@ -57,7 +57,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--json", type=Path, help="file for every measured time")
     args = parser.parse_args(arguments)
     sizes = (args.rounds, args.batches, args.layers, args.heads, args.seq_length, args.micro_batch_size)
     if min(sizes) < 1 or args.vocab_size < 2:

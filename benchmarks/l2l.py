@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.results import save, set_environment
+from benchmarks.common.results import parser_of, save, set_environment
 
 PARTS = {
     "lanes": "emulated stages and lanes against the simulator and the closed form",
@@ -36,7 +36,7 @@ PARTS = {
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, text in PARTS.items():
         part = parts.add_parser(name, help=text, description=text)

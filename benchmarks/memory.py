@@ -13,9 +13,7 @@ The checker knows microbatches and versions; its bytes are its microbatches time
 equal; a difference makes the exit status 1. Counts do not depend on the machine or its load.
 """
 
-import argparse
 import itertools
-import json
 import os
 import sys
 import warnings
@@ -29,7 +27,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.processes import gathered, run_group
-from benchmarks.common.results import set_environment
+from benchmarks.common.results import parser_of, set_environment, write
 from benchmarks.common.tables import terminal
 
 NUM_STAGES = 4
@@ -230,16 +228,14 @@ def show(rows: list[dict]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for the counts")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="schedules")
-    parser.add_argument("--json", type=Path, help="file for the counts")
     args = parser.parse_args(arguments)
     set_environment()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the counts are the same, and a computer need not have four GPUs
     rows = rows_of(run_group(NUM_STAGES, count_all, args.only, installs_backend=True))
     show(rows)
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    write(args.json, {"rows": rows})
     different = [row["schedule"] for row in rows if not row["equal"]]
     if different:
         print(f"counted and proved differ: {', '.join(different)}", file=sys.stderr)

@@ -26,7 +26,6 @@ stage, is adjusted until the stages' times differ by less than 3%; the table sho
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import sys
@@ -46,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from thread_times import MAIN, ThreadTimes, thread_times
 
 from benchmarks.common.processes import gathered, run_group
+from benchmarks.common.results import parser_of, write
 
 CONTENDERS = ("limit", "2bw", "2bw provisional", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe")
 
@@ -243,8 +243,7 @@ def report(model, result: Result, args) -> None:
     console.print(table_of_threads(result))
     console.print("loss of the first batch: " + ", ".join(f"{k} {v:.6f}" for k, v in result.first_losses.items()))
     console.print("loss of the last batch:  " + ", ".join(f"{k} {v:.6f}" for k, v in result.last_losses.items()))
-    if args.json:
-        args.json.write_text(json.dumps({"model": asdict(model), "result": asdict(result)}, indent=1) + "\n")
+    write(args.json, {"model": asdict(model), "result": asdict(result)})
 
 
 def table_of_threads(result: Result) -> Table:
@@ -282,7 +281,7 @@ def ratio(reference: list[float], times: list[float]) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8], help="m, at least 2")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--microbatches-per-round", type=int, default=24, help="timed, of each contender")
@@ -296,7 +295,6 @@ def parse_arguments() -> argparse.Namespace:
         "--contenders", nargs="+", metavar="NAME", help='only these and the limit, such as 2bw "2bw provisional"'
     )
     parser.add_argument("--balance-batches", type=int, default=5, help="batches for each trial of a vocabulary")
-    parser.add_argument("--json", type=Path, help="file for every measured time")
     args = parser.parse_args()
     unknown = [name for name in args.contenders or () if name not in CONTENDERS]
     if unknown:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.results import save, set_environment, status_of
+from benchmarks.common.results import parser_of, save, set_environment, status_of
 
 SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},
@@ -43,7 +43,7 @@ SCHEDULES = {
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for the figures")
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8], help="ranks p, 4 to 16")
     parser.add_argument("--only", nargs="+", choices=SCHEDULES, help="default: all; --smoke: interleaved-balanced")
     parser.add_argument("--batches", type=int, default=4, help="of 2p microbatches; pipedream: times 2p, of one")
@@ -55,7 +55,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--smoke", action="store_true", help="two cases with small times, seconds: that everything runs"
     )
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="folder for pictures, and timelines as JSON")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
     if args.smoke:
         args.stages, args.batches, args.forward = [4], 3, 4.0

@@ -17,7 +17,6 @@ Figures are medians of the repeats with least and greatest in parentheses, on th
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.processes import run_group
+from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import spread
 from benchmarks.transition_ranks import Job, run
 
@@ -68,7 +68,7 @@ def report(optimizer: str, found: dict, say: Callable[[str], None] = print) -> f
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="every single figure goes here")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--schedule", choices=("flush", "2bw"), default="flush")
@@ -78,7 +78,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--directory", default="/dev/shm/transition", help="of the checkpoints")
-    parser.add_argument("--json", type=Path, help="every single figure goes here")
     options = parser.parse_args(words)
     results = {}
     for optimizer in options.optimizers:
@@ -86,8 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
                   options.directory)  # fmt: skip
         results[optimizer] = run_group(job.world_size, run, job, installs_backend=True)
         report(optimizer, results[optimizer])
-    if options.json is not None:
-        options.json.write_text(json.dumps(results))
+    write(options.json, results)
     return 0
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common.results import save
+from benchmarks.common.results import parser_of, save
 from benchmarks.common.tables import spread
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.move_order import pair_of
@@ -84,7 +84,7 @@ def simulated_seconds(program: Program, host: Sequence[int], args: argparse.Name
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time and byte")
     parser.add_argument("--stages", type=int, default=4, help="p, even, 4 to 16: half on each host")
     parser.add_argument("--microbatches", type=int, default=16, help="m")
     parser.add_argument("--batches", type=int, default=2, help="timed, of each mapping in each repeat")
@@ -94,7 +94,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--payload", type=int, default=1 << 17, help="bytes between neighbours, of a microbatch")
     parser.add_argument("--activations", type=int, default=1 << 22, help="bytes that a stage saves of a microbatch")
     parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each host")
-    parser.add_argument("--json", type=Path, help="file for every measured time and byte")
     args = parser.parse_args(arguments)
     if args.stages % 2 or not 4 <= args.stages <= 16:
         parser.error(f"--stages is {args.stages}; give 4, 6, ... or 16, half for each host")

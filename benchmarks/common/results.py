@@ -1,10 +1,19 @@
-"""What a benchmark sets before its processes start, and what it leaves: a JSON file and an exit status."""
+"""What a benchmark is asked, sets before its processes start, and leaves: a JSON file and an exit status."""
 
 import argparse
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def parser_of(description: str, *, json: str | None = None) -> argparse.ArgumentParser:
+    """A parser that introduces a benchmark by its docstring; `json`: what --json is to hold, where there is that."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if json is not None:
+        parser.add_argument("--json", type=Path, metavar="FILE", help=json)
+    return parser
 
 
 def set_environment() -> None:
@@ -15,10 +24,14 @@ def set_environment() -> None:
 
 def save(args: argparse.Namespace, rows: Sequence[dict], *, unsaved: Sequence[str] = (), **others: object) -> None:
     """Write the flags, but for `unsaved`, the rows and what else there is to --json, where that is given."""
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name not in ("json", *unsaved)}
-        content = {"settings": settings, "rows": rows, **others}
-        args.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", *unsaved)}
+    write(args.json, {"settings": settings, "rows": rows, **others})
+
+
+def write(path: Path | None, content: object) -> None:
+    """Write what was found as JSON, where the user named a file."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 def status_of(rows: Sequence[dict], named: Callable[[dict], str]) -> int:
