@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -62,6 +63,7 @@ class Pool:
         self._connections: list[Connection] = []
         self._processes = []
         context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # of this process, and so without the mark
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
