@@ -6,7 +6,7 @@ from megatron.documents.flag_files import FlagFileParser
 
 
 def parser() -> FlagFileParser:
-    made = FlagFileParser(exit_on_error=False)
+    made = FlagFileParser()
     made.add_argument("--name")
     made.add_argument("--sizes", nargs="+")
     return made
