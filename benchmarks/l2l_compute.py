@@ -15,8 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from emulated_rows import spread
-from l2l_table import Row, show_table
+from benchmarks.common.tables import Row, show_table, spread
 
 NAMES = (
     "flush",

@@ -18,6 +18,7 @@ WITHOUT_TORCH = (
     "planner",
     "partition",
     "documents",
+    "processes",
 )
 
 TRAINER = (

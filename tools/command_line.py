@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_ROOMS = ("megatron", "megatron.pipeline", "megatron.placement")
+_ROOMS = ("megatron", "megatron.pipeline", "megatron.placement", "megatron.documents")
 
 if not all(importlib.util.find_spec(room) for room in _ROOMS):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # not installed
 
+from megatron.documents.flag_files import FlagFileParser  # noqa: E402
 from megatron.pipeline import interrupt  # noqa: E402
 
 _program = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
@@ -77,9 +78,9 @@ def unwinding(hint: str) -> Iterator[None]:
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser that introduces a tool by its docstring: a summary, then what is kept as it stands."""
+    """A parser that introduces a tool by its docstring: a summary, then what is kept as it stands. It takes `@FILE`."""
     summary, _, examples = description.partition("\n\n")
-    return argparse.ArgumentParser(
+    return FlagFileParser(
         description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
 

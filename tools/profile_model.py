@@ -4,11 +4,11 @@
         --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 ...
     python tools/profile_model.py --output profile.json --model-script train_gpt.sh
 
-The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by a shell script
-that runs one of them, or by a YAML file; degrees, batches, schedule and outputs among them are left out. Timed are
-stages (which give embedding, layer and head), the optimizer's step, transfers between processes and all-reduces, and
-for weights on the host copies from and to it and its optimizer; where processes share a processor, with one and with
-several at work. docs/profiling.md says how to use it.
+The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by files of them
+(@FILE), by a shell script that runs one of these programs, or by a YAML file; degrees, batches, schedule and outputs
+among them are left out. Timed are stages (which give embedding, layer and head), the optimizer's step, transfers
+between processes and all-reduces, and for weights on the host copies from and to it and its optimizer; where processes
+share a processor, with one and with several at work. docs/profiling.md says how to use it.
 
 Exit status: 0, or 1 where something is wrong or cannot be measured, 2 where the command line is.
 """

@@ -111,8 +111,8 @@ def test_it_starts_without_torch(tmp_path):
 
 
 def test_every_way_to_name_a_model(run, tmp_path):
-    """A script, a YAML file and flags give the same search; flags of the command line come last."""
-    script, document = tmp_path / "train.sh", tmp_path / "model.yaml"
+    """A script, YAML, a file of flags and flags give the same search; flags of the command line come last."""
+    script, document, file = tmp_path / "train.sh", tmp_path / "model.yaml", tmp_path / "model.flags"
     script.write_text(SCRIPT)
     document.write_text(
         "architecture: bert\nnum_layers: 24\nhidden-size: 1024\nnum_attention_heads: 16\nseq_length: 512\n"
@@ -120,14 +120,15 @@ def test_every_way_to_name_a_model(run, tmp_path):
     )
     flags = ["--architecture", "bert", "--num-layers", 24, "--hidden-size", 1024, "--num-attention-heads", 16,
              "--seq-length", 512, "--fp16", "--global-batch-size", 256]  # fmt: skip
+    file.write_text("\n".join(map(str, ["# a BERT", *flags])))
     found = []
-    for model in (["--model-script", script], ["--model-yaml", document], flags):
+    for model in (["--model-script", script], ["--model-yaml", document], [f"@{file}"], flags):
         status, out, err = run(*CLUSTER, *QUICK, "--json", *model)
         assert status == 0
         found.append(json.loads(out) | {"seconds": None})
         if model[0] == "--model-script":
             assert "--tensor-model-parallel-size 2, --recompute-activations" in err
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
     status, out, _ = run(*CLUSTER, *QUICK, "--json", "--model-script", script, "--global-batch-size", 128)
     assert json.loads(out)["best"][0]["global_batch_size"] == 128
 

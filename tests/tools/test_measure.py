@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.process import MARK
 from megatron.planner.trial.results import read_entries
+from megatron.processes.job import MARK
 from tests.planner import profiles
 from tests.tools.in_process import ROOT, load_tool, runner
 from tests.trainer.run.run_case import BASE, data_flags

@@ -5,9 +5,9 @@
     python tools/grid_search.py search --cluster my_cluster.yaml --model-script train_gpt3.sh --output plan
     python tools/grid_search.py search --cluster V100-16 --nodes 4 --model-yaml bert.yaml --max-safe-batch 1024
 
-The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by a shell script
-that runs one of them, or by a YAML file. Flags that the search chooses (degrees, microbatch, schedule, ...) are set
-aside. docs/grid_search.md explains the result.
+The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by files of them
+(@FILE), by a shell script that runs one of these programs, or by a YAML file. Flags that the search chooses (degrees,
+microbatch, schedule, ...) are set aside. docs/grid_search.md explains the result.
 """
 
 import argparse

@@ -11,9 +11,9 @@ from pathlib import Path
 from megatron.planner.search.flags import configuration_words
 from megatron.planner.time.profile import Spread
 from megatron.planner.trial.failures import classify
-from megatron.planner.trial.process import End, end_left, run_job
 from megatron.planner.trial.results import Result, ResultsFile, Status, TrialEntry, configuration_fields
 from megatron.planner.trial.settings import Settings
+from megatron.processes.job import End, end_left, run_job
 
 METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
+from megatron.documents.flag_files import FlagFileParser
 from megatron.trainer.arguments.flags import (
     bert,
     classification,
@@ -51,7 +52,7 @@ def destinations(role: Role) -> tuple[str, ...]:
     return tuple(flag.dest for flag in FLAGS if role in flag.roles)
 
 
-class _FlagParser(argparse.ArgumentParser):
+class _FlagParser(FlagFileParser):
     def error(self, message: str) -> None:
         # argparse names a flag with all its aliases
         raise ValueError(re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", message.removeprefix("argument ")))
