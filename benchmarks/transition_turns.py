@@ -35,10 +35,10 @@ from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
+from megatron.trainer.programs.pretrain_gpt import model_provider
 from megatron.trainer.ranks.agreement import control_group
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize, place
-from pretrain_gpt import model_provider
 
 ITERATION = 10
 

@@ -34,6 +34,7 @@ TRAINER = (
     "changes",
     "dry_run",
     "run",
+    "programs",
     "profile",
 )
 """The rooms of the trainer: each imports of itself and of those before it."""

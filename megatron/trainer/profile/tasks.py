@@ -139,8 +139,8 @@ class HostPlan:
 
 
 def program_parts(architecture: str) -> dict:
-    """What the training program of an architecture trains with; its folder is on the path."""
-    return importlib.import_module(PROGRAMS[architecture][0].removesuffix(".py")).parts()
+    """What the training program of an architecture trains with."""
+    return importlib.import_module(f"megatron.trainer.programs.{PROGRAMS[architecture][0].removesuffix('.py')}").parts()
 
 
 def prepare(args: argparse.Namespace, store: object | None, *, world_size: int) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -42,8 +41,7 @@ def data_flags() -> str:
 
 def program_parts(name: str) -> tuple[dict, dict]:
     """(defaults, options of `assemble`) of a program such as pretrain_gpt.py."""
-    sys.path.insert(0, str(ROOT))
-    program = importlib.import_module(name)
+    program = importlib.import_module(f"megatron.trainer.programs.{name}")
     return getattr(program, "DEFAULTS", {}), program.parts()
 
 
