@@ -189,7 +189,7 @@ class ElasticRank(Rank):
         _prove(schedule, pipeline.num_microbatches)
 
     def _times(self, phase: Phase) -> list[EmulatedTimes]:
-        """Of this rank's stages."""
+        """The times of this rank's stages."""
         pipeline, rank = phase.pipeline, dist.get_rank()
         if rank >= pipeline.num_ranks * pipeline.num_replicas:
             return []

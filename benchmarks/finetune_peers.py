@@ -47,7 +47,7 @@ from benchmarks.finetune_speed import RANKS, ROOT, cut
 
 SIZE, MICROBATCHES = 4, 4
 TOLERANCE = 1e-5
-"""Of losses; see `check`."""
+"""By how much losses may differ; see `check`."""
 
 _BATCHES = ("--gradient_accumulation_steps", str(MICROBATCHES), "--optim", "sgd")
 

@@ -78,7 +78,7 @@ def randomize(parts: RunParts) -> int:
 
 
 def digest(parts: RunParts) -> str:
-    """Of all tensors of the rank's state."""
+    """A digest of all tensors of the rank's state."""
     found = hashlib.blake2b()
     for each in nested_values(hold_run(parts, iteration=ITERATION)):
         if isinstance(getattr(each, "data", None), torch.Tensor):

@@ -171,7 +171,7 @@ def _shade(axes, changes: list[tuple[float, float]], label: str | None = None) -
 
 
 def _draw_steps(axes, course: Course, number: int) -> None:
-    """Of ranks, replicas or frozen layers: each new number from the end of its transition on."""
+    """Draw ranks, replicas or frozen layers: each new number from the end of its transition on."""
     known = [each for each in course.stretches if each.shape is not None]
     values = [(each.shape.ranks, each.shape.replicas, each.shape.frozen)[number] for each in known]
     times = [*(each.begin for each in known), known[-1].end]

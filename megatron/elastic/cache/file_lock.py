@@ -34,7 +34,7 @@ class FileLock:
         self._wait(fcntl.LOCK_SH, patience)
 
     def remove(self) -> None:
-        """Of who has it alone: the next one makes another file."""
+        """Remove the file, which only its sole holder may do: the next one makes another file."""
         self._path.unlink(missing_ok=True)
 
     def release(self) -> None:

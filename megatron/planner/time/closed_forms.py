@@ -105,7 +105,7 @@ class StageTimes:
         return [sum(values[stage] for stage in stages) for stages in stages_by_rank(self.schedule.rank_of_stage)]
 
     def held(self, num_microbatches: int) -> list[float]:
-        """Of keeping gradients, with batches of so many microbatches."""
+        """The time to keep gradients, with batches of so many microbatches."""
         holds = self.schedule.holds(num_microbatches)
         return [seconds if is_held else 0.0 for seconds, is_held in zip(self.hold, holds, strict=True)]
 

@@ -25,7 +25,7 @@ _STEADY = 2e-3  # by how much what further microbatches add may change, where no
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTime:
-    """Of one batch. `bubble`: the part in which the rank that computes most does not compute, 0 to 1."""
+    """The time of one batch. `bubble`: the part in which the rank that computes most does not compute, 0 to 1."""
 
     seconds: float
     bubble: float
@@ -179,7 +179,7 @@ def _busy(stages: StageTimes, num_microbatches: int) -> float:
 
 
 def _end(timeline: Timeline) -> float:
-    """Of its last computation or STEP; those of a rank follow one another."""
+    """The end of the last computation or STEP; those of a rank follow one another."""
     ends = [0.0]
     for row, of_row in zip(timeline.rows, timeline.ends, strict=True):
         ends += islice((end for each, end in zip(reversed(row), reversed(of_row), strict=True) if each.kind in BUSY), 1)

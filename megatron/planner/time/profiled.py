@@ -26,7 +26,7 @@ def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
 
 
 def vocab_size_of(profile: Profile) -> int | None:
-    """Of --vocab-size, where it was given; what a tokenizer adds to it, and the padding, are not in it."""
+    """What --vocab-size says, where it was given, without the padding and what a tokenizer adds."""
     return _number(profile, "--vocab-size", None)
 
 

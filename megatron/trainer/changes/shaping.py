@@ -61,12 +61,12 @@ def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = Fa
 
 
 def state_bytes(memory: RankMemory) -> float:
-    """Of a rank's weights, gradients and optimizer, without activations."""
+    """The bytes of a rank's weights, gradients and optimizer, without activations."""
     return memory.parts.weights + memory.parts.gradients + memory.parts.optimizer
 
 
 def bytes_in_change(before: RankMemory, after: RankMemory) -> float:
-    """Of a process that takes another place: all state of either, but for the gradients of the old one."""
+    """The bytes of a process that takes another place: all state of both places, but for the old one's gradients."""
     return state_bytes(before) - before.parts.gradients + state_bytes(after)
 
 
@@ -200,19 +200,19 @@ class Shaping:
         return reading_pays(self._disk_seconds().read, computing)
 
     def _disk_seconds(self) -> CacheSeconds:
-        """Of a sample, as measured on the cache's disk."""
+        """The times of a sample, as measured on the cache's disk."""
         if self._disk is None:
             self._disk = measure(self._args.activation_cache, self._output_bytes())
         return self._disk
 
     def _output_bytes(self) -> int:
-        """Of a sample, between two stages."""
+        """The bytes of a sample between two stages."""
         args = self._args
         width = args.hidden_size * from_flags.activation_setting(args).residual_bytes
         return args.seq_length * width // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
     def _gradient_bytes(self, args: argparse.Namespace) -> float:
-        """Of a layer."""
+        """The bytes of a layer's gradients."""
         own = layer_parameters(from_flags.architecture(args), args.tensor_model_parallel_size)
         return from_flags.training_state(args).gradients(own, num_buffers=1)
 
@@ -236,7 +236,7 @@ class Shaping:
         return missing * (first or reading) + (1 - missing) * reading
 
     def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
-        """Of the microbatches of so many batches from a depth's first on: those of which all samples were there.
+        """The share of microbatches whose samples were all there, in so many batches from a depth's first on.
 
         Samples are dealt out anew in each epoch, and a node has what it has computed itself. So on n nodes a sample is
         missing behind e epochs with a chance of (1 - 1/n)^e.
@@ -362,7 +362,7 @@ class Shaping:
         return max(each.total for each in self._memory(arrangement))
 
     def _memory(self, arrangement: Arrangement) -> tuple[RankMemory, ...]:
-        """Of the ranks of a pipeline; counted once, since a program is proved for that."""
+        """The memory of a pipeline's ranks; counted once, since a program is proved for that."""
         if arrangement not in self._memories:
             self._memories[arrangement] = memory_of_ranks(self._arranged(arrangement))
         return self._memories[arrangement]

@@ -80,7 +80,7 @@ class PredictedVersion(OlderVersions):
 
 
 def _prefix(replica: int) -> str:
-    """Of the keys of a replica's tensors."""
+    """What the keys of a replica's tensors begin with."""
     return f"{PREDICTED_VERSION}.{replica}."
 
 

@@ -152,7 +152,7 @@ class Job:
 
     @property
     def vocab_size(self) -> int | None:
-        """Of --vocab-size."""
+        """What --vocab-size says."""
         return self._given.vocab_size
 
     # --- words for a script

@@ -7,7 +7,7 @@ from megatron.trainer.arguments.rules.run import pipeline_schedule
 
 
 def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
-    """Of batches of so many microbatches; None where there is nothing to say of 2bw's delay."""
+    """What to say of 2bw's delay with batches of so many microbatches; None where there is nothing."""
     schedule = pipeline_schedule(args)
     if schedule.weights == TWO_BW:
         return (

@@ -12,7 +12,7 @@ TOP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TableChoice:
-    """Of one table: a model on a number of GPUs, with one batch size.
+    """The choice in one table: a model on a number of GPUs, with one batch size.
 
     Attributes:
         title: source, model and GPUs.

@@ -62,7 +62,7 @@ class Moved:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that this rank has now."""
+        """The bytes of all that this rank has now."""
         return self.bytes_received + self.bytes_kept
 
 

@@ -27,7 +27,7 @@ _Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
 
 @dataclass
 class _Saved:
-    """Of one microbatch. `roots`: where its backward begins: (target, autograd edge of each output that has one)."""
+    """What a microbatch keeps. `roots`: its backward's beginnings: (target, autograd edge of each output that has one)."""
 
     inputs: _Tensors
     random_state: RandomState | None = None
@@ -219,6 +219,6 @@ def _root(tensor: Tensor) -> object | None:
 
 
 def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of the tensors of floating dtype; zeros where nothing came back."""
+    """The gradients of the tensors of floating dtype; zeros where nothing came back."""
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in floating)
