@@ -102,7 +102,7 @@ class Setting:
         return found
 
     def shapes(self, *, replicates: bool) -> list[Shape]:
-        """With ranks and microbatches for them; ranks that are left over are idle."""
+        """The shapes with ranks and microbatches for them; ranks that are left over are idle."""
         return [
             (num_ranks, num_replicas)
             for num_ranks in range(1, self.num_stages + 1)
@@ -311,7 +311,7 @@ Parts = tuple[tuple[int | None, float], ...]
 
 
 def _parts(setting: Setting, num_frozen: int, intervals: int, num_stored: int) -> Parts:
-    """With a cache: the first epoch, and those behind it."""
+    """The parts of intervals: with a cache, the first epoch and those after it."""
     of_first = 1 / setting.epochs
     behind = ((num_frozen, intervals - of_first),) if intervals > of_first else ()
     return ((num_stored, of_first), *behind)
@@ -330,7 +330,7 @@ def _go_on(found: _Found, ways: Sequence[_Way], arm: Arm, num_frozen: int, inter
 
 
 def _go_on_from(found: _Found, way: _Way, shapes: Sequence[Shape], num_frozen: int, parts: Parts) -> None:
-    """With what there is, as it is, and with each shape, those first that may take least."""
+    """Go on with what there is, as it is, and with each shape, those first that may take least."""
     setting, cached = found.setting, parts[0][0] is not None
 
     def at_least(shape: Shape) -> float:

@@ -205,7 +205,7 @@ def _is_same_place(one: PipelineOption, other: PipelineOption) -> bool:
 
 
 def _prove(schedule, num_microbatches: int) -> None:
-    """As the first batches would; what is proved is kept."""
+    """Prove the programs, as the first batches would; what is proved is kept."""
     stream = schedule.stream()
     for _ in range(2):
         stream.start_batch(num_microbatches)

@@ -124,7 +124,7 @@ class TorchPipelining:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """As transformers' own for the models here."""
+    """The mean loss, as transformers' own for the models here."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 

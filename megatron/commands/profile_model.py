@@ -131,7 +131,7 @@ def _session(options: argparse.Namespace) -> Session:
 
 
 def _processes(wanted: int | None) -> int:
-    """As many as GPUs, or 2 without one. Raises ValueError where some would share a GPU, as ranks never do."""
+    """How many processes: as many as GPUs, or 2 without one. Raises ValueError where some would share a GPU."""
     from megatron import backend  # imports torch
 
     if not backend.is_cuda():

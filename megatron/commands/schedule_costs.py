@@ -72,7 +72,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """For the memory of each rank over time."""
+    """Add the sizes from which each rank's memory over time is drawn."""
     memory = parser.add_argument_group(
         "memory",
         "In any unit, such as GiB; one number, or one for each stage or edge. With any of them, memory is shown.",

@@ -94,7 +94,7 @@ def _require_memory(num_stages: int, num_microbatches: int) -> None:
 
 
 def _fewest_microbatches(schedule: Schedule) -> int:
-    """As many as fill the pipeline, or a few more where the schedule wants those; 1 where batches are microbatches."""
+    """How many fill the pipeline, or a few more where the schedule wants them; 1 where batches are microbatches."""
     if schedule.weights.updates_alone:
         return 1
     fill = (

@@ -82,7 +82,7 @@ class ByGradients:
 
 @dataclass
 class ByHand:
-    """So many layers behind each interval, whatever their gradients.
+    """Freezes so many layers after each interval, whatever their gradients.
 
     Attributes:
         num_layers: of the model.

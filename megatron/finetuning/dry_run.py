@@ -112,7 +112,7 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
 
 
 def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
-    """Bytes of a parameter under gap-aware steps: the average of the steps, the weights of each forward whose step is to
+    """Bytes a parameter has under gap-aware steps: the average of steps, the weights of each forward whose step is to
     come, and those before a step while it is taken.
     """
     steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)

@@ -14,7 +14,7 @@ CHAIN = 16
 """Moves of a chain."""
 
 MOST_SWAPS = 300
-"""That are priced in a round; they are sorted by what they promise."""
+"""The most swaps that are priced in a round; they are sorted by what they promise."""
 
 
 class Budget:

@@ -43,7 +43,7 @@ class FileLock:
         os.close(self._file)
 
     def abandon(self) -> None:
-        """In a forked process: leave it to the one that has it."""
+        """Leave the lock to the process that has it; called in its fork."""
         os.close(self._file)
 
     def _try(self, kind: int) -> bool:

@@ -39,6 +39,6 @@ class Estimate:
 
     @property
     def under_pressure(self) -> bool:
-        """So near the limit of memory that throughput may fall by 16 to 31% (BPipe, appendix B, where the allocator
+        """Whether memory is so near full that throughput may fall by 16 to 31% (BPipe, appendix B, where the allocator
         gives its blocks back again and again). `seconds` is the time without that."""
         return self.verdict.is_borderline or self.verdict.spare_gib < self.reserve_gib

@@ -283,7 +283,7 @@ class _Reader:
         return int(size)
 
     def _schedule(self) -> str:
-        """In our words. Several stages on a rank make 1F1B interleaved."""
+        """The schedule in our words. Several stages on a rank make 1F1B interleaved."""
         settings = self.raw.config
         if settings.schedule is None and settings.p > 1:
             self.assumed.append("schedule 1f1b")

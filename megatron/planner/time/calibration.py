@@ -50,7 +50,7 @@ class Calibration(BaseModel):
 
 
 def constants_as_dict(constants: Constants) -> dict[str, float]:
-    """As a file holds them."""
+    """The constants as a file holds them."""
     return asdict(constants)
 
 

@@ -131,7 +131,7 @@ def _relayed(costs: Costs, schedule: Schedule, m: int, most: int) -> tuple[float
 
 
 def _shortened(costs: Costs, part: float) -> Costs:
-    """With what is done once a batch taking this part of its time."""
+    """The costs with what is done once a batch taking this part of its time."""
     names = ("fetch", "store", "update", "reduce_grad", "reduce_embed", "reduce_norm", "step")
     return replace(costs, **{name: _times(getattr(costs, name), part) for name in names})
 
@@ -198,7 +198,7 @@ def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ..
 
 
 def _num_periods(schedule: Schedule, num_microbatches: int) -> int:
-    """So many that they fill the pipeline twice, and that each wait for reductions comes back in as many more.
+    """As many periods as fill the pipeline twice, and as many more as bring back each wait for reductions.
 
     Waits may come once in every delay + 1 batches.
     """

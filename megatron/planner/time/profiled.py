@@ -120,7 +120,7 @@ class ProfiledCosts:
         return times
 
     def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """With the distributed optimizer a replica updates its share, and gathers the others' weights in the STEP, or
+        """The update's time. With a distributed optimizer a replica steps its share and gathers the others' in STEP, or
         in PREDICT where there is one.
 
         The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes

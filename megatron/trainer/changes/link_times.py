@@ -36,12 +36,12 @@ class LinkTimes:
         return 2 * num_bytes * self.byte
 
     def of_transfer(self, num_bytes: float) -> float:
-        """For which it holds its link."""
+        """The time for which a transfer holds its link."""
         return num_bytes * self.byte
 
 
 def measure_links(num_bytes: float) -> LinkTimes:
-    """By an all-reduce of up to so many bytes. Collective, drained."""
+    """Times taken by an all-reduce of up to so many bytes. Collective, drained."""
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return LinkTimes()

@@ -159,7 +159,7 @@ class Shaping:
         return links.of_transfer(max(map(state_bytes, self._memory(self._args.arrangement))))
 
     def _has_room(self, wanted: Arrangement) -> bool:
-        """With activations no rank takes more than one did at first, and within the change its device has room."""
+        """Whether no rank takes more than one did at first, with activations, and devices have room for the change."""
         if self._bytes(wanted) > self._limit():
             return False
         return self._bytes_within(wanted) <= self._device_bytes
@@ -279,7 +279,7 @@ class Shaping:
         return found
 
     def _cut(self, work: list[float], shape: Arrangement) -> tuple[int, ...]:
-        """As even as it can be where all ranks have room; by hand, or where no cut has, as even as it can be."""
+        """The most even cut where all ranks have room; by hand, or where no cut has room, the most even one."""
         size, num_layers = shape.pipeline, self._args.num_layers
         if self._args.elastic_cut == "greedy":
             return cut_greedily(work, size)

@@ -19,7 +19,7 @@ from megatron.trainer.checkpoint.state import version_state
 
 
 class PredictedVersion(OlderVersions):
-    """That of a drained run after `iteration` batches.
+    """The predicted version of a drained run after `iteration` batches.
 
     Args:
         apart: whether each replica has its own.

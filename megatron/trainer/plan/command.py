@@ -204,7 +204,7 @@ class Job:
 
     @cached_property
     def _alone(self) -> argparse.Namespace:
-        """On one GPU, whatever the batch."""
+        """The flags on one GPU, whatever the batch."""
         args = self._parsed(self.command(_SMALLEST))
         args.rampup_batch_size = args.step_batch_size_schedule = None
         validate_args(args, world_size=1)

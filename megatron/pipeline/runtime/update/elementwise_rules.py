@@ -145,5 +145,5 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _scalar(value: float | Tensor) -> Tensor:
-    """In a tensor, since a number is wrapped anew in each call, which takes about as long as the call itself."""
+    """The value in a tensor: a number is wrapped anew in each call, which takes about as long as the call itself."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)

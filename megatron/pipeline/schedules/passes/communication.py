@@ -93,7 +93,7 @@ def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], outline: Prog
 
 
 _Route = tuple[int, Kind, Kind, int | None, int | None]
-"""To which stage, the words of both ends, and the peer that each of them names."""
+"""The stage a tensor goes to, the words of both ends, and the peer that each of them names."""
 
 
 def _routes(outline: Program, tensor: Tensor, stage: int) -> list[_Route]:

@@ -224,7 +224,7 @@ class MemoryStore:
         return received
 
     def _part_of_object(self, key: str, target: int) -> TensorPart:
-        """That of the rank from which `target` takes an object: itself, or the first replica."""
+        """The part of the rank from which `target` takes an object: itself, or the first replica."""
         holders = [(number != target, *each.objects[key], number) for number, each in enumerate(self._held)
                    if key in each.objects]  # fmt: skip
         *_, size, holder = min(holders)
