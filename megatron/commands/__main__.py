@@ -46,7 +46,7 @@ def main() -> int | None:
     parser.add_argument(
         "command", choices=COMMANDS, metavar="COMMAND", help="one of those below; COMMAND --help says more"
     )
-    command = parser.parse_args(sys.argv[1:2]).command
+    command = parser.parse_args(sys.argv[1:2] or ["--help"]).command
     sys.argv[:2] = [f"{NAME} {command}"]
     return run(command)
 
