@@ -61,7 +61,7 @@ class BalanceJob(Job):
 
 @dataclass
 class Turns:
-    """Of one contender at one m; one entry a turn. `busy`: share of all cores' time that all processes took."""
+    """One contender's times at one m; one entry a turn. `busy`: share of all cores' time that all processes took."""
 
     contender: str
     num_microbatches: int

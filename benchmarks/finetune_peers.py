@@ -49,7 +49,7 @@ from benchmarks.finetune_speed import RANKS, ROOT, cut
 
 SIZE, MICROBATCHES = 4, 4
 TOLERANCE = 1e-5
-"""Of losses; see `check`."""
+"""By how much losses may differ; see `check`."""
 
 _BATCHES = ("--gradient_accumulation_steps", str(MICROBATCHES), "--optim", "sgd")
 
@@ -147,7 +147,7 @@ class Bench:
         cut(self._folder / self.model.name, [*self._data, *_BATCHES], self._folder)
 
     def turn(self, arm: str, mend: Sequence[str] | None = None) -> dict:
-        """For `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
+        """A turn of `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
         if arm in _OURS:
             partition, *words = _OURS[arm]
             own = ["--partition", str(self._folder / f"{partition}.json"), *words]

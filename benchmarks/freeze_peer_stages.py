@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
 
-import pretrain_vision_classify as door
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,6 +20,7 @@ from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
+from megatron.trainer.programs import pretrain_vision_classify as door
 from megatron.trainer.run.assembly import assemble
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize

@@ -87,7 +87,7 @@ class Case:
 
     @property
     def formula(self) -> Relay | None:
-        """Of one rank."""
+        """The formula of one rank; None with several."""
         if self.num_ranks > 1:
             return None
         costs = self.costs

@@ -57,7 +57,7 @@ class Case:
 
     @property
     def errors(self) -> list[float]:
-        """Of the prediction in each round; positive: too long."""
+        """The error of the prediction in each round; positive: too long."""
         return [predicted / measured - 1 for predicted, measured in zip(self.predicted, self.measured, strict=True)]
 
     @property

@@ -29,11 +29,11 @@ from megatron.trainer.checkpoint.checkpoint import (
 )
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.ranks.agreement import control_group
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.place import build_place
-from pretrain_gpt import program
 
 ITERATION = 10
 
@@ -58,7 +58,7 @@ def randomize(parts: RunParts) -> int:
 
 
 def digest(parts: RunParts) -> str:
-    """Of all tensors of the rank's state."""
+    """A digest of all tensors of the rank's state."""
     found = hashlib.blake2b()
     for each in nested_values(hold_run(parts, iteration=ITERATION)):
         if isinstance(getattr(each, "data", None), torch.Tensor):

@@ -8,7 +8,7 @@ import sys
 import time
 from datetime import timedelta
 
-import pretrain_gpt
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 PATIENCE = 3.0

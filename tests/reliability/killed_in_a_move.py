@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-import pretrain_gpt
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-import pretrain_gpt
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 

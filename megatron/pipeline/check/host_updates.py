@@ -156,5 +156,5 @@ class _RankUpdates:
                     raise self.compact.error(self.rank, len(self.compact.codes[self.rank]), reason)
 
     def _word(self, stage: int, code: int, index: int) -> str:
-        """With the version that batch `index` leads to."""
+        """The word with the version that batch `index` leads to."""
         return f"{stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index + 1}"

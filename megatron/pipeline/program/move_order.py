@@ -31,7 +31,7 @@ from megatron.pipeline.program.stages import stages_of
 
 
 def pair_of(index: int, count: int) -> int:
-    """Of `count` in a row, the one that is as far from the end as this one is from the beginning."""
+    """The one of `count` in a row that is as far from the end as this one is from the beginning."""
     return count - 1 - index
 
 

@@ -244,7 +244,7 @@ class PipelineEngine:
 
     @property
     def bytes_sent(self) -> int:
-        """Of activations and gradients, to stages on other ranks, over the run so far."""
+        """The bytes of activations and gradients sent to stages on other ranks in the run so far."""
         return self._channels.bytes_sent
 
     def num_unread_sends(self) -> int:

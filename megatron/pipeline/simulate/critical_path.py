@@ -83,7 +83,7 @@ class _Cause:
 
 
 class _Waits:
-    """Of everything in a timeline, what it waited for."""
+    """What everything in a timeline waited for."""
 
     def __init__(self, timeline: Timeline, costs: Costs) -> None:
         self.timeline, self.overlap = timeline, costs.overlap
@@ -214,7 +214,7 @@ class _Waits:
             yield from self._before(*self.ends_of[receive])
 
     def _held(self, computed: _Cause) -> _Cause:
-        """Of a program without transfers: the computation, and the sending of what it made."""
+        """The cause in a program without transfers: the computation, and the sending of what it made."""
         made, tensor = computed.instruction, computed.instruction.kind.row.makes
         cause = computed
         for peer in self.graph.takers(tensor, made.stage) if tensor else ():

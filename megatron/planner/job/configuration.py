@@ -127,7 +127,7 @@ class Configuration:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one pipeline in a batch, m."""
+        """The microbatches of one pipeline in a batch, m."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
     @property

@@ -10,7 +10,7 @@ from megatron.planner.memory.node_memory import HostVerdict
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one configuration of one model on one cluster.
+    """The estimate of one configuration of one model on one cluster.
 
     Attributes:
         seconds: of one iteration, a global batch.

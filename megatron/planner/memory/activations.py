@@ -69,7 +69,7 @@ class Recompute:
 
     @property
     def scope(self) -> str:
-        """In BPipe's words: none, attention or layer; else the modules' names, or stage."""
+        """The scope in BPipe's words: none, attention or layer; else the modules' names, or stage."""
         if self.whole_stage:
             return "stage"
         if self.method is not None:

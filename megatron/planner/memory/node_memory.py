@@ -53,7 +53,7 @@ Crowd = Mapping[int, Crew]
 
 
 def crowds(degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int]) -> list[Crowd]:
-    """Of each node that has ranks. `mapping`: logical rank by slot."""
+    """The crowd of each node that has ranks. `mapping`: logical rank by slot."""
     tensor_ranks: dict[int, dict[int, list[int]]] = {}
     for slot, rank in enumerate(mapping):
         place = degrees.coordinates(rank)

@@ -77,7 +77,7 @@ class Kept:
 
     @property
     def memory_gib(self) -> float:
-        """Of the fullest GPU."""
+        """The memory of the fullest GPU."""
         return max(rank.total for rank in self.estimate.memory) / 2**30
 
 

@@ -18,7 +18,7 @@ from megatron.planner.time.profile import Profile, ProfiledPlace, UpdateTime
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a microbatch."""
+    """The times of a microbatch."""
 
     forward: float
     backward: float

@@ -68,7 +68,7 @@ class Status(str, Enum):
 
 
 class Result(BaseModel):
-    """Of one configuration.
+    """The result of one configuration.
 
     Attributes:
         name: the entry's.
@@ -98,7 +98,7 @@ class Result(BaseModel):
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, relative to what was measured; positive: predicted too long."""
+        """The error of the prediction, relative to what was measured; positive: predicted too long."""
         if self.seconds is None or self.predicted_seconds is None:
             return None
         return self.predicted_seconds / self.seconds - 1

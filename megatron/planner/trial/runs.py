@@ -202,7 +202,7 @@ def collect(runs: Runs, entries: Sequence[TrialEntry], results: ResultsFile) -> 
 
 
 def iteration_seconds(path: Path) -> list[float]:
-    """Of each iteration in a metrics file, in order; of one that is there twice, the last. A torn line is left out."""
+    """A metrics file's iteration times, in order; of one that is there twice, the last. A torn line is left out."""
     seconds: dict[int, float] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -18,7 +18,7 @@ COMMON_FIELDS = (
     Field(name="labels", stages="last", shape=lambda size, length: (size,)),
     Field(name="counts", stages="last", shape=lambda size, length: (size,), dtype=torch.float32),
 )
-"""Of every classifier, with b samples: `sample_id` (int64 [b]) on the first stage, `labels` (int64 [b]) and `counts`
+"""Every classifier's, with b samples: `sample_id` (int64 [b]) on the first stage, `labels` (int64 [b]) and `counts`
 (float32 [b]) on the last."""
 
 
@@ -51,7 +51,7 @@ def build_datasets(
 
 
 def digest(*arrays: numpy.ndarray) -> str:
-    """Of what the arrays hold, their types and shapes."""
+    """A digest of what the arrays hold, their types and shapes."""
     hashed = hashlib.blake2b(digest_size=16)
     for array in arrays:
         hashed.update(f"{array.dtype.str}{array.shape}".encode())

@@ -173,7 +173,7 @@ def _change(
 
 
 def _held(args: argparse.Namespace) -> list[_ProcessPart]:
-    """Of each process."""
+    """What each process holds."""
     ranks = memory_of_ranks(args, counts_communicators=from_flags.uses_nccl(args))
     degrees = degrees_of(args)
     ends = list(accumulate(args.arrangement.layers_of_rank, initial=0))

@@ -65,7 +65,7 @@ def hosted_run(
 
 
 def lines(run: HostedRun, memory: Sequence[RankMemory]) -> list[str]:
-    """For people."""
+    """The report for people, line by line."""
     parts = [rank.host for rank in memory]
     fullest = max(parts, key=lambda each: each.total)
     said = [
@@ -94,7 +94,7 @@ def lines(run: HostedRun, memory: Sequence[RankMemory]) -> list[str]:
 
 
 def to_dict(run: HostedRun, memory: Sequence[RankMemory]) -> dict:
-    """For JSON: bytes and seconds, and GiB where the name says so."""
+    """The report for JSON: bytes and seconds, and GiB where the name says so."""
     verdict, largest = run.verdict, run.largest
     return {
         "resident_stages": run.hosting.stages,

@@ -43,7 +43,7 @@ class DryRun:
 
     @property
     def verdict_of_changes(self) -> Verdict | None:
-        """Of the fullest; None where there is none, or no GPU was named."""
+        """The verdict on the fullest change; None where there is none, or no GPU was named."""
         if self.fullest_change is None or self.args.dry_run_gpu is None:
             return None
         return self.fullest_change.judge(device_gib(self.args.dry_run_gpu))
@@ -221,7 +221,7 @@ def to_dict(result: DryRun) -> dict:
 
 
 def _verdict(result: DryRun) -> dict | None:
-    """Of the pipeline at first, or of a change where that leaves less; `iteration` says which."""
+    """The verdict on the pipeline at first, or on a change where that leaves less; `iteration` says which."""
     verdict, change = result.verdict, None
     if verdict is None:
         return None

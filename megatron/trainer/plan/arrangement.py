@@ -66,7 +66,7 @@ class Arrangement:
         return ", ".join(ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, as plain numbers."""
+        """The arrangement for a checkpoint, as plain numbers."""
         return {**asdict(self), "layers_of_rank": list(self.layers_of_rank)}
 
     @classmethod

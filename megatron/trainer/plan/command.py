@@ -130,7 +130,7 @@ class Job:
 
     @property
     def vocab_size(self) -> int | None:
-        """Of --vocab-size."""
+        """What --vocab-size says."""
         return self._given.vocab_size
 
     # --- words for a script
@@ -186,7 +186,7 @@ class Job:
 
     @cached_property
     def _alone(self) -> argparse.Namespace:
-        """On one GPU, whatever the batch."""
+        """The flags on one GPU, whatever the batch."""
         args = self.namespace(_SMALLEST)
         args.rampup_batch_size = args.step_batch_size_schedule = None
         return self._checked(args, world_size=1)

@@ -124,7 +124,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
 
 
 def degrees_of(args: argparse.Namespace) -> Degrees:
-    """Of the job as it is arranged now."""
+    """The degrees of the job as it is arranged now."""
     return Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size,

@@ -39,7 +39,7 @@ class Session:
     """What to measure.
 
     Attributes:
-        architecture: "gpt" or "bert"; the folder of its program is on the path.
+        architecture: "gpt" or "bert".
         words: of the model; see `training.model_words`.
         sequence_parallel: with several tensor ranks.
         processes: how many there are; tensor degrees beyond are refused.

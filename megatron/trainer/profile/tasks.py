@@ -144,8 +144,9 @@ class HostPlan:
 
 
 def training_program(architecture: str) -> TrainingProgram:
-    """What the training program of an architecture trains; its folder is on the path."""
-    return importlib.import_module(PROGRAMS[architecture][0].removesuffix(".py")).program()
+    """What the training program of an architecture trains with."""
+    name = PROGRAMS[architecture][0].removesuffix(".py")
+    return importlib.import_module(f"megatron.trainer.programs.{name}").program()
 
 
 def prepare(args: argparse.Namespace, store: object | None) -> None:

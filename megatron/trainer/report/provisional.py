@@ -6,7 +6,7 @@ from megatron.pipeline.program.weight_policies import TWO_BW
 
 
 def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
-    """Of batches of so many microbatches; None where there is nothing to say of 2bw's delay."""
+    """What to say of 2bw's delay with batches of so many microbatches; None where there is nothing."""
     schedule = args.schedule
     if schedule.weights == TWO_BW:
         return (

@@ -40,7 +40,7 @@ def this_platform() -> Platform:
 
 
 def _engine_version() -> str:
-    """Of Transformer Engine; one that never was where it is not installed, or cannot say (a build from its sources)."""
+    """Transformer Engine's version; one that never was where it is not installed, or cannot say (built from source)."""
     try:
         return importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -46,9 +45,8 @@ def data_flags() -> str:
 
 def training_program(name: str) -> tuple[dict, "TrainingProgram"]:
     """(defaults, what it trains) of a program such as pretrain_gpt.py."""
-    sys.path.insert(0, str(ROOT))
-    door = importlib.import_module(name)
-    return getattr(door, "DEFAULTS", {}), door.program()
+    program = importlib.import_module(f"megatron.trainer.programs.{name}")
+    return getattr(program, "DEFAULTS", {}), program.program()
 
 
 def train_case(

@@ -70,5 +70,5 @@ class _HostUpdates:
         return words
 
     def _word(self, kind: Kind, stage: int | None = None) -> Instruction:
-        """Of a stage, or of the rank, which is said at its lowest."""
+        """The instruction of a stage, or of the rank, which is said at its lowest stage."""
         return Instruction(kind, self._stages[0] if stage is None else stage, version=self._version)

@@ -84,7 +84,7 @@ def _cache(args: argparse.Namespace) -> None:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
-    """Of --elastic-schedule."""
+    """The sizes that --elastic-schedule lists."""
     text, most = args.elastic_schedule, args.pipeline_model_parallel_size
     num_ranks = most * args.data_parallel_size
     try:
@@ -101,7 +101,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _micro_batch_sizes(args: argparse.Namespace) -> tuple[int, ...]:
-    """Of --elastic-micro-batch-size."""
+    """The sizes that --elastic-micro-batch-size lists."""
     text = args.elastic_micro_batch_size
     try:
         found = tuple(map(int, text.split(",")))
@@ -203,7 +203,7 @@ def of_interval(numbers: tuple[int, ...], interval: int) -> int:
 
 
 def _lists_by_hand(args: argparse.Namespace) -> None:
-    """Of --elastic-schedule and --elastic-micro-batch-size."""
+    """Check the lists of --elastic-schedule and --elastic-micro-batch-size."""
     pipelines, microbatches = args.elastic_schedule, args.elastic_micro_batch_size
     num_ranks = args.pipeline_model_parallel_size * args.data_parallel_size
     for interval in range(1, max(len(pipelines or ()), len(microbatches or ())) + 1):

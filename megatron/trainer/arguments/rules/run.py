@@ -71,7 +71,7 @@ def _iterations_of_epochs(args: argparse.Namespace) -> int:
 
 
 def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
-    """Of --step-batch-size-schedule; its last size is the global batch size."""
+    """The steps of --step-batch-size-schedule; its last size is the global batch size."""
     if args.step_batch_size_schedule is None:
         return ()
     for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):

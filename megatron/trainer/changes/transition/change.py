@@ -184,7 +184,7 @@ def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
 
 
 def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Change:
-    """Of all ranks. Collective."""
+    """The change, over all ranks. Collective."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, (moved.num_bytes, moved.bytes_received, seconds), group=control_group())
     return Change(

@@ -62,7 +62,7 @@ class Moved:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that this rank has now."""
+        """The bytes of all that this rank has now."""
         return self.bytes_received + self.bytes_kept
 
 
@@ -224,7 +224,7 @@ class MemoryStore:
         return received
 
     def _part_of_object(self, key: str, target: int) -> TensorPart:
-        """That of the rank from which `target` takes an object: itself, or the first replica."""
+        """The part of the rank from which `target` takes an object: itself, or the first replica."""
         holders = [(number != target, *each.objects[key], number) for number, each in enumerate(self._held)
                    if key in each.objects]  # fmt: skip
         *_, size, holder = min(holders)

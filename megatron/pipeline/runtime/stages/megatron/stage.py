@@ -128,7 +128,7 @@ class MegatronStage:
         self.data_iterator = data_iterator
         self.evaluation_iterator = evaluation_iterator
         self.output_cache: OutputCache | None = None
-        """Of the first stage, once it is frozen: what has its output for samples that come again."""
+        """The first stage's, once it is frozen: what has its output for samples that come again."""
         self._config = get_model_config(model)
         self._forward_step = forward_step
         self._set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")

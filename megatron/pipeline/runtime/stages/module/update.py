@@ -264,7 +264,7 @@ class ModuleUpdate:
                 )
 
     def _factor(self, part: float, squares: Tensor) -> float | Tensor:
-        """On gradients of which such a part of the batch is known."""
+        """The factor for gradients of which such a part of the batch is known."""
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
             return last / part
